@@ -1,0 +1,39 @@
+"""The one exception family of tilefold.
+
+Every error names the argument, says what was given and what is accepted, and is raised before anything is launched.
+Each class also derives from the built-in exception that a caller would expect (`ValueError`, `TypeError`, ...).
+"""
+
+__all__ = ["DeviceError", "DtypeError", "LayoutError", "PlanError", "ShapeError", "TilefoldError", "Unsupported", "ValueRangeError"]
+
+
+class TilefoldError(Exception):
+    """Base class: `except TilefoldError` catches everything that tilefold itself raises."""
+
+
+class ShapeError(TilefoldError, ValueError):
+    """A tensor has the wrong rank or size, or two tensors disagree about a size."""
+
+
+class DtypeError(TilefoldError, TypeError):
+    """A tensor or an argument has a type that the operation does not take."""
+
+
+class DeviceError(TilefoldError, ValueError):
+    """Tensors lie on different devices, or on one where tilefold cannot run."""
+
+
+class LayoutError(TilefoldError, ValueError):
+    """The strides of a tensor cannot be honoured (tilefold never copies silently)."""
+
+
+class ValueRangeError(TilefoldError, ValueError):
+    """A number, string or tuple argument is outside what is accepted."""
+
+
+class PlanError(TilefoldError, ValueError):
+    """A plan does not fit the call or the device."""
+
+
+class Unsupported(TilefoldError, NotImplementedError):
+    """A combination that is meaningful but not implemented (yet); the message says what to use instead."""
