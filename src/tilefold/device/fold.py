@@ -1,0 +1,90 @@
+"""The fold: take in KV tiles one after the other.  Sources, ranges, mods and state meet here and nowhere else."""
+
+import triton
+import triton.language as tl
+
+from .mods import mask, modify
+from .state import LOG2E, state_step
+
+
+@triton.jit
+def fold_tiles(
+    q,
+    state,
+    lo,
+    hi,
+    place,
+    scale,
+    source,
+    k_side,
+    v_side,
+    score_mods,
+    mask_mods,
+    band_mods,
+    LOCATE: tl.constexpr,
+    FETCH: tl.constexpr,
+    EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Fold tiles lo..hi into state = (acc, m, l).  q [M, BLOCK_QK]; place = (batch, head, q_index [M, 1], (seq_q, seq_k)).
+
+    EDGE tiles are cut at the sequence's end and by band_mods (causal, window); interior tiles are not.  score_mods and
+    mask_mods apply to both."""
+    acc, m, l = state
+    for i in tl.range(lo, hi):
+        rows, cols, live = LOCATE(i, source, BLOCK_N)
+        # [N, BLOCK_QK]
+        k = FETCH(k_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_QK, BLOCK_QK)
+        # [M, N]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        kv_index = (tl.minimum(cols, place[3][1] - 1) if EDGE else cols)[None, :]
+        if len(score_mods) > 0:
+            s = modify(s * scale, place, kv_index, score_mods)
+        if EDGE:
+            s = tl.where(live[None, :], s, float("-inf"))
+            s = mask(s, place, kv_index, band_mods)
+        s = mask(s, place, kv_index, mask_mods)
+        # [N, BLOCK_V]
+        v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)
+        acc, m, l = state_step(acc, m, l, s, v, LOG2E if len(score_mods) > 0 else scale * LOG2E)
+    return acc, m, l
+
+
+@triton.jit
+def fold_range(
+    q,
+    state,
+    tiles,
+    place,
+    scale,
+    source,
+    k_side,
+    v_side,
+    score_mods,
+    mask_mods,
+    band_mods,
+    LOCATE: tl.constexpr,
+    FETCH: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Edge, interior, edge: the tiles of a range as device.ranges gives it."""
+    lo, full_lo, full_hi, hi = tiles
+    if LEFT_EDGE:
+        state = fold_tiles(q, state, lo, full_lo, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
+                           LOCATE, FETCH, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    state = fold_tiles(q, state, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
+                       LOCATE, FETCH, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    state = fold_tiles(q, state, full_hi, hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
+                       LOCATE, FETCH, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    return state

@@ -1,0 +1,101 @@
+"""Score and mask modifications: one mechanism for softcap, ALiBi, bias, boolean masks, causal, window and the user's own.
+
+A mod is a pair (function, args).  The function is a @triton.jit function of
+
+    score     [M, N] fp32    q . k times the softmax scale, as changed by the mods before this one
+    batch     int32          index of the sequence in the batch
+    head      int32          query head
+    q_index   [M, 1] int32   index of the query in its sequence, 0 <= q_index < seq_q
+    kv_index  [1, N] int32   index of the key in its sequence, 0 <= kv_index < seq_k
+    args      tuple          the mod's own args, then seq_q and seq_k of this sequence
+
+A score mod returns the new score; a mask mod returns a boolean [M, N] (or a shape that broadcasts to it), true where the
+query sees the key.  The indices are always inside the sequence, also for the padding lanes of a tile, so a mod may load
+with them without a mask.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def modify(score, place, kv_index, mods):
+    """Apply the score mods in order; place = (batch, head, q_index, (seq_q, seq_k))."""
+    batch, head, q_index, extent = place
+    for i in tl.static_range(len(mods)):
+        score = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
+    return score
+
+
+@triton.jit
+def mask(score, place, kv_index, mods):
+    """Set the score to -inf wherever one of the mask mods is false."""
+    batch, head, q_index, extent = place
+    for i in tl.static_range(len(mods)):
+        keep = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
+        score = tl.where(keep, score, float("-inf"))
+    return score
+
+
+# ---------------------------------------------------------------- score mods
+
+
+@triton.jit
+def softcap(score, batch, head, q_index, kv_index, args):
+    """cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118, section 2); args = (cap,)."""
+    cap = args[0]
+    x = score / cap
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    # Near 0 the quotient cancels: the Taylor series is exact to fp32 there.
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 + x2 * (-17.0 / 315.0))))
+    return cap * tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def alibi(score, batch, head, q_index, kv_index, args):
+    """score - slope * |distance|, aligned to the bottom right (Press et al. 2022, arXiv:2108.12409);
+    args = (slopes fp32, batch stride, head stride)."""
+    slopes, stride_b, stride_h, seq_q, seq_k = args
+    slope = tl.load(slopes + batch * stride_b + head * stride_h)
+    return score - slope * tl.abs(q_index + (seq_k - seq_q) - kv_index).to(tl.float32)
+
+
+@triton.jit
+def bias(score, batch, head, q_index, kv_index, args):
+    """score + bias[batch, head, q, kv]; args = (bias, its four strides, 0 where it is broadcast)."""
+    p = element_pointers(batch, head, q_index, kv_index, args)
+    return score + tl.load(p).to(tl.float32)
+
+
+# ---------------------------------------------------------------- mask mods
+
+
+@triton.jit
+def causal(score, batch, head, q_index, kv_index, args):
+    """The key is not after the query, aligned to the bottom right; args = ()."""
+    seq_q, seq_k = args
+    return kv_index <= q_index + (seq_k - seq_q)
+
+
+@triton.jit
+def window(score, batch, head, q_index, kv_index, args):
+    """left keys before to right keys after the query, both inclusive; args = (left, right)."""
+    left, right, seq_q, seq_k = args
+    position = q_index + (seq_k - seq_q)
+    return (kv_index >= position - left) & (kv_index <= position + right)
+
+
+@triton.jit
+def keep(score, batch, head, q_index, kv_index, args):
+    """mask[batch, head, q, kv] is true; args = (mask as uint8, its four strides, 0 where it is broadcast)."""
+    return tl.load(element_pointers(batch, head, q_index, kv_index, args)) != 0
+
+
+@triton.jit
+def element_pointers(batch, head, q_index, kv_index, args):
+    """Addresses of tensor[batch, head, q, kv] for a tensor given as (pointer, four strides, seq_q, seq_k)."""
+    pointer, stride_b, stride_h, stride_q, stride_k, seq_q, seq_k = args
+    base = pointer + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    return base + q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_k

@@ -1,0 +1,50 @@
+"""Tile ranges of a band mask: which KV tiles a tile of queries can see.
+
+Every function returns (lo, full_lo, full_hi, hi) in tiles: [lo, full_lo) and [full_hi, hi) are edges, where some lane may be
+masked; in [full_lo, full_hi) every query of the tile sees every key, so no mask is computed.  `q_first` and `q_last` are
+positions among the keys: a query's index plus seq_k - seq_q (masks are aligned to the bottom right).
+"""
+
+import triton
+import triton.language as tl
+
+FULL = tl.constexpr(0)  # every key of the sequence
+CAUSAL = tl.constexpr(1)  # key <= query
+WINDOW = tl.constexpr(2)  # query - left <= key <= query + right
+
+
+@triton.jit
+def range_full(length, BLOCK_N: tl.constexpr):
+    return 0, 0, length // BLOCK_N, tl.cdiv(length, BLOCK_N)
+
+
+@triton.jit
+def range_causal(q_first, q_last, length, BLOCK_N: tl.constexpr):
+    hi = tl.cdiv(tl.maximum(tl.minimum(q_last + 1, length), 0), BLOCK_N)
+    full_hi = tl.maximum(tl.minimum(q_first + 1, length), 0) // BLOCK_N
+    return 0, 0, tl.minimum(full_hi, hi), hi
+
+
+@triton.jit
+def range_window(q_first, q_last, left, right, length, BLOCK_N: tl.constexpr):
+    lo = tl.maximum(q_first - left, 0) // BLOCK_N
+    hi = tl.cdiv(tl.maximum(tl.minimum(q_last + right + 1, length), 0), BLOCK_N)
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.cdiv(tl.maximum(q_last - left, 0), BLOCK_N)
+    full_hi = tl.maximum(tl.minimum(q_first + right + 1, length), 0) // BLOCK_N
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def range_of_tile(i_m, seq_q, seq_k, left, right, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The range of query tile i_m of one sequence."""
+    q_first = i_m * BLOCK_M + (seq_k - seq_q)
+    q_last = tl.minimum(q_first + BLOCK_M, seq_k) - 1
+    if KIND == CAUSAL:
+        return range_causal(q_first, q_last, seq_k, BLOCK_N)
+    elif KIND == WINDOW:
+        return range_window(q_first, q_last, left, right, seq_k, BLOCK_N)
+    else:
+        return range_full(seq_k, BLOCK_N)

@@ -1,0 +1,71 @@
+"""KV sources: where tile i lies (LOCATE) and how it is brought (FETCH).  A new data layout is a new pair of functions here.
+
+LOCATE(i, source, BLOCK_N) -> rows, cols, live
+    rows  where the tile's rows are stored, in the form its FETCH takes     cols [N] int32: index of each key in its sequence
+    live  [N] bool: the lane is a key of the sequence
+FETCH(side, rows, live, EDGE, EMULATE, BLOCK_N, DIM, BLOCK_D) -> [N, BLOCK_D]
+    lanes that are not live (looked at only when EDGE) and columns past DIM read as 0
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import widen
+
+
+@triton.jit
+def locate_rows(i, source, BLOCK_N: tl.constexpr):
+    """One contiguous sequence, source = (length,): rows is [N] int64."""
+    cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    return cols.to(tl.int64), cols, cols < source[0]
+
+
+@triton.jit
+def fetch_rows(
+    side,
+    rows,
+    live,
+    EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """By pointers, side = (base, row stride).  The int64 row offset is made anew for every tile: a part that does not change
+    in the loop would be hoisted into two registers a row and cost 30 to 60 registers a thread."""
+    base, stride = side
+    o_d = tl.arange(0, BLOCK_D)
+    p = base + (rows * stride)[:, None] + o_d[None, :]
+    if EDGE:
+        inside = live[:, None]
+        if DIM != BLOCK_D:
+            inside = inside & (o_d < DIM)[None, :]
+        x = tl.load(p, mask=inside, other=0.0)
+    elif DIM != BLOCK_D:
+        x = tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
+    else:
+        x = tl.load(p)
+    return widen(x, EMULATE)
+
+
+@triton.jit
+def locate_box(i, source, BLOCK_N: tl.constexpr):
+    """One contiguous sequence for a tensor descriptor: rows is the first row only, the box does the rest."""
+    cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    return i * BLOCK_N, cols, cols < source[0]
+
+
+@triton.jit
+def fetch_box(
+    side,
+    rows,
+    live,
+    EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """By the copy engine, side = (descriptor of [B, H, N, D], batch, head); it fills with 0 past the tensor's end."""
+    descriptor, i_b, i_h = side
+    return widen(descriptor.load([i_b, i_h, rows, 0]).reshape(BLOCK_N, BLOCK_D), EMULATE)

@@ -1,0 +1,73 @@
+"""The state of the fold: (acc, m, l), and the only softmax update of the library.
+
+For one row and the keys seen so far, with scores s_j in base 2 (natural scores times log2 e):
+
+    m   = max_j s_j                    [M]     -inf if no live key was seen
+    l   = sum_j 2^(s_j - m)            [M]
+    acc = sum_j 2^(s_j - m) v_j        [M, D]
+
+`state_init` is the identity of `state_merge`, which is associative and commutative, and `state_step` equals merging with
+the state of one tile.  Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867); the order of operations is
+FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def state_init(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The identity: nothing seen yet."""
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    return acc, m, l
+
+
+@triton.jit
+def state_init_sink(sink, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A fold that has already seen one key with score `sink` (scalar, natural units) and value 0: an attention sink."""
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    m = tl.zeros([ROWS], tl.float32) + sink * LOG2E
+    l = tl.where(m == float("-inf"), 0.0, 1.0)
+    return acc, m, l
+
+
+@triton.jit
+def state_anchor(m):
+    """What the exponent subtracts: m, or 0 for a row without a live key, so that -inf - -inf never happens."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def state_step(acc, m, l, s, v, scale):
+    """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    anchor = state_anchor(m_new)
+    alpha = tl.exp2(m - anchor)
+    # [M, N]
+    p = tl.exp2(s * scale - anchor[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, m_new, l
+
+
+@triton.jit
+def state_merge(acc_a, m_a, l_a, acc_b, m_b, l_b):
+    """The state of the union of two disjoint key sets."""
+    m = tl.maximum(m_a, m_b)
+    anchor = state_anchor(m)
+    a = tl.exp2(m_a - anchor)
+    b = tl.exp2(m_b - anchor)
+    return acc_a * a[:, None] + acc_b * b[:, None], m, l_a * a + l_b * b
+
+
+@triton.jit
+def state_finish(acc, m, l):
+    """(acc, m, l) -> out [M, D] fp32, lse [M] in natural log.  No live key: out 0, lse -inf."""
+    # l is 0 only if no key was live (the largest one adds 2^0); a NaN score makes l NaN and must stay visible.
+    l = tl.where(l == 0.0, 1.0, l)
+    return acc / l[:, None], (m + tl.log2(l)) * LN2
