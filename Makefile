@@ -33,6 +33,7 @@ lint: .venv-test/stamp ## check style and formatting
 	@.venv-test/bin/ruff format --check .
 
 format: .venv-test/stamp ## rewrite files in the project's style
+	@.venv-test/bin/ruff format .
 	@.venv-test/bin/ruff check --fix .
 	@.venv-test/bin/ruff format .
 

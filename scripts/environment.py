@@ -1,8 +1,8 @@
-"""Build an environment for this checkout: `python environment.py DIRECTORY EXTRA,EXTRA`; run by make, standard library only.
+"""Build an environment for this checkout: `python environment.py DIRECTORY EXTRA,EXTRA`.  Run by make; standard library only.
 
-Without a GPU: a fresh environment, every version pinned by constraints/cpu.txt.  Where the running Python already has a torch
-that sees a GPU: an environment on top of that Python's packages, whose torch and triton are kept; nothing is downloaded
-unless something is missing.  Nothing is written outside the checkout.
+Without a GPU: a fresh environment, every version pinned by constraints/cpu.txt.  Where the running Python already has a
+torch that sees a GPU: an environment on top of that Python's packages, whose torch and triton are kept; nothing is
+downloaded unless something is missing.  Nothing is written outside the checkout.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ for name in sys.argv[1:]:
     except PackageNotFoundError:
         pass
 """
+VERSIONS = "import torch, triton; print('environment: torch', torch.__version__, 'triton', triton.__version__)"
 CONSOLE_SCRIPT = """#!/bin/sh
 exec "$(dirname "$0")/python" -c 'import sys; from tilefold.cli import main; sys.exit(main())' "$@"
 """
@@ -174,7 +175,7 @@ def main() -> None:
     say(f"{directory.name} from {sys.executable}" + (", keeping its torch and triton (a GPU is there)" if gpu else ""))
     python = create(directory, on_top=gpu)
     (install_on_top if gpu else install_pinned)(python, extras)
-    if not run(str(python), "-c", "import torch, triton; print('environment: torch', torch.__version__, 'triton', triton.__version__)"):
+    if not run(str(python), "-c", VERSIONS):
         stop("torch and triton cannot be imported in the new environment")
 
 

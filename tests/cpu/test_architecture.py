@@ -128,7 +128,9 @@ def test_the_tree_is_read() -> None:
 
 def test_every_part_has_its_law() -> None:
     unknown = {module_name(path)[0] for path in FILES} - set(MAY_IMPORT)
-    assert not unknown, f"parts of tilefold without a line in MAY_IMPORT, which says what they may import: {sorted(unknown)}"
+    assert not unknown, (
+        f"parts of tilefold without a line in MAY_IMPORT, which says what they may import: {sorted(unknown)}"
+    )
 
 
 @pytest.mark.parametrize("part", sorted(MAY_IMPORT))
@@ -155,7 +157,10 @@ def test_the_law_has_no_cycles() -> None:
 def test_third_party_imports(part: str) -> None:
     allowed = OUTSIDE[part] | sys.stdlib_module_names | {"tilefold"}
     broken = [one for one in IMPORTS if one.part == part and one.name.split(".")[0] not in allowed]
-    fail_on(broken, f"{part} may import from outside only the standard library and {sorted(OUTSIDE[part]) or 'nothing else'}:")
+    fail_on(
+        broken,
+        f"{part} may import from outside only the standard library and {sorted(OUTSIDE[part]) or 'nothing else'}:",
+    )
 
 
 def test_kernels_never_import_kernels() -> None:
@@ -164,7 +169,10 @@ def test_kernels_never_import_kernels() -> None:
         front = ".".join(("tilefold", *ONLY_GLUON, "gluon"))
         return one.part in ALONE and one.target == one.part and not one.name.startswith(front)
 
-    fail_on([one for one in IMPORTS if is_other_kernel(one)], "a kernel is prologue + fold + epilogue of its own; share in device/:")
+    fail_on(
+        [one for one in IMPORTS if is_other_kernel(one)],
+        "a kernel is prologue + fold + epilogue of its own; share in device/:",
+    )
 
 
 def test_only_checkers_import_the_reference() -> None:
@@ -179,7 +187,9 @@ def test_only_checkers_import_the_reference() -> None:
 def test_gluon_is_hidden_in_one_file() -> None:
     users = [one for one in IMPORTS if "gluon" in one.name.split(".") and one.name.startswith("triton")]
     files = {one.module for one in users}
-    assert len(files) <= 1, f"Gluon changes with Triton's versions; one file hides that, but these import it: {sorted(files)}"
+    assert len(files) <= 1, (
+        f"Gluon changes with Triton's versions; one file hides that, but these import it: {sorted(files)}"
+    )
     fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
 
 

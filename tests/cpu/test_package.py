@@ -70,7 +70,9 @@ def test_import_costs_little_more_than_torch() -> None:
         best = min(best, float(str(report_import()["seconds"])))
         if best <= IMPORT_BUDGET_S:
             return
-    pytest.fail(f"`import tilefold` takes {best * 1e3:.0f} ms beyond torch; the budget is {IMPORT_BUDGET_S * 1e3:.0f} ms")
+    pytest.fail(
+        f"`import tilefold` takes {best * 1e3:.0f} ms beyond torch; the budget is {IMPORT_BUDGET_S * 1e3:.0f} ms"
+    )
 
 
 def test_one_version() -> None:
@@ -109,5 +111,7 @@ def test_the_command_says_what_it_needs() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [p for p in sorted((ROOT / "src").rglob("*.py")) if not p.read_text().lstrip().startswith(('"""', 'r"""', "#"))]
+    silent = [
+        p for p in sorted((ROOT / "src").rglob("*.py")) if not p.read_text().lstrip().startswith(('"""', 'r"""', "#"))
+    ]
     assert not silent, f"no module docstring: {[str(p.relative_to(ROOT)) for p in silent]}"
