@@ -25,14 +25,17 @@ def narrow(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, first, size, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_rows(base, first, size, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr):  # fmt: skip
     """[ROWS, BLOCK_D] from row `first` of `size` rows of DIM elements; whatever lies outside reads as 0.
+    WIDE: the rows of one tile lie 2^31 elements or more apart.
 
     Written with int32 offsets from a scalar base on purpose: if the query's load and store_rows shared an expression, the
     compiler would keep it alive across the fold, 30 to 40 registers a thread."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
-    p = base + tl.cast(first, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    o_row = o_r.to(tl.int64) * stride if WIDE else o_r * stride
+    p = base + tl.cast(first, tl.int64) * stride + (o_row[:, None] + o_d[None, :])
     inside = (o_r < size - first)[:, None]
     if DIM != BLOCK_D:
         inside = inside & (o_d < DIM)[None, :]

@@ -89,6 +89,7 @@ def attention_forward(
     band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
+    WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,7 +101,7 @@ def attention_forward(
     Sinks [H] or None.  Grid (cdiv(Sq, BLOCK_M) * B * H,)."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = i_h // group
-    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
@@ -153,6 +154,7 @@ def attention_forward_box(
     band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
+    WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -163,7 +165,7 @@ def attention_forward_box(
     """attention_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
-    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
@@ -220,6 +222,7 @@ def attention_forward_varlen(
     band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
+    WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -237,7 +240,7 @@ def attention_forward_varlen(
     if i_m * BLOCK_M >= seq_q:
         return
     i_k = i_h // group
-    q = load_rows(Q + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(Q + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),

@@ -1,0 +1,131 @@
+"""Declarative checks of tensor arguments: one specification per operation, one place that words the errors.
+
+    SPEC = (
+        TensorSpec("q", "batch seq_q heads dim_qk", FLOATS),
+        TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k|1", FLOATS, optional=True),
+    )
+    sizes = bind(SPEC, {"q": q, "bias": None})      # {"batch": 2, "seq_q": 128, ...}
+
+The first tensor that mentions a dimension sets its size, later ones have to agree; `name|1` also accepts 1 (broadcast);
+a number stands for itself.  The first specified tensor sets the device.  Nothing here reads a tensor's values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
+
+__all__ = ["FLOATS", "TensorSpec", "bind", "check_number"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor argument has to be.
+
+    dims: its dimensions by name, separated by spaces (alternatives for a different rank separated by " / ");
+    dtypes: what is accepted; same_dtype_as: an earlier argument whose dtype it must have; contiguous_last: the last dimension
+    has stride 1."""
+
+    name: str
+    dims: str
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+    same_dtype_as: str | None = None
+    contiguous_last: bool = False
+    forms: tuple[tuple[str, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forms", tuple(tuple(form.split()) for form in self.dims.split("/")))
+
+
+def bind(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, object],
+    known: Mapping[str, int] | None = None,
+    beside: tuple[str, torch.Tensor] | None = None,
+) -> dict[str, int]:
+    """Check `tensors` against `specs` and return the size of every named dimension.
+
+    known: sizes that are already settled; beside: (name, tensor) whose device all have to share, by default the first.
+    Raises DtypeError, ShapeError, DeviceError or LayoutError naming the argument, what was given and what is accepted."""
+    sizes: dict[str, int] = dict(known or {})
+    origin: dict[str, str] = {}
+    first = beside
+    for spec in specs:
+        value = tensors.get(spec.name)
+        if value is None and spec.optional:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise DtypeError(f"{spec.name} must be a torch.Tensor{_or_none(spec)}, got {type(value).__name__}")
+        first = first or (spec.name, value)
+        _check_dtype(spec, value, tensors)
+        if value.device != first[1].device:
+            raise DeviceError(f"{spec.name} is on {value.device}, but {first[0]} is on {first[1].device}")
+        _bind_shape(spec, value, sizes, origin)
+        if spec.contiguous_last and value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise LayoutError(
+                f"{spec.name} needs a contiguous last dimension (stride 1), got strides {tuple(value.stride())} for shape "
+                f"{tuple(value.shape)}; call {spec.name}.contiguous() first if a copy is acceptable"
+            )
+    return sizes
+
+
+def check_number(name: str, value: object, *, low: float | None = None, above: float | None = None) -> float:
+    """A finite real number, at least `low` or greater than `above`; raises DtypeError or ValueRangeError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueRangeError(f"{name} must be finite, got {value!r}")
+    if low is not None and number < low:
+        raise ValueRangeError(f"{name} must be at least {low}, got {value!r}")
+    if above is not None and number <= above:
+        raise ValueRangeError(f"{name} must be greater than {above}, got {value!r}")
+    return number
+
+
+def _or_none(spec: TensorSpec) -> str:
+    return " or None" if spec.optional else ""
+
+
+def _check_dtype(spec: TensorSpec, value: torch.Tensor, tensors: Mapping[str, object]) -> None:
+    if value.dtype not in spec.dtypes:
+        accepted = ", ".join(str(d).removeprefix("torch.") for d in spec.dtypes)
+        raise DtypeError(f"{spec.name} has dtype {_dtype(value)}, accepted: {accepted}")
+    if spec.same_dtype_as is not None:
+        other = tensors[spec.same_dtype_as]
+        if isinstance(other, torch.Tensor) and value.dtype != other.dtype:
+            raise DtypeError(
+                f"{spec.name} has dtype {_dtype(value)}, but {spec.same_dtype_as} has {_dtype(other)}: "
+                f"they must be the same (nothing is converted silently)"
+            )
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], origin: dict[str, str]) -> None:
+    shape = tuple(value.shape)
+    form = next((f for f in spec.forms if len(f) == len(shape)), None)
+    if form is None:
+        wanted = " or ".join(f"[{', '.join(f)}]" for f in spec.forms)
+        raise ShapeError(f"{spec.name} has {len(shape)} dimensions, shape {shape}; expected {wanted}")
+    for axis, (dim, size) in enumerate(zip(form, shape, strict=True)):
+        name, _, broadcast = dim.partition("|")
+        if broadcast and size == 1:
+            continue
+        expected = int(name) if name.isdigit() else sizes.get(name)
+        if expected is None:
+            sizes[name], origin[name] = size, spec.name
+        elif size != expected:
+            why = f" as in {origin[name]}" if name in origin else ""
+            one = " or 1" if broadcast else ""
+            raise ShapeError(
+                f"{spec.name} has shape {shape}, expected [{', '.join(form)}]: dimension {axis} ({name}) is {size}, "
+                f"should be {expected}{one}{why}"
+            )

@@ -1,0 +1,287 @@
+"""The attention plan: which kernel, tile and grid serve a problem on a device, why, and what was rejected."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan import serialise
+from tilefold.plan.cost import Bound, Cost, attention_cost, bound
+from tilefold.plan.device import Device
+from tilefold.plan.explain import explain
+from tilefold.plan.limits import (
+    BOX,
+    Tile,
+    box_refusal,
+    grid_of,
+    programs_per_sm,
+    require_supported,
+    shared_bytes,
+    tile_violation,
+)
+from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.rules import RULES, Choice, Rule
+
+__all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor to allocate: name, shape (-1 where only the call knows: the tokens of a packed batch), dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An alternative and the sentence that says why it was not taken."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The decision for one problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
+
+    kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
+        "attention_forward_varlen" (packed batch, pointer loads).
+    block_m, block_n: queries and keys per tile; block_qk, block_v: head dimensions padded to a power of two.
+    num_warps, num_stages, maxnreg: launch options. splits: parts of the key range folded apart (1 in this release).
+    grid: programs. buffers: what the host allocates. shared_bytes, programs_per_sm: estimates.
+    rule, reason, evidence: which rule decided, why, and what supports it. rejected: the alternatives.
+    cost, bound: the work of the problem and the roofline of the device.
+
+    Raises PlanError, naming the field, if the fields contradict one another or a limit of the device.
+    """
+
+    problem: AttentionProblem
+    device: Device
+    kernel: str
+    block_m: int
+    block_n: int
+    block_qk: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+    splits: int
+    grid: tuple[int, int, int]
+    buffers: tuple[Buffer, ...]
+    shared_bytes: int
+    programs_per_sm: int
+    rule: str
+    reason: str
+    evidence: str
+    cost: Cost
+    bound: Bound
+    rejected: tuple[Rejected, ...] = ()
+
+    def __post_init__(self) -> None:
+        fault = tile_violation(self.problem, self.device, self.kernel, self.tile)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        expected = _derived(self.problem, self.device, self.tile)
+        for field, value in expected.items():
+            if getattr(self, field) != value:
+                raise PlanError(
+                    f"plan field {field} must be {value!r} for this problem and tile, got {getattr(self, field)!r}"
+                )
+
+    def __str__(self) -> str:
+        return explain(self)
+
+    @property
+    def tile(self) -> Tile:
+        """The tile as one value."""
+        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages, self.maxnreg)
+
+    def to_json(self) -> str:
+        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "AttentionPlan":
+        """The plan that `to_json` wrote. PlanError names the field that is missing, unknown, of a wrong type or contradictory."""
+        return serialise.from_json(cls, text)
+
+    def with_tile(
+        self,
+        *,
+        block_m: int | None = None,
+        block_n: int | None = None,
+        num_warps: int | None = None,
+        num_stages: int | None = None,
+        maxnreg: int | None = None,
+        kernel: str | None = None,
+    ) -> "AttentionPlan":
+        """The plan with a chosen tile or kernel (None keeps the field); PlanError names the field that does not fit."""
+        given = {
+            "block_m": block_m,
+            "block_n": block_n,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "maxnreg": maxnreg,
+        }
+        tile = replace(self.tile, **{name: value for name, value in given.items() if value is not None})
+        chosen = Choice(self.kernel if kernel is None else kernel, tile)
+        fault = tile_violation(self.problem, self.device, chosen.kernel, tile)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        replaced = Rejected(
+            f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
+        )
+        why = ("The caller chose this tile.", "None is needed: a tile given by the caller is used as it is.")
+        return _plan(self.problem, self.device, chosen, ("override", *why), (replaced,))
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
+
+        A plan without box loads also serves K and V that could be read by descriptors, and the other way round. A device
+        matches if its backend and architecture do and the tile is within its limits.
+        """
+        for field in AttentionProblem.__dataclass_fields__:
+            made, asked = getattr(self.problem, field), getattr(problem, field)
+            if made != asked and field != "descriptors":
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        for field in ("backend", "arch"):
+            made, asked = getattr(self.device, field), getattr(device, field)
+            if made != asked:
+                raise PlanError(f"plan was made for a device with {field}={made!r}, this device has {field}={asked!r}")
+        fault = tile_violation(problem, device, self.kernel, self.tile)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+
+@lru_cache(maxsize=4096)
+def plan_attention(problem: AttentionProblem, device: Device) -> AttentionPlan:
+    """The plan for a problem on a device: pure, the same every time, no GPU needed.
+
+    Unsupported, naming the argument, if head dims or lengths are beyond the kernels or no tile fits the device.
+    """
+    require_supported(problem, device)
+    rejected: list[Rejected] = []
+    for rule in RULES:
+        if not rule.applies(problem, device):
+            continue
+        for choice in rule.choices(problem, device):
+            fault = tile_violation(problem, device, choice.kernel, choice.tile)
+            if fault is None:
+                return _decided(problem, device, rule, choice, tuple(rejected))
+            if fault[0] == "grid":
+                raise Unsupported(f"batch, heads and seq_q: {fault[1]}")
+            rejected.append(Rejected(f"tile {choice.tile}", _sentence(fault[1])))
+    tried = "; ".join(f"{entry.what}: {entry.why}" for entry in rejected)
+    raise Unsupported(
+        f"no tile fits {device.name} for dim_qk={problem.dim_qk}, dim_v={problem.dim_v}, {problem.dtype} ({tried})"
+    )
+
+
+def _decided(
+    problem: AttentionProblem, device: Device, rule: Rule, choice: Choice, misfits: tuple[Rejected, ...]
+) -> AttentionPlan:
+    """The plan of the rule that decided, with every alternative that a reader would ask about."""
+    alternatives = misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
+    return _plan(problem, device, choice, (rule.name, rule.reason, choice.evidence or rule.evidence), alternatives)
+
+
+def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
+    """The next tile of the deciding rule that would fit too."""
+    listed = rule.choices(problem, device)
+    for other in listed[listed.index(choice) + 1 :]:
+        if tile_violation(problem, device, other.kernel, other.tile) is None:
+            return (
+                Rejected(f"tile {other.tile}", f"Fits, but rule {rule.name} ranks it behind the tile that was taken."),
+            )
+    return ()
+
+
+def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
+    """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
+    found = []
+    if choice.kernel != BOX and device.backend != "interpreter":
+        refusal = box_refusal(problem, device)
+        found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
+    programs = grid_of(problem, choice.tile.block_m)[0]
+    if 0 < programs < device.sms:
+        tiles = -(-problem.seq_k // choice.tile.block_n)
+        filled = min(device.sms, programs * max(1, tiles))
+        found.append(
+            Rejected(
+                "split-KV",
+                f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release.",
+            )
+        )
+    if problem.group > 1 and problem.seq_q < choice.tile.block_m:
+        found.append(
+            Rejected(
+                "packed heads",
+                f"Making the {problem.group} query heads of a KV head rows of one tile would read K and V once, not "
+                f"{problem.group} times from L2; no such kernel in this release.",
+            )
+        )
+    return tuple(found)
+
+
+def _derived(problem: AttentionProblem, device: Device, tile: Tile) -> dict[str, object]:
+    """The fields of a plan that follow from problem, device and tile."""
+    cost = attention_cost(problem)
+    return {
+        "block_qk": problem.block_qk,
+        "block_v": problem.block_v,
+        "splits": 1,
+        "grid": grid_of(problem, tile.block_m),
+        "buffers": _buffers(problem),
+        "shared_bytes": shared_bytes(problem, device, tile),
+        "programs_per_sm": programs_per_sm(problem, device, tile),
+        "cost": cost,
+        "bound": bound(cost, device, problem.dtype),
+    }
+
+
+def _buffers(problem: AttentionProblem) -> tuple[Buffer, ...]:
+    if problem.varlen:
+        shapes: tuple[tuple[int, ...], ...] = ((-1, problem.heads, problem.dim_v), (problem.heads, -1))
+    else:
+        shapes = (
+            (problem.batch, problem.seq_q, problem.heads, problem.dim_v),
+            (problem.batch, problem.heads, problem.seq_q),
+        )
+    return Buffer("out", shapes[0], problem.dtype), Buffer("lse", shapes[1], "float32")
+
+
+def _plan(
+    problem: AttentionProblem, device: Device, choice: Choice, why: tuple[str, str, str], rejected: tuple[Rejected, ...]
+) -> AttentionPlan:
+    tile, cost = choice.tile, attention_cost(problem)
+    rule, reason, evidence = why
+    return AttentionPlan(
+        problem=problem,
+        device=device,
+        kernel=choice.kernel,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_qk=problem.block_qk,
+        block_v=problem.block_v,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.maxnreg,
+        splits=1,
+        grid=grid_of(problem, tile.block_m),
+        buffers=_buffers(problem),
+        shared_bytes=shared_bytes(problem, device, tile),
+        programs_per_sm=programs_per_sm(problem, device, tile),
+        rule=rule,
+        reason=reason,
+        evidence=evidence,
+        cost=cost,
+        bound=bound(cost, device, problem.dtype),
+        rejected=rejected,
+    )
+
+
+def _sentence(text: str) -> str:
+    """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
+    start = text if "_" in text.split()[0] else text[0].upper() + text[1:]
+    return start if start.endswith(".") else f"{start}."

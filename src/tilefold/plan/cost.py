@@ -1,0 +1,119 @@
+"""What a problem costs, exactly and in closed form, and the least time that a device needs for it."""
+
+from dataclasses import dataclass
+
+from tilefold.plan.device import Device
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["Bound", "Cost", "attention_cost", "bound", "live_keys", "live_pairs", "visited_tiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work of the whole problem: floating-point operations of the two products, DRAM bytes with every tensor moved once,
+    and exponentials (one per live score)."""
+
+    flops: int
+    bytes: int
+    exps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The roofline: `resource` is busy longest and needs `seconds`; `times` lists every resource with its seconds."""
+
+    resource: str
+    seconds: float
+    times: tuple[tuple[str, float], ...] = ()
+
+
+def _triangle(n: int, cap: int) -> int:
+    """Sum of min(t, cap) over t = 0 .. n - 1."""
+    inside = min(max(n, 0), cap)
+    return inside * (inside - 1) // 2 + (max(n, 0) - inside) * cap
+
+
+def _pairs_below(problem: AttentionProblem, right: int) -> int:
+    """Pairs (query i, key j) with 0 <= j < seq_k and j <= i + seq_k - seq_q + right."""
+    first = problem.seq_k - problem.seq_q + right + 1
+    return _triangle(first + problem.seq_q, problem.seq_k) - _triangle(first, problem.seq_k)
+
+
+def live_pairs(problem: AttentionProblem) -> int:
+    """The exact number of (query, key) pairs of one batch entry and head that causal and window leave alive.
+
+    With `varlen` the maxima of the lengths stand for every sequence, so this is an upper estimate.
+    """
+    left, right = problem.sides
+    below = _pairs_below(problem, right) if right >= 0 else problem.seq_q * problem.seq_k
+    return below - (_pairs_below(problem, -left - 1) if left >= 0 else 0)
+
+
+def live_keys(problem: AttentionProblem) -> int:
+    """How many keys of one sequence some query can see."""
+    if not problem.seq_q:
+        return 0
+    # The last query sits at position seq_k - 1, so only the left side of the window can hide a key from everyone.
+    left = problem.sides[0]
+    hidden = max(0, problem.seq_k - problem.seq_q - left) if left >= 0 else 0
+    return problem.seq_k - hidden
+
+
+def attention_cost(problem: AttentionProblem) -> Cost:
+    """FLOPs 2 pairs (dim_qk + dim_v), bytes of q, out, lse and of the rows of k and v that some query sees, exponentials."""
+    pairs = live_pairs(problem) * problem.batch * problem.heads
+    dims = problem.dim_qk + problem.dim_v
+    rows_q = problem.batch * problem.heads * problem.seq_q
+    rows_k = problem.batch * problem.kv_heads * live_keys(problem)
+    return Cost(flops=2 * pairs * dims, bytes=(rows_q + rows_k) * dims * problem.itemsize + rows_q * 4, exps=pairs)
+
+
+def bound(cost: Cost, device: Device, dtype: str = "bfloat16") -> Bound:
+    """The roofline bound of a cost on a device, for products in `dtype`: the slowest of the resources, each alone."""
+    if device.backend == "interpreter":
+        names = ("interpreter", "memory", "exp")
+    else:
+        names = ("FP32 pipe" if dtype == "float32" else "tensor pipe", "DRAM", "exp unit")
+    seconds = (cost.flops / device.matmul_rate(dtype), cost.bytes / device.dram_rate, cost.exps / device.exp_rate)
+    times = tuple(zip(names, seconds, strict=True))
+    resource, longest = max(times, key=lambda entry: entry[1])
+    return Bound(resource if longest else "none", longest, times)
+
+
+def _floor_sum(count: int, step: int, start: int, divisor: int) -> int:
+    """Sum of floor((start + step * t) / divisor) over t = 0 .. count - 1, for start, step >= 0, in logarithmic time."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (start // divisor)
+        step, start = step % divisor, start % divisor
+        last = step * count + start
+        count, start, step, divisor = last // divisor, last % divisor, divisor, step
+        if not divisor:
+            break
+    return total
+
+
+def _clamped_floor_sum(count: int, step: int, start: int, cap: int, divisor: int) -> int:
+    """Sum of floor(min(max(start + step * t, 0), cap) / divisor) over t = 0 .. count - 1."""
+    zeros = min(count, max(0, -(start // step)))
+    below = min(count, max(zeros, -((start - cap) // step)))
+    return _floor_sum(below - zeros, step, start + step * zeros, divisor) + (count - below) * (cap // divisor)
+
+
+def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
+    """How many block_m x block_n score tiles of one batch entry and head the kernel computes: those that causal and window
+    do not exclude whole."""
+    if not problem.seq_q or not problem.seq_k:
+        return 0
+    left, right = problem.sides
+    offset, tiles_m = problem.seq_k - problem.seq_q, -(-problem.seq_q // block_m)
+    # Past the last key of tile t: its last query + offset + right + 1; the last tile ends with the last query, position seq_k - 1.
+    if right >= 0:
+        ends = _clamped_floor_sum(
+            tiles_m - 1, block_m, block_m + offset + right + block_n - 1, problem.seq_k + block_n - 1, block_n
+        )
+        ends += -(-problem.seq_k // block_n)
+    else:
+        ends = tiles_m * -(-problem.seq_k // block_n)
+    starts = _clamped_floor_sum(tiles_m, block_m, offset - left, problem.seq_k, block_n) if left >= 0 else 0
+    return ends - starts

@@ -1,0 +1,172 @@
+"""A plan as text that a person reads: the problem, the decision and its grounds, the grid, the cost, what was rejected."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from tilefold.plan.cost import live_pairs, visited_tiles
+from tilefold.plan.limits import BOX, accumulator_registers
+
+if TYPE_CHECKING:
+    from tilefold.plan.attention import AttentionPlan
+    from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["explain"]
+
+LABEL, WIDTH = 11, 110
+
+
+def explain(plan: AttentionPlan) -> str:
+    """The plan in aligned lines of at most 110 characters."""
+    device = plan.device
+    sms = "" if device.backend == "interpreter" else f", {device.sms} {'CUs' if device.backend == 'hip' else 'SMs'}"
+    lines = [f"Attention plan for {device.title} ({device.target}{sms})"]
+    rows = [
+        ("problem", _problem(plan.problem)),
+        ("kernel", f"{plan.kernel} ({_loads(plan)}), tile {plan.tile}"),
+        ("rule", f"{plan.rule}. {plan.reason}"),
+        ("evidence", plan.evidence),
+        ("grid", _grid(plan)),
+        ("tiles", _tiles(plan)),
+        ("resources", _resources(plan)),
+        ("cost", _cost(plan)),
+        ("bound", _bound(plan)),
+    ]
+    for label, text in rows:
+        lines += _row(label, text)
+    lines += _rejected(plan)
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str, indent: str = "  ") -> list[str]:
+    head = f"{indent}{label:<{LABEL}}"
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def _rejected(plan: AttentionPlan) -> list[str]:
+    if not plan.rejected:
+        return _row("rejected", "nothing")
+    lines, width = ["  rejected"], max(len(entry.what) for entry in plan.rejected) + 2
+    for entry in plan.rejected:
+        head = f"    {entry.what:<{width}}"
+        hang = " " * min(len(head), 40)
+        lines += textwrap.wrap(entry.why, WIDTH, initial_indent=head, subsequent_indent=hang, break_on_hyphens=False)
+    return lines
+
+
+def _count(n: int, one: str, many: str | None = None) -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def _scaled(value: float, unit: str) -> str:
+    """Three significant digits with a decimal prefix: 4.27 TB/s."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{_digits(value / size)} {prefix}{unit}"
+    return f"{_digits(value)} {unit}"
+
+
+def _digits(value: float) -> str:
+    places = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
+    return f"{value:.{places}f}"
+
+
+def _time(seconds: float) -> str:
+    """Three significant digits in us, ms or s."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} us" if seconds >= 1e-8 or not seconds else "under 0.01 us"
+
+
+def _problem(problem: AttentionProblem) -> str:
+    heads = _count(problem.heads, "head")
+    if problem.group > 1:
+        heads += f" on {_count(problem.kv_heads, 'KV head')}"
+    dims = f"D={problem.dim_qk}" if problem.dim_qk == problem.dim_v else f"D={problem.dim_qk} (V {problem.dim_v})"
+    upto = "up to " if problem.varlen else ""
+    size = "1 sequence" if problem.batch == 1 else f"{problem.batch} sequences"
+    parts = [f"{size} of {upto}{_count(problem.seq_q, 'query', 'queries')} and {upto}{_count(problem.seq_k, 'key')}"]
+    parts += [heads, dims, problem.dtype, *_mask(problem)]
+    return ", ".join(parts)
+
+
+def _mask(problem: AttentionProblem) -> list[str]:
+    parts = ["packed (varlen)"] if problem.varlen else []
+    if problem.causal:
+        parts.append("causal")
+    if problem.window != (-1, -1):
+        left, right = ("unbounded" if side < 0 else str(side) for side in problem.window)
+        parts.append(f"window (left {left}, right {right})")
+    if problem.score_mods:
+        parts.append("scores: " + " then ".join(problem.score_mods))
+    if problem.mask_mods:
+        parts.append("masks: " + " and ".join(problem.mask_mods))
+    return [*parts, "sinks"] if problem.sinks else parts
+
+
+def _loads(plan: AttentionPlan) -> str:
+    return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
+
+
+def _grid(plan: AttentionPlan) -> str:
+    problem, programs = plan.problem, plan.grid[0]
+    if not programs:
+        return "0 programs: there is nothing to compute, so nothing is launched."
+    tiles = -(-problem.seq_q // plan.block_m)
+    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')} x {problem.batch} x {_count(problem.heads, 'head')}"
+    if plan.device.backend == "interpreter":
+        return f"{made}, run one after the other."
+    sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
+    unit = "CUs" if plan.device.backend == "hip" else "SMs"
+    if programs < sms:
+        return f"{made}: {programs} of {sms} {unit} have work ({programs / sms:.0%})."
+    waves = programs / slots
+    last = -(-programs // slots)
+    full = (
+        f"{waves:.2f} waves of {slots} ({plan.programs_per_sm} per {unit[:-1]}), {waves / last:.0%} of their slots used"
+    )
+    return f"{made}: all {sms} {unit} have work; {full}."
+
+
+def _tiles(plan: AttentionPlan) -> str:
+    problem = plan.problem
+    visited = visited_tiles(problem, plan.block_m, plan.block_n)
+    if not visited:
+        return "No key is live, so no tile is visited."
+    all_tiles = -(-problem.seq_q // plan.block_m) * -(-problem.seq_k // plan.block_n)
+    use = live_pairs(problem) / (visited * plan.block_m * plan.block_n)
+    dims = (problem.dim_qk + problem.dim_v) / (plan.block_qk + plan.block_v)
+    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {use:.1%} of their scores are live"
+    return f"{text}, {dims:.0%} of the padded head dims." if dims < 1 else f"{text}."
+
+
+def _resources(plan: AttentionPlan) -> str:
+    if plan.device.backend == "interpreter":
+        return "The interpreter has no limits on shared memory or registers."
+    held = accumulator_registers(plan.problem, plan.device, plan.tile)
+    have = plan.device.smem_per_block / 1024
+    return (
+        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of {plan.device.registers_per_thread} "
+        f"registers per thread for accumulators, about {_count(plan.programs_per_sm, 'program')} per "
+        f"{'CU' if plan.device.backend == 'hip' else 'SM'}."
+    )
+
+
+def _cost(plan: AttentionPlan) -> str:
+    cost = plan.cost
+    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exponentials')}"
+    upto = "at most " if plan.problem.varlen else ""
+    return f"{upto}{text}, {_digits(cost.flops / cost.bytes)} FLOP per byte." if cost.bytes else f"{upto}{text}."
+
+
+def _bound(plan: AttentionPlan) -> str:
+    bound, cost = plan.bound, plan.cost
+    if not bound.seconds:
+        return "none: there is no work."
+    if plan.device.backend == "interpreter":
+        return f"interpreter: about {_time(bound.seconds)}, at the rate that was measured for long tiles."
+    rates = f"{_scaled(cost.flops / bound.seconds, 'FLOP/s')}, {_scaled(cost.bytes / bound.seconds, 'B/s')}"
+    others = ", ".join(f"{name} {_time(seconds)}" for name, seconds in bound.times if name != bound.resource)
+    return f"{bound.resource}: at least {_time(bound.seconds)} ({rates}); {others}."

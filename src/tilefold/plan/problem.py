@@ -1,0 +1,125 @@
+"""The attention problem: what a call asks for, as a hashable value without tensors."""
+
+from dataclasses import dataclass
+
+from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+
+__all__ = ["DTYPE_BYTES", "MAX_HEAD_DIM", "AttentionProblem", "next_power_of_two", "padded_head_dim"]
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MAX_HEAD_DIM = 256
+
+_SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
+_FLAGS = ("causal", "varlen", "sinks", "descriptors")
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` (1 for n <= 1)."""
+    return 1 if n <= 1 else 1 << (n - 1).bit_length()
+
+
+def padded_head_dim(dim: int) -> int:
+    """The width of a tile that holds a head dimension: a power of two, at least 16 (the least that a tensor core takes)."""
+    return max(16, next_power_of_two(dim))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """One attention call: sizes, dtype, mask and modifications. Checked when made; equal problems get equal plans.
+
+    batch, heads, kv_heads: counts; each KV head serves heads / kv_heads query heads.
+    seq_q, seq_k: numbers of queries and keys (tokens); for a packed batch (`varlen`) the largest over its sequences.
+    dim_qk, dim_v: head dimension of Q and K, and of V and the output (elements).
+    dtype: "float16", "bfloat16" or "float32", of q, k, v and the output. The lse is always float32.
+    causal: query i sees keys up to i + seq_k - seq_q (aligned to the bottom right).
+    window: (left, right), how many keys a query sees on either side of its own position, inclusive; -1 is unbounded.
+    score_mods, mask_mods: names of the modifications in the order in which they are applied ("softcap", "alibi", "bias",
+        "mask", "user").
+    sinks: a learned score per head joins each softmax.
+    descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides).
+
+    Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
+    """
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads: int
+    kv_heads: int
+    dim_qk: int
+    dim_v: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    varlen: bool = False
+    score_mods: tuple[str, ...] = ()
+    mask_mods: tuple[str, ...] = ()
+    sinks: bool = False
+    descriptors: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        for name in _FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise DtypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.dtype not in DTYPE_BYTES:
+            raise DtypeError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        self._check_window()
+        for name in ("score_mods", "mask_mods"):
+            mods = getattr(self, name)
+            if type(mods) is not tuple or not all(type(mod) is str and mod for mod in mods):
+                raise ValueRangeError(f"{name} must be a tuple of names, such as ('softcap',), got {mods!r}")
+
+    def _check_sizes(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise DtypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        for name in ("batch", "seq_q", "seq_k"):
+            if getattr(self, name) < 0:
+                raise ShapeError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("heads", "kv_heads", "dim_qk", "dim_v"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ShapeError(f"kv_heads must divide heads, got kv_heads={self.kv_heads} and heads={self.heads}")
+
+    def _check_window(self) -> None:
+        window = self.window
+        if type(window) is not tuple or len(window) != 2 or not all(type(side) is int for side in window):
+            raise ValueRangeError(f"window must be a tuple (left, right) of two integers, got {window!r}")
+        if min(window) < -1:
+            raise ValueRangeError(
+                f"window must be (left, right) with sides of at least 0, or -1 for unbounded, got {window!r}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def block_qk(self) -> int:
+        """Width of a tile of Q or K (elements)."""
+        return padded_head_dim(self.dim_qk)
+
+    @property
+    def block_v(self) -> int:
+        """Width of a tile of V or the output (elements)."""
+        return padded_head_dim(self.dim_v)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of q, k, v and the output."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window with the causal mask folded in: (left, right), -1 for unbounded."""
+        left, right = self.window
+        return left, (0 if self.causal else right)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scores are only scaled and cut (causal, window): no modification, no sinks."""
+        return not (self.score_mods or self.mask_mods or self.sinks)

@@ -1,0 +1,238 @@
+"""The rules that pick a tile: ordered, named, each with a sentence of evidence. The first that applies and fits decides."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tilefold.plan.device import Device
+from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
+from tilefold.plan.problem import AttentionProblem, next_power_of_two
+from tilefold.plan.tuned import Tuned, tuned_tile
+
+__all__ = ["RULES", "Choice", "Rule"]
+
+SHORT_QUERIES = 64  # below this a full tile of rows would be mostly padding
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tile for a kernel, and its evidence where that is not the rule's."""
+
+    kernel: str
+    tile: Tile
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named decision: when it applies, which choices it proposes (best first), why, and on what evidence."""
+
+    name: str
+    reason: str
+    evidence: str
+    applies: Callable[[AttentionProblem, Device], bool]
+    choices: Callable[[AttentionProblem, Device], tuple[Choice, ...]]
+
+
+def _pointer_kernel(problem: AttentionProblem) -> str:
+    return VARLEN if problem.varlen else POINTER
+
+
+def _best_kernel(problem: AttentionProblem, device: Device) -> str:
+    """Box loads where they can be used, pointer loads elsewhere."""
+    return BOX if box_refusal(problem, device) is None else _pointer_kernel(problem)
+
+
+def _width(problem: AttentionProblem) -> int:
+    return max(problem.block_qk, problem.block_v)
+
+
+def _with(kernel: str, *tiles: Tile) -> tuple[Choice, ...]:
+    return tuple(Choice(kernel, tile) for tile in tiles)
+
+
+# ---- the interpreter
+
+
+def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    block_m = min(64, max(16, next_power_of_two(problem.seq_q)))
+    block_n = min(64, max(16, next_power_of_two(problem.seq_k)))
+    return _with(_pointer_kernel(problem), Tile(block_m, block_n, 4, 1))
+
+
+# ---- fp32
+
+
+def _fp32(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    rows = min(64, max(16, next_power_of_two(problem.seq_q)))
+    widest = {256: 16, 128: 32}.get(_width(problem), 64)
+    first = min(rows, widest)
+    smaller = (Tile(rows, 16, 4, 1) for rows in (32, 16) if rows <= first)
+    return _with(_pointer_kernel(problem), Tile(first, 32, 4, 2), Tile(first, 32, 4, 1), *smaller)
+
+
+# ---- short queries
+
+
+def _short(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    block_m = min(SHORT_QUERIES, max(16, next_power_of_two(problem.seq_q)))
+    keys = 128 if _width(problem) <= 128 else 64
+    deep = (Tile(block_m, keys, 4, 3), Tile(block_m, keys // 2, 4, 3), Tile(block_m, keys // 2, 4, 2))
+    return _with(_pointer_kernel(problem), *deep, Tile(block_m, 32, 4, 2), Tile(block_m, 16, 4, 1))
+
+
+# ---- long queries, by architecture
+
+
+def _tuned(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel = _best_kernel(problem, device)
+    found: Tuned | None = tuned_tile(problem, device, "box" if kernel == BOX else "pointer")
+    return (Choice(kernel, found.tile, found.evidence),) if found else ()
+
+
+def _hopper_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel = _best_kernel(problem, device)
+    return _with(kernel, Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
+
+
+def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel = _best_kernel(problem, device)
+    first = Tile(64, 64, 4, 3) if kernel == BOX else Tile(128, 64, 8, 3)
+    return _with(kernel, first, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
+
+
+def _hopper_256(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel = _best_kernel(problem, device)
+    return _with(kernel, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(64, 16, 4, 1))
+
+
+def _ampere(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel, width = _pointer_kernel(problem), _width(problem)
+    if width <= 64:
+        tiles = [Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)]
+    elif width <= 128:
+        tiles = [Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)]
+    else:
+        tiles = [Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)]
+    return _with(kernel, *tiles, Tile(64, 16, 4, 2), Tile(32, 16, 4, 1))
+
+
+def _cdna(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    kernel, width = _pointer_kernel(problem), _width(problem)
+    first = Tile(128, 64, 4, 2) if width <= 128 else Tile(64, 32, 4, 2)
+    return _with(kernel, first, Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+
+
+# ---- few programs: the tile of the deciding rule with fewer rows
+
+
+def _long_choices(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    for rule in _LONG_RULES:
+        if rule.applies(problem, device):
+            choices = rule.choices(problem, device)
+            if choices:
+                return choices
+    return ()
+
+
+def _least_rows(problem: AttentionProblem, device: Device) -> int:
+    """Fewest rows that keep the tensor cores' full rate: 64 where wgmma computes, 32 elsewhere."""
+    return 64 if device.generation >= 90 else 32
+
+
+def _few(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+    smaller = []
+    for choice in _long_choices(problem, device):
+        tile, least = choice.tile, _least_rows(problem, device)
+        rows, warps = tile.block_m, tile.num_warps
+        while rows > least and grid_of(problem, rows)[0] < device.sms:
+            rows, warps = rows // 2, max(4, warps // 2)
+        more = grid_of(problem, rows)[0] > grid_of(problem, tile.block_m)[0]
+        if more:
+            smaller.append(Choice(choice.kernel, Tile(rows, tile.block_n, warps, tile.num_stages, tile.maxnreg)))
+    return tuple(smaller)
+
+
+def _is_few(problem: AttentionProblem, device: Device) -> bool:
+    return bool(_few(problem, device))
+
+
+def _cuda(problem: AttentionProblem, device: Device, least: int, below: int, width: int) -> bool:
+    return least <= device.generation < below and _width(problem) <= width
+
+
+_LONG_RULES = (
+    Rule(
+        "tuned",
+        "This class of problem was measured on this class of device.",
+        "See the table of measured tiles.",
+        lambda problem, device: bool(_tuned(problem, device)),
+        _tuned,
+    ),
+    Rule(
+        "hopper-d64",
+        "Head dims up to 64 leave registers for 128 rows and long key tiles.",
+        "Reasoned from D=64 on an H200, where 128 rows of 8 warps were the best portable tile; this width is not measured.",
+        lambda problem, device: _cuda(problem, device, 90, 1000, 64),
+        _hopper_64,
+    ),
+    Rule(
+        "hopper-d128",
+        "Softmax and wgmma do not overlap inside a program, so several small programs per SM hide one another's softmax.",
+        "64 rows of 4 warps with descriptor loads were the best portable tile at D=128 on an H200; with pointers 128 rows of 8 warps.",
+        lambda problem, device: _cuda(problem, device, 90, 1000, 128),
+        _hopper_128,
+    ),
+    Rule(
+        "hopper-d256",
+        "An output tile of 64 x 256 takes 128 registers per thread, which leaves room for 32 keys a step.",
+        "Chosen by the limits of registers and shared memory; not measured.",
+        lambda problem, device: _cuda(problem, device, 90, 1000, 256),
+        _hopper_256,
+    ),
+    Rule(
+        "ampere",
+        "sm_80 to sm_89 keep Q in registers and load K and V by asynchronous copies through pointers.",
+        "Tiles that FlashAttention-2 uses on sm_80, shrunk to the shared memory of the device; not measured here.",
+        lambda problem, device: 80 <= device.generation < 90,
+        _ampere,
+    ),
+    Rule(
+        "cdna",
+        "A CDNA compute unit has 64 KiB of shared memory, so K and V are buffered once.",
+        "Chosen by the limits of shared memory; compiled, not measured.",
+        lambda problem, device: device.backend == "hip",
+        _cdna,
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "interpreter",
+        "The interpreter runs programs one after the other, so tiles only need to be small enough for short test lengths.",
+        "Its time is the number of operations it interprets, not their size.",
+        lambda problem, device: device.backend == "interpreter",
+        _interpreter,
+    ),
+    Rule(
+        "fp32",
+        "fp32 products run on the FP32 pipe and hold their operands in registers, so tiles are small.",
+        "Chosen by the limits of registers; not measured.",
+        lambda problem, device: problem.dtype == "float32",
+        _fp32,
+    ),
+    Rule(
+        "short-queries",
+        "There are fewer queries than rows in a full tile, so the tile takes just the next power of two of rows.",
+        "K and V are read once per tile whatever its rows, so time goes to DRAM; the rows only need to cover the queries.",
+        lambda problem, device: problem.seq_q < SHORT_QUERIES,
+        _short,
+    ),
+    Rule(
+        "few-programs",
+        "Full tiles make fewer programs than the device has SMs, so rows are halved until there are enough or the tensor cores would idle.",
+        "An idle SM costs more than the extra reads of K and V, which the L2 serves.",
+        _is_few,
+        _few,
+    ),
+    *_LONG_RULES,
+)

@@ -1,0 +1,125 @@
+"""fp64 oracles of dense and packed attention: every score is written out, nothing is tiled or clever."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["attention", "attention_varlen"]
+
+Mod = Callable[..., torch.Tensor]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: Mod | None = None,
+    score_args: tuple[Any, ...] = (),
+    mask_mod: Mod | None = None,
+    mask_args: tuple[Any, ...] = (),
+    layout: str = "bshd",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as `tilefold.attention(..., return_lse=True)` defines them, computed in `dtype`.
+
+    score_mod and mask_mod are Python functions of (score, batch, head, q_index, kv_index, args) on whole tensors: score
+    [B, H, Sq, Sk], batch [B, 1, 1, 1], head [1, H, 1, 1], q_index [Sq, 1], kv_index [1, Sk]; args ends with seq_q and seq_k."""
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    batch, heads, seq_q, dim = q.shape
+    kv_heads, seq_k = k.shape[1], k.shape[2]
+    group = heads // max(1, kv_heads)
+    q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    index = torch.arange
+    i_b, i_h = index(batch, device=q.device)[:, None, None, None], index(heads, device=q.device)[None, :, None, None]
+    i_q, i_k = index(seq_q, device=q.device)[:, None], index(seq_k, device=q.device)[None, :]
+    position = i_q + seq_k - seq_q
+
+    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * (1 / math.sqrt(dim) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        s = s - slopes.to(dtype)[:, :, None, None] * (position - i_k).abs()
+    if bias is not None:
+        s = s + bias.to(dtype)
+    if score_mod is not None:
+        s = score_mod(s, i_b, i_h, i_q, i_k, (*score_args, seq_q, seq_k))
+
+    keep = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device)
+    left, right = (None if w in (None, -1) else w for w in (window or (None, None)))
+    if causal:
+        keep &= i_k <= position
+    if left is not None:
+        keep &= i_k >= position - left
+    if right is not None:
+        keep &= i_k <= position + right
+    if mask is not None:
+        keep = keep & mask
+    if mask_mod is not None:
+        keep = keep & mask_mod(s, i_b, i_h, i_q, i_k, (*mask_args, seq_q, seq_k))
+    out, lse = _softmax_times(s.masked_fill(~keep, float("-inf")), v, sinks)
+    return (out.transpose(1, 2) if layout == "bshd" else out), lse
+
+
+def _softmax_times(s: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(s) v and the row's log-sum-exp; sinks join the sum with value 0; a dead row is 0 and -inf."""
+    if sinks is not None:
+        column = sinks.to(s.dtype)[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
+        s = torch.cat([s, column], 3)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1]) if v.shape[2] else v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
+    if s.shape[3] == 0:
+        return s.new_zeros(*s.shape[:3], v.shape[3]), s.new_full(s.shape[:3], float("-inf"))
+    lse = torch.logsumexp(s, 3)
+    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("bhqk,bhkd->bhqd", p, v), lse
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as `tilefold.attention_varlen(..., return_lse=True)`: the dense oracle, sequence by sequence."""
+    dtype = options.get("dtype", torch.float64)
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(starts_q) - 1):
+        rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        seq_q, seq_k = rows.stop - rows.start, keys.stop - keys.start
+        mine = dict(options)
+        for name in ("bias", "mask"):
+            if mine.get(name) is not None:
+                t = mine[name]
+                t = t[b : b + 1] if t.shape[0] > 1 else t
+                mine[name] = t[:, :, : seq_q if t.shape[2] > 1 else 1, :seq_k]
+        slopes = mine.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            mine["alibi_slopes"] = slopes[b]
+        for name in ("score_mod", "mask_mod"):
+            if mine.get(name) is not None:
+                mine[name] = _in_batch(mine[name], b)
+        o, e = attention(q[None, rows], k[None, keys], v[None, keys], **mine)
+        out[rows], lse[:, rows] = o[0], e[0]
+    return out, lse
+
+
+def _in_batch(mod: Mod, b: int) -> Mod:
+    return lambda score, batch, *rest: mod(score, batch + b, *rest)
