@@ -32,6 +32,7 @@ for name in sys.argv[1:]:
     except PackageNotFoundError:
         pass
 """
+ADVICE = "On Debian and Ubuntu: apt install python3-venv"
 VERSIONS = "import torch, triton; print('environment: torch', torch.__version__, 'triton', triton.__version__)"
 CONSOLE_SCRIPT = """#!/bin/sh
 exec "$(dirname "$0")/python" -c 'import sys; from tilefold.cli import main; sys.exit(main())' "$@"
@@ -61,23 +62,30 @@ def sees_gpu() -> bool:
     return subprocess.run([sys.executable, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
-def create(directory: Path, on_top: bool) -> Path:
-    """Make an empty environment with pip; `on_top` of this Python's packages if asked.  Returns its Python."""
+def create(directory: Path) -> Path:
+    """Make an empty environment with pip.  Returns its Python."""
     shutil.rmtree(directory, ignore_errors=True)
-    venv = [sys.executable, "-m", "venv", *(["--system-site-packages"] if on_top else [])]
     python = directory / "bin" / "python"
-    if importlib.util.find_spec("ensurepip") is not None and run(*venv, str(directory)):
-        pass
-    elif importlib.util.find_spec("venv") is None or importlib.util.find_spec("pip") is None:
-        stop(f"{sys.executable} has neither ensurepip nor pip.  On Debian and Ubuntu: apt install python3-venv")
-    else:
-        say("this Python has no ensurepip; its own pip installs pip into the environment")
-        shutil.rmtree(directory, ignore_errors=True)
-        made = run(*venv, "--without-pip", str(directory))
-        # pip 22.3 and newer work on another interpreter's packages.
-        if not made or not run(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "pip"):
-            stop("could not put pip into the environment.  On Debian and Ubuntu: apt install python3-venv")
-    if on_top and sys.prefix != sys.base_prefix:
+    if importlib.util.find_spec("ensurepip") is not None and run(sys.executable, "-m", "venv", str(directory)):
+        return python
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("pip") is None:
+        stop(f"{sys.executable} has neither ensurepip nor pip.  {ADVICE}")
+    say("this Python has no working ensurepip; its own pip installs pip into the environment")
+    shutil.rmtree(directory, ignore_errors=True)
+    made = run(sys.executable, "-m", "venv", "--without-pip", str(directory))
+    # pip 22.3 and newer work on another interpreter's packages.
+    if not made or not run(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "pip"):
+        stop(f"could not put pip into the environment.  {ADVICE}")
+    return python
+
+
+def create_on_top(directory: Path) -> Path:
+    """Make an environment that sees all packages of the running Python, its pip too.  Returns the new Python."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if not run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(directory)):
+        stop(f"could not make an environment.  {ADVICE}")
+    python = directory / "bin" / "python"
+    if sys.prefix != sys.base_prefix:
         # This Python is itself an environment, and --system-site-packages reaches past it to its base.
         (packages(python) / "parent.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     return python
@@ -155,7 +163,10 @@ def install_on_top(python: Path, extras: str) -> None:
         if not run(*pip, *lacking, *pins):
             lacking = missing(python, requirements(extras.split(",")))
             if needed := [line for line in lacking if line.split(">=")[0] not in TOOLS]:
-                stop(f"could not install {', '.join(needed)}, and this Python does not have them")
+                stop(
+                    f"could not install {', '.join(needed)}, which {sys.executable} lacks.  Without a network, point pip at a\n"
+                    "folder of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels"
+                )
             say(f"going on without {', '.join(lacking)}: linting, types and packaging will not run here")
     build = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", "."]
     if missing(python, TOOLS[2:]) or not run(*build):
@@ -173,7 +184,7 @@ def main() -> None:
     directory, extras = ROOT / sys.argv[1], sys.argv[2]
     gpu = sees_gpu()
     say(f"{directory.name} from {sys.executable}" + (", keeping its torch and triton (a GPU is there)" if gpu else ""))
-    python = create(directory, on_top=gpu)
+    python = create_on_top(directory) if gpu else create(directory)
     (install_on_top if gpu else install_pinned)(python, extras)
     if not run(str(python), "-c", VERSIONS):
         stop("torch and triton cannot be imported in the new environment")
