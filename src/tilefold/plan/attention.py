@@ -82,7 +82,7 @@ class AttentionPlan:
         fault = tile_violation(self.problem, self.device, self.kernel, self.tile)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        expected = _derived(self.problem, self.device, self.tile)
+        expected = _derived(self.problem, self.device, self.kernel, self.tile)
         for field, value in expected.items():
             if getattr(self, field) != value:
                 raise PlanError(
@@ -103,7 +103,7 @@ class AttentionPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "AttentionPlan":
-        """The plan that `to_json` wrote. PlanError names the field that is missing, unknown, of a wrong type or contradictory."""
+        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
         return serialise.from_json(cls, text)
 
     def with_tile(
@@ -138,8 +138,8 @@ class AttentionPlan:
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
 
-        A plan without box loads also serves K and V that could be read by descriptors, and the other way round. A device
-        matches if its backend and architecture do and the tile is within its limits.
+        `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
+        device matches if its backend and architecture do and the tile is within its limits.
         """
         for field in AttentionProblem.__dataclass_fields__:
             made, asked = getattr(self.problem, field), getattr(problem, field)
@@ -224,7 +224,7 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     return tuple(found)
 
 
-def _derived(problem: AttentionProblem, device: Device, tile: Tile) -> dict[str, object]:
+def _derived(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> dict[str, object]:
     """The fields of a plan that follow from problem, device and tile."""
     cost = attention_cost(problem)
     return {
@@ -234,7 +234,7 @@ def _derived(problem: AttentionProblem, device: Device, tile: Tile) -> dict[str,
         "grid": grid_of(problem, tile.block_m),
         "buffers": _buffers(problem),
         "shared_bytes": shared_bytes(problem, device, tile),
-        "programs_per_sm": programs_per_sm(problem, device, tile),
+        "programs_per_sm": programs_per_sm(problem, device, kernel, tile),
         "cost": cost,
         "bound": bound(cost, device, problem.dtype),
     }
@@ -271,7 +271,7 @@ def _plan(
         grid=grid_of(problem, tile.block_m),
         buffers=_buffers(problem),
         shared_bytes=shared_bytes(problem, device, tile),
-        programs_per_sm=programs_per_sm(problem, device, tile),
+        programs_per_sm=programs_per_sm(problem, device, choice.kernel, tile),
         rule=rule,
         reason=reason,
         evidence=evidence,
@@ -283,5 +283,5 @@ def _plan(
 
 def _sentence(text: str) -> str:
     """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
-    start = text if "_" in text.split()[0] else text[0].upper() + text[1:]
+    start = text if any(c in "_0123456789" for c in text.split()[0]) else text[0].upper() + text[1:]
     return start if start.endswith(".") else f"{start}."

@@ -1,4 +1,4 @@
-"""A plan as text that a person reads: the problem, the decision and its grounds, the grid, the cost, what was rejected."""
+"""A plan as text for people: the problem, the decision and its grounds, the grid, the cost, what was rejected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from tilefold.plan.cost import live_pairs, visited_tiles
-from tilefold.plan.limits import BOX, accumulator_registers
+from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
 if TYPE_CHECKING:
     from tilefold.plan.attention import AttentionPlan
@@ -115,7 +115,8 @@ def _grid(plan: AttentionPlan) -> str:
     if not programs:
         return "0 programs: there is nothing to compute, so nothing is launched."
     tiles = -(-problem.seq_q // plan.block_m)
-    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')} x {problem.batch} x {_count(problem.heads, 'head')}"
+    batch = "" if problem.batch == 1 else f" x {problem.batch} sequences"
+    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
@@ -147,10 +148,14 @@ def _resources(plan: AttentionPlan) -> str:
         return "The interpreter has no limits on shared memory or registers."
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024
+    wanted = registers_estimate(plan.problem, plan.device, plan.kernel, plan.tile)
+    limit = plan.maxnreg or plan.device.registers_per_thread
+    spill = f" (with everything else about {wanted}: may spill)" if wanted > limit else ""
+    unit = "CU" if plan.device.backend == "hip" else "SM"
     return (
-        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of {plan.device.registers_per_thread} "
-        f"registers per thread for accumulators, about {_count(plan.programs_per_sm, 'program')} per "
-        f"{'CU' if plan.device.backend == 'hip' else 'SM'}."
+        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of "
+        f"{plan.device.registers_per_thread} registers per thread for accumulators{spill}, "
+        f"about {_count(plan.programs_per_sm, 'program')} per {unit}."
     )
 
 

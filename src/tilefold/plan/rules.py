@@ -1,4 +1,4 @@
-"""The rules that pick a tile: ordered, named, each with a sentence of evidence. The first that applies and fits decides."""
+"""The rules that pick a tile: ordered, named, each with its evidence. The first that applies and fits decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def _ampere(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     elif width <= 128:
         tiles = [Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)]
     else:
-        tiles = [Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)]
+        tiles = [Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
     return _with(kernel, *tiles, Tile(64, 16, 4, 2), Tile(32, 16, 4, 1))
 
 
@@ -171,14 +171,14 @@ _LONG_RULES = (
     Rule(
         "hopper-d64",
         "Head dims up to 64 leave registers for 128 rows and long key tiles.",
-        "Reasoned from D=64 on an H200, where 128 rows of 8 warps were the best portable tile; this width is not measured.",
+        "128 rows of 8 warps were the best portable tile at D=64 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 64),
         _hopper_64,
     ),
     Rule(
         "hopper-d128",
-        "Softmax and wgmma do not overlap inside a program, so several small programs per SM hide one another's softmax.",
-        "64 rows of 4 warps with descriptor loads were the best portable tile at D=128 on an H200; with pointers 128 rows of 8 warps.",
+        "Softmax and wgmma do not overlap inside a program, so small programs share an SM and hide one another's.",
+        "64 rows of 4 warps with box loads were the best portable tile at D=128 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 128),
         _hopper_128,
     ),
@@ -192,7 +192,7 @@ _LONG_RULES = (
     Rule(
         "ampere",
         "sm_80 to sm_89 keep Q in registers and load K and V by asynchronous copies through pointers.",
-        "Tiles that FlashAttention-2 uses on sm_80, shrunk to the shared memory of the device; not measured here.",
+        "The largest of FlashAttention-2's tiles that compile here without spills; compiled, not measured.",
         lambda problem, device: 80 <= device.generation < 90,
         _ampere,
     ),
@@ -208,7 +208,7 @@ _LONG_RULES = (
 RULES: tuple[Rule, ...] = (
     Rule(
         "interpreter",
-        "The interpreter runs programs one after the other, so tiles only need to be small enough for short test lengths.",
+        "The interpreter runs programs one after the other, so tiles need only suit short test lengths.",
         "Its time is the number of operations it interprets, not their size.",
         lambda problem, device: device.backend == "interpreter",
         _interpreter,
@@ -223,13 +223,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "short-queries",
         "There are fewer queries than rows in a full tile, so the tile takes just the next power of two of rows.",
-        "K and V are read once per tile whatever its rows, so time goes to DRAM; the rows only need to cover the queries.",
+        "K and V are read once per tile whatever its rows, so memory sets the time, not the rows.",
         lambda problem, device: problem.seq_q < SHORT_QUERIES,
         _short,
     ),
     Rule(
         "few-programs",
-        "Full tiles make fewer programs than the device has SMs, so rows are halved until there are enough or the tensor cores would idle.",
+        "Full tiles make fewer programs than there are SMs, so rows are halved, as far as the tensor cores allow.",
         "An idle SM costs more than the extra reads of K and V, which the L2 serves.",
         _is_few,
         _few,
