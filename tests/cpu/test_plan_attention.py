@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilefold.errors import PlanError, TilefoldError, Unsupported
-from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, device_named, plan_attention
+from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
@@ -43,7 +44,7 @@ devices = st.sampled_from(list(DEVICES.values()))
 
 @settings(max_examples=400, deadline=None)
 @given(problems, devices)
-def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: AttentionProblem, device) -> None:
+def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: AttentionProblem, device: Device) -> None:
     try:
         plan = plan_attention(problem, device)
     except Unsupported as error:
@@ -125,6 +126,12 @@ def test_tuned_tiles_fit_their_architecture() -> None:
 @pytest.mark.parametrize(("queries", "rows"), [(1, 16), (16, 16), (17, 32), (33, 64), (63, 64)])
 def test_short_queries_take_the_next_power_of_two(queries: int, rows: int) -> None:
     assert plan_attention(replace(LONG, seq_q=queries), H200).block_m == rows
+
+
+def test_short_queries_of_64_rows_use_the_full_rate_kernels() -> None:
+    assert plan_attention(replace(LONG, seq_q=40), H200).kernel == "attention_forward_box"
+    assert plan_attention(replace(LONG, seq_q=40, dim_qk=64, dim_v=64), H200).tile == Tile(64, 64, 4, 3)
+    assert plan_attention(replace(LONG, seq_q=1), H200).kernel == "attention_forward"
 
 
 def test_the_interpreter_takes_64_by_64_or_less() -> None:
@@ -268,6 +275,28 @@ def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
     tree["problem"]["kv_heads"] = 3
     with pytest.raises(TilefoldError, match="kv_heads must divide heads"):
         AttentionPlan.from_json(json.dumps(tree))
+
+
+def test_a_plan_reads_as_the_documentation_shows() -> None:
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "plan.md"
+    plan = plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200)
+    assert str(plan) in page.read_text(encoding="utf-8")
+    assert "split-KV" in str(plan)
+    assert "28 of 132 SMs have work (21%)" in str(plan)
+
+
+def test_an_empty_problem_launches_nothing_and_says_so() -> None:
+    plan = plan_attention(replace(LONG, batch=0), H200)
+    assert plan.grid == (0, 1, 1)
+    assert "nothing is launched" in str(plan)
+    assert "none: there is no work." in str(plan_attention(replace(LONG, seq_q=0), H200))
+    assert "No key is live" in str(plan_attention(replace(LONG, seq_k=0), H200))
+
+
+def test_a_tile_that_may_spill_says_so() -> None:
+    plan = plan_attention(replace(LONG, descriptors=False), device_named("a100"))
+    assert "may spill" not in str(plan)
+    assert "may spill" in str(plan.with_tile(num_warps=4))
 
 
 def test_planning_needs_neither_torch_nor_triton() -> None:

@@ -72,6 +72,13 @@ def _digits(value: float) -> str:
     return f"{value:.{places}f}"
 
 
+def _percent(share: float) -> str:
+    """Two or three digits; 100% only if it is all."""
+    if share < 1 and share > 0.9995:
+        return "over 99.9%"
+    return f"{share:.0%}" if share == 1 or 0.1 <= share < 0.995 else f"{share:.1%}"
+
+
 def _time(seconds: float) -> str:
     """Three significant digits in us, ms or s."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -139,8 +146,8 @@ def _tiles(plan: AttentionPlan) -> str:
     all_tiles = -(-problem.seq_q // plan.block_m) * -(-problem.seq_k // plan.block_n)
     use = live_pairs(problem) / (visited * plan.block_m * plan.block_n)
     dims = (problem.dim_qk + problem.dim_v) / (plan.block_qk + plan.block_v)
-    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {use:.1%} of their scores are live"
-    return f"{text}, {dims:.0%} of the padded head dims." if dims < 1 else f"{text}."
+    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
+    return f"{text}, {_percent(dims)} of the padded head dims." if dims < 1 else f"{text}."
 
 
 def _resources(plan: AttentionPlan) -> str:
@@ -161,7 +168,7 @@ def _resources(plan: AttentionPlan) -> str:
 
 def _cost(plan: AttentionPlan) -> str:
     cost = plan.cost
-    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exponentials')}"
+    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exp')}"
     upto = "at most " if plan.problem.varlen else ""
     return f"{upto}{text}, {_digits(cost.flops / cost.bytes)} FLOP per byte." if cost.bytes else f"{upto}{text}."
 

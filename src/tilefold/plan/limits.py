@@ -75,7 +75,9 @@ def shared_bytes(problem: AttentionProblem, device: Device, tile: Tile) -> int:
     total += buffers * tile.block_m * tile.block_n * loads
     if wgmma:
         total += 1024
-    elif size == 4 or tile.block_m < problem.block_v:
+    elif size == 4:
+        total += tile.block_m * tile.block_n * size + 256
+    elif tile.block_m < problem.block_v:
         total += tile.block_m * tile.block_n * size  # the probabilities change layout before the second product
     if device.backend != "hip":
         total += tile.block_m * problem.block_qk * size
