@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +76,11 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
 @pytest.mark.parametrize("dim", [1, 32, 40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seq_q", [1, 40, 4096])
 def test_every_head_dim_has_a_plan_everywhere(name: str, dtype: str, dim: int, seq_q: int) -> None:
-    everything = {"score_mods": ("softcap", "alibi", "bias", "user"), "mask_mods": ("mask", "user"), "sinks": True}
+    everything: dict[str, Any] = {
+        "score_mods": ("softcap", "alibi", "bias", "user"),
+        "mask_mods": ("mask", "user"),
+        "sinks": True,
+    }
     for extra in ({}, everything):
         plan = plan_attention(AttentionProblem(4, seq_q, 4096, 32, 8, dim, dim, dtype, **extra), device_named(name))
         assert plan.block_m <= 128

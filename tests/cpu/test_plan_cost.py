@@ -17,6 +17,8 @@ def visible(problem: AttentionProblem, query: int, key: int) -> bool:
     return not (left >= 0 and key < position - left) and not (right >= 0 and key > position + right)
 
 
+Sizes = tuple[int, int, int, int, int, int, int]
+
 side = st.integers(-1, 70)
 problems = st.builds(
     AttentionProblem,
@@ -84,7 +86,7 @@ def test_a_window_reads_only_the_keys_it_shows() -> None:
         ((0, 4096, 4096, 16, 16, 64, 64), "float32", "none"),
     ],
 )
-def test_the_bound_names_the_resource(sizes: tuple[int, ...], dtype: str, resource: str) -> None:
+def test_the_bound_names_the_resource(sizes: Sizes, dtype: str, resource: str) -> None:
     problem = AttentionProblem(*sizes, dtype=dtype)
     found = bound(attention_cost(problem), device_named("h200"), dtype)
     assert found.resource == resource

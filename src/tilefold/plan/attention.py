@@ -202,9 +202,9 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
 def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer: Rule, other: Choice) -> str:
     programs = grid_of(problem, other.tile.block_m)[0]
     if rule.name == "few-programs" and proposer is not rule:
-        return f"Rule {proposer.name} would take it, but it makes {programs} programs for {device.sms} SMs."
+        return f"Fits; rule {proposer.name} proposes it, but it makes {programs} programs for {device.sms} SMs."
     if proposer is not rule:
-        return f"Fits, and rule {proposer.name} would take it, but rule {rule.name} comes first."
+        return f"Fits; rule {proposer.name} proposes it, but rule {rule.name} comes first."
     return f"Fits, but rule {rule.name} ranks it behind the tile that was taken."
 
 

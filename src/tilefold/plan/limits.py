@@ -93,7 +93,7 @@ def accumulator_registers(problem: AttentionProblem, device: Device, tile: Tile)
 def registers_estimate(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> int:
     """Registers per thread: accumulators, rounded probabilities, addresses, row statistics.
 
-    Checked against compilations of the fold with triton 3.6.0, to within a quarter.
+    Checked against compilations of the fold with triton 3.6.0, to within a third.
     """
     threads = device.warp_size * tile.num_warps
     held = accumulator_registers(problem, device, tile) + tile.block_m * tile.block_n // (2 * threads) + 40

@@ -96,7 +96,8 @@ def _tuned(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _hopper_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
-    return _with(kernel, Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
+    longest = (Tile(128, 128, 8, 3),) if problem.plain else ()  # modifications need the registers of the longer tile
+    return _with(kernel, *longest, Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
 
 
 def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
@@ -204,7 +205,7 @@ _LONG_RULES = (
     Rule(
         "ampere",
         "sm_80 to sm_89 keep Q in registers and load K and V by asynchronous copies through pointers.",
-        "The largest of FlashAttention-2's tiles that compile here without spills; compiled, not measured.",
+        "The largest of the tiles tried that compile for sm_80 without spills; not measured.",
         lambda problem, device: 80 <= device.generation < 90,
         _ampere,
     ),
