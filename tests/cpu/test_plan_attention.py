@@ -304,6 +304,6 @@ def test_a_tile_that_may_spill_says_so() -> None:
     assert "may spill" in str(plan.with_tile(num_warps=4))
 
 
-def test_planning_needs_neither_torch_nor_triton() -> None:
-    code = "import sys, tilefold.plan; assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+def test_planning_imports_no_triton() -> None:
+    code = "import sys, tilefold.plan; assert not {'triton', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -180,7 +180,7 @@ def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, 
 
 def box_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why K and V cannot be loaded as descriptor boxes, as a sentence, or None if they can."""
-    if device.generation < 90:
+    if device.generation < 90 and device.backend != "interpreter":
         return f"{device.target} has no tensor-descriptor loads (sm_90 and newer have)"
     if problem.varlen:
         return (
