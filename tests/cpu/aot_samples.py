@@ -5,6 +5,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -56,6 +59,37 @@ def copy_rows(source, target, count, BLOCK: tl.constexpr):
     tl.store(target + at, tl.load(source + at, at < count), at < count)
 
 
+@gluon.jit
+def gluon_product(a_ptr, b_ptr, out_ptr, steps, ROWS: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """out[ROWS, COLUMNS] = sum over steps of a[ROWS, DEPTH] @ b[DEPTH, COLUMNS], by wgmma from shared memory."""
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    a_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
+    b_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, COLUMNS], gl.bfloat16)
+    a_tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, DEPTH], a_shared)
+    b_tile = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, COLUMNS], b_shared)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, load_layout))[:, None]
+    deep = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, load_layout))[None, :]
+    b_row = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, load_layout))[:, None]
+    b_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, load_layout))[None, :]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
+    for step in range(steps):
+        a_tile.store(gl.load(a_ptr + row * DEPTH + deep + step * ROWS * DEPTH))
+        b_tile.store(gl.load(b_ptr + b_row * COLUMNS + b_column + step * DEPTH * COLUMNS))
+        fence_async_shared()
+        acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))[:, None]
+    out_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout))[None, :]
+    gl.store(out_ptr + out_row * COLUMNS + out_column, acc)
+
+
+def build_gluon() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A Gluon kernel for sm_90."""
+    x = torch.empty(4096, dtype=torch.bfloat16)
+    return gluon_product, (x, x, x.float(), 4), {"ROWS": 64, "DEPTH": 64, "COLUMNS": 64, "num_warps": 4}
+
+
 def build_fold(
     dim: int = 64, block_m: int = 128, block_n: int = 64, mods: bool = True, dtype: str = "bfloat16", **options: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -86,3 +120,11 @@ def build_dead() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
     print("the compiler fell over", file=sys.stderr, flush=True)
     os._exit(134)
+
+
+def build_slow() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Never comes to an end by itself, as a compiler in an endless loop."""
+    import time
+
+    time.sleep(600)
+    return build_copy()

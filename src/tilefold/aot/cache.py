@@ -1,7 +1,7 @@
 """Reports kept on disk, so that what was compiled once is not compiled again by the next run of the tests.
 
-The key covers the kernel's source and all that it calls, the signature and constants, the options, the target, the Triton
-installation (all from `compile.prepare`) and the source of this package.
+The key covers the kernel's source and all that it calls, the signature and constants, the options, the target, the
+Triton installation (all from `compile.prepare`) and the source of this package.
 """
 
 import functools
@@ -25,7 +25,7 @@ def checkout() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Folder for reports: $TILEFOLD_AOT_CACHE, else .cache/aot of the checkout, else the user's cache; None when off."""
+    """Folder of reports: $TILEFOLD_AOT_CACHE, else .cache/aot of the checkout, else the user's cache; None if off."""
     chosen = os.environ.get(CACHE_VARIABLE, "")
     if chosen == "off":
         return None

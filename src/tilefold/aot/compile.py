@@ -1,8 +1,8 @@
-"""Compile a @triton.jit or @gluon.jit kernel for a GPU that is not there. Every private call of Triton is in this file.
+"""Compile a @triton.jit or @gluon.jit kernel for a GPU that is not there. All private calls of Triton are here.
 
-Triton's launcher asks the driver which GPU is active; here the target is given, the rest is what `JITFunction.run` does with
-`warmup=True`. Pointer arguments may be CPU tensors (only their dtype and address are looked at), also inside tuples and
-host tensor descriptors. Written against triton 3.6.0 and 3.9.0; other versions between them are tried, those outside refused.
+Triton's launcher asks the driver which GPU is active; here the target is given, the rest is what `JITFunction.run` does
+with `warmup=True`. Pointer arguments may be CPU tensors (only their dtype and address are looked at), also inside
+tuples and host tensor descriptors. Written against triton 3.6.0 and 3.9.0; those in between are tried, others refused.
 """
 
 import contextlib
@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import triton
+import triton  # type: ignore[import-untyped]
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_key
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton._C.libtriton import get_cache_invalidating_env_vars  # type: ignore[import-untyped]
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
+from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
+from triton.runtime.cache import get_cache_key  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction, create_function_from_signature  # type: ignore[import-untyped]
 
 from tilefold.aot.targets import Target
+from tilefold.aot.versions import triton_version
 from tilefold.errors import Unsupported
 
-__all__ = ["Compiled", "Prepared", "compile_prepared", "prepare", "triton_version"]
-
-OLDEST, TOO_NEW = (3, 6), (3, 10)
+__all__ = ["Compiled", "Prepared", "compile_prepared", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +65,23 @@ class Compiled:
     assembler_log: str
 
 
-def triton_version() -> str:
-    """Version of the Triton in this process; raises Unsupported outside the range that this file knows."""
-    version = str(triton.__version__)
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if not OLDEST <= (major, minor) < TOO_NEW:
-        known = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
-        raise Unsupported(f"ahead-of-time compilation: triton {version} is installed, known are {known}")
-    return version
-
-
 def prepare(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -> Prepared:
     """Bind `function` to example arguments for `target`, as a launch `function[grid](*args, **kwargs)` would.
 
-    `kwargs` are kernel arguments by name and launch options (num_warps, num_stages, maxnreg, ...). Raises Unsupported for
-    an unknown Triton, for a process in interpreter mode and for anything that is not a plain JIT function.
+    `kwargs` are kernel arguments by name and launch options (num_warps, num_stages, maxnreg, ...). Raises Unsupported
+    for an unknown Triton, for a process in interpreter mode and for anything that is not a plain JIT function.
     """
     version = triton_version()
     if not isinstance(function, JITFunction):
         if knobs.runtime.interpret:
-            raise Unsupported("ahead-of-time compilation: TRITON_INTERPRET is on in this process, and the interpreter replaced the "
-                              "kernel when its module was imported; compile in a process without it (tilefold.aot.jobs.run_jobs)")
-        raise Unsupported(f"ahead-of-time compilation: got {type(function).__name__}, expected a @triton.jit or @gluon.jit function "
-                          "(without autotune or heuristics: pass the chosen configuration as kwargs)")
+            raise Unsupported(
+                "ahead-of-time compilation: TRITON_INTERPRET is on in this process, and the interpreter replaced the "
+                "kernel when its module was imported; compile in a process without it (tilefold.aot.jobs.run_jobs)"
+            )
+        raise Unsupported(
+            f"ahead-of-time compilation: got {type(function).__name__}, expected a @triton.jit or @gluon.jit function "
+            "(without autotune or heuristics: pass the chosen configuration as kwargs)"
+        )
     backend = make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
     launch = dict(kwargs)
     launch["debug"] = launch.get("debug", function.debug) or knobs.runtime.debug
@@ -99,16 +92,32 @@ def prepare(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targe
     bound, specialization, options = bind(*args, **launch)
     options, signature, constants, attributes = function._pack_args(backend, launch, bound, specialization, options)
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
-    parts = (version, target, get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars()))
+    compiler = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    parts = (version, target, compiler, [_source_key(value) for value in constants.values()])
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Prepared(function, source, options, backend, target, signature, key)
 
 
+def _source_key(constant: Any) -> str:
+    """A constant as text, functions by the hash of their source, also inside tuples."""
+    if isinstance(constant, tuple | list):
+        return f"({', '.join(_source_key(part) for part in constant)})"
+    return str(getattr(constant, "cache_key", constant))
+
+
 def compile_prepared(prepared: Prepared) -> Compiled:
-    """Compile; takes about a second, less when Triton's own cache holds the kernel. Compiler errors pass through."""
+    """Compile; takes about a second. Compiler errors pass through.
+
+    Triton's own cache is not read: its key overlooks functions in constexpr tuples, and reports have a cache already.
+    """
     target = prepared.target
-    kernel = triton.compile(prepared.source, target=GPUTarget(target.backend, target.arch, target.warp_size),
-                            options=prepared.options.__dict__)
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        kernel = triton.compile(
+            prepared.source,
+            target=GPUTarget(target.backend, target.arch, target.warp_size),
+            options=prepared.options.__dict__,
+        )
     metadata = kernel.metadata
     log = ""
     if target.backend == "cuda":
@@ -155,5 +164,7 @@ def _disassemble(cubin: bytes) -> str:
 def _executable(path: str) -> str:
     """`path`, with a clear error when an unpacked wheel lost its execute bits."""
     if not os.access(path, os.X_OK):
-        raise Unsupported(f"ahead-of-time compilation: {path} is not executable (unpack the wheel with tools/fetch_triton.py)")
+        raise Unsupported(
+            f"ahead-of-time compilation: {path} is not executable (unpack the wheel with tools/fetch_triton.py)"
+        )
     return path

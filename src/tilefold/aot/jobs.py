@@ -16,16 +16,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tilefold.aot import cache
-from tilefold.aot.report import CompileReport
+from tilefold.aot.report import CompileReport, SpillRule, TensorRule
 from tilefold.aot.targets import target_named
 
 __all__ = ["NEWEST_VARIABLE", "Job", "JobResult", "newest_triton", "run_jobs"]
 
 NEWEST_VARIABLE = "TILEFOLD_TRITON_NEWEST"
 """Environment variable: folder of an unpacked wheel of the newest Triton (tools/fetch_triton.py makes one)."""
+
+JOB_MARK = "tilefold.aot job: "
+"""What the worker writes to standard error before each job, so that the last words of a dead one can be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,7 @@ class JobResult:
     cached: bool = False
     seconds: float = 0.0
 
-    def problems(
-        self, *, tensor: Literal["best", "any", "none"] = "best", spills: Literal["none", "outside loops", "any"] = "none"
-    ) -> tuple[str, ...]:
+    def problems(self, *, tensor: TensorRule = "best", spills: SpillRule = "none") -> tuple[str, ...]:
         """`CompileReport.problems`, or the failure to compile at all."""
         if self.report is None:
             return (f"does not compile: {self.error}",)
@@ -62,7 +63,7 @@ class JobResult:
 
 
 def newest_triton() -> Path | None:
-    """Folder of the unpacked newest Triton: $TILEFOLD_TRITON_NEWEST, else the highest version under the checkout's .cache.
+    """Folder of the unpacked newest Triton: $TILEFOLD_TRITON_NEWEST, else the highest version in the checkout's .cache.
 
     None when there is none; FileNotFoundError when the variable names a folder without a Triton.
     """
@@ -81,13 +82,18 @@ def _version(folder: Path) -> tuple[int, ...]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], *, triton: Path | None = None, import_from: Sequence[Path] = (), processes: int = 1, timeout_s: float = 600.0
+    jobs: Sequence[Job],
+    *,
+    triton: Path | None = None,
+    import_from: Sequence[Path] = (),
+    processes: int = 1,
+    timeout_s: float = 600.0,
 ) -> tuple[JobResult, ...]:
     """Run `jobs` in worker processes and return their results in the same order.
 
-    `triton`: folder of an unpacked Triton to use instead of the installed one. `import_from`: more folders to import builders
-    from. A compiler that dies takes only its job with it: that job's error is what the process last said. `timeout_s`
-    is for one job. Raises ValueRangeError, before anything starts, for an unknown target.
+    `triton`: folder of an unpacked Triton to use instead of the installed one. `import_from`: more folders to import
+    builders from. A compiler that dies takes only its job with it: that job's error is what the process last said.
+    `timeout_s` is for one job. Raises ValueRangeError, before anything starts, for an unknown target.
     """
     for job in jobs:
         target_named(job.target)
@@ -104,7 +110,9 @@ def _environment(triton: Path | None, import_from: Sequence[Path]) -> dict[str, 
     own = Path(__file__).resolve().parents[2]
     paths = [*([triton] if triton else []), own, *import_from]
     inherited = environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join([*(str(Path(path).resolve()) for path in paths), *([inherited] if inherited else [])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [*(str(Path(path).resolve()) for path in paths), *([inherited] if inherited else [])]
+    )
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what every version up to 3.9 does; unset it warns
     folder = cache.cache_folder()
     if folder is not None:
@@ -131,11 +139,13 @@ def _run_worker(jobs: Sequence[Job], environment: Mapping[str, str], timeout_s: 
         listed = Path(folder) / "jobs.pickle"
         listed.write_bytes(pickle.dumps(list(jobs)))
         command = [sys.executable, "-m", "tilefold.aot.worker", str(listed)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(environment)) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(environment)
+        ) as process:
             assert process.stdout is not None
             overdue = threading.Event()
             while True:
-                watch = threading.Timer(timeout_s, lambda: (overdue.set(), process.kill()))
+                watch = threading.Timer(timeout_s, _overdue, (process, overdue))
                 watch.start()
                 line = process.stdout.readline()
                 watch.cancel()
@@ -144,8 +154,13 @@ def _run_worker(jobs: Sequence[Job], environment: Mapping[str, str], timeout_s: 
                 results.append(_result(jobs[len(results)], line))
             code = process.wait()
         stderr.seek(0)
-        said = stderr.read()[-2000:].strip()
+        said = stderr.read().rpartition(JOB_MARK)[2].partition("\n")[2][-2000:].strip()
     return results, f"no result within {timeout_s:g} s" if overdue.is_set() else f"exit status {code}; {said}"
+
+
+def _overdue(process: "subprocess.Popen[str]", overdue: threading.Event) -> None:
+    overdue.set()
+    process.kill()
 
 
 def _result(job: Job, line: str) -> JobResult:

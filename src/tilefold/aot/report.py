@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: registers, spills, memory, occupancy, instruction counts, and what is wrong with it.
+"""What the compiler made of a kernel: registers, spills, memory, occupancy, instruction counts, and what is wrong.
 
 The records are plain Python and JSON both ways; only `report_of` looks at a compiled kernel.
 """
@@ -16,7 +16,13 @@ from tilefold.aot.targets import Target, target_named
 if TYPE_CHECKING:
     from tilefold.aot.compile import Compiled
 
-__all__ = ["CompileReport", "Occupancy", "occupancy", "report_of"]
+__all__ = ["CompileReport", "Occupancy", "SpillRule", "TensorRule", "occupancy", "report_of"]
+
+TensorRule = Literal["best", "any", "none"]
+"""Which tensor instructions a kernel must have: the target's own generation, any generation, or none."""
+
+SpillRule = Literal["none", "outside loops", "any"]
+"""Where spilled registers are tolerated: nowhere, outside the main loops, everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +37,10 @@ class Occupancy:
 class CompileReport:
     """One kernel compiled for one target by one Triton version.
 
-    Bytes throughout; `registers` per thread (on AMD vector registers including the `accumulator_registers`), `spill_*` per
-    thread, `shared_bytes` per program. `opcodes` counts machine code, `ptx` the PTX behind it (empty on AMD). `loops` are the
-    innermost loops with tensor instructions: the main loops.
+    `registers` are those of one thread (on AMD vector registers, `accumulator_registers` among them), `spill_*_bytes`
+    and `stack_bytes` too; `shared_bytes` is for one program. `scalar_spills` counts AMD's scalar registers that went to
+    lanes of vector registers, which costs no memory access. `opcodes` counts the machine code, `ptx` the PTX behind it
+    (empty on AMD). `loops` are the innermost loops with tensor instructions: the main loops.
     """
 
     kernel: str
@@ -46,6 +53,7 @@ class CompileReport:
     registers: int
     accumulator_registers: int
     scalar_registers: int
+    scalar_spills: int
     spill_store_bytes: int
     spill_load_bytes: int
     stack_bytes: int
@@ -77,22 +85,21 @@ class CompileReport:
         """Tensor instructions of the target's own generation (wgmma on sm_90, tcgen05 on sm_100)."""
         return count_prefix(self.opcodes, target_named(self.target).best_tensor)
 
-    def problems(
-        self, *, tensor: Literal["best", "any", "none"] = "best", spills: Literal["none", "outside loops", "any"] = "none"
-    ) -> tuple[str, ...]:
+    def problems(self, *, tensor: TensorRule = "best", spills: SpillRule = "none") -> tuple[str, ...]:
         """Everything that forbids shipping this configuration, as texts; empty when it is good.
 
-        `tensor`: what matrix instructions the kernel must have. `spills`: where spilled registers are tolerated.
+        `tensor`: what tensor instructions the kernel must have. `spills`: where spilled registers are tolerated.
         """
         target, found = target_named(self.target), []
         if self.shared_bytes > target.shared_per_program:
-            found.append(f"shared memory: {self.shared_bytes} bytes, {target.name} has {target.shared_per_program} for a program")
+            limit = target.shared_per_program
+            found.append(f"shared memory: {self.shared_bytes} bytes a program, {target.name} has {limit}")
         if self.registers > target.registers_per_thread:
             found.append(f"registers: {self.registers} a thread, {target.name} has {target.registers_per_thread}")
         if self.tensor_columns > target.tensor_columns:
             found.append(f"tensor memory: {self.tensor_columns} columns, {target.name} has {target.tensor_columns}")
         if spills == "none" and self.spills:
-            found.append(f"spills: {self.spill_store_bytes} bytes stored, {self.spill_load_bytes} loaded a thread")
+            found.append(f"spills: a thread stores {self.spill_store_bytes} bytes, loads {self.spill_load_bytes}")
         if spills != "any" and self.loop_spills:
             found.append(f"spills: {self.loop_spills} accesses to spilled registers in the main loop")
         wanted = {"best": target.best_tensor, "any": target.any_tensor, "none": ()}[tensor]
@@ -113,18 +120,20 @@ class CompileReport:
         fields["occupancy"] = Occupancy(**fields["occupancy"])
         fields["warnings"] = tuple(fields["warnings"])
         fields["loops"] = tuple(
-            Loop(**{**loop, "schedule": tuple(loop["schedule"]), "hazards": tuple(loop["hazards"])}) for loop in fields["loops"]
+            Loop(**{**loop, "schedule": tuple(loop["schedule"]), "hazards": tuple(loop["hazards"])})
+            for loop in fields["loops"]
         )
         return cls(**fields)
 
     def __str__(self) -> str:
-        head = f"{self.kernel} for {self.target}, triton {self.triton}, {self.num_warps} warps, {self.num_stages} stages"
+        built = f"for {self.target}, triton {self.triton}, {self.num_warps} warps, {self.num_stages} stages"
         extra = f" ({self.accumulator_registers} accumulators)" if self.accumulator_registers else ""
         lines = [
-            head,
-            f"  registers {self.registers}{extra}, spills {self.spills} B, stack {self.stack_bytes} B, shared {self.shared_bytes} B",
-            f"  {self.occupancy.programs} programs per SM, limited by {self.occupancy.limit}; {self.threads} threads each",
-            f"  {self.best_tensor_instructions} tensor instructions of this generation, {self.tensor_instructions} of any",
+            f"{self.kernel} {built}",
+            f"  registers {self.registers}{extra}, spills {self.spills} B, stack {self.stack_bytes} B",
+            f"  shared memory {self.shared_bytes} B, tensor memory {self.tensor_columns} columns",
+            f"  {self.occupancy.programs} programs of {self.threads} threads per SM, limit: {self.occupancy.limit}",
+            f"  tensor instructions: {self.best_tensor_instructions}, of any generation {self.tensor_instructions}",
         ]
         for loop in self.loops:
             common = ", ".join(f"{name} {number}" for name, number in list(loop.opcodes.items())[:8])
@@ -135,7 +144,7 @@ class CompileReport:
 def occupancy(target: Target, *, threads: int, registers: int, shared_bytes: int, tensor_columns: int = 0) -> Occupancy:
     """How many programs of `threads` threads fit an SM of `target`, by the vendor's allocation rules.
 
-    `registers` per thread and `shared_bytes` per program are what the compiler reports. 0 programs: it cannot be launched.
+    `registers` per thread and `shared_bytes` per program are what the compiler reports. 0 programs: no launch.
     """
     warps = -(-threads // target.warp_size)
     granule = target.register_granule
@@ -200,6 +209,7 @@ def _nvidia_resources(compiled: "Compiled") -> dict[str, int]:
         "registers": _number(r"Used (\d+) registers", log),
         "accumulator_registers": 0,
         "scalar_registers": 0,
+        "scalar_spills": 0,
         "spill_store_bytes": _number(r"(\d+) bytes spill stores", log),
         "spill_load_bytes": _number(r"(\d+) bytes spill loads", log),
         "stack_bytes": _number(r"(\d+) bytes stack frame", log),
@@ -207,14 +217,15 @@ def _nvidia_resources(compiled: "Compiled") -> dict[str, int]:
 
 
 def _amd_resources(compiled: "Compiled") -> dict[str, int]:
-    """The same from the metadata in the assembly; LLVM counts spilled registers, each stored and loaded at least once."""
+    """The same from the metadata in the assembly; LLVM counts spilled registers, not how often each is moved."""
     text = compiled.listings["amdgcn"]
-    spilled = 4 * (_number(r"\.vgpr_spill_count:\s+(\d+)", text) + _number(r"\.sgpr_spill_count:\s+(\d+)", text))
+    spilled = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
     return {
         "threads": compiled.num_warps * compiled.target.warp_size,
         "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
         "accumulator_registers": _number(r"\.agpr_count:\s+(\d+)", text),
         "scalar_registers": _number(r"\.sgpr_count:\s+(\d+)", text),
+        "scalar_spills": _number(r"\.sgpr_spill_count:\s+(\d+)", text),
         "spill_store_bytes": spilled,
         "spill_load_bytes": spilled,
         "stack_bytes": _number(r"\.private_segment_fixed_size:\s+(\d+)", text),

@@ -12,11 +12,11 @@ __all__ = ["Listing", "Loop", "count_prefix", "opcode_counts", "parse_listing", 
 
 _SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(.*?)\s*;")
 _GCN_LINE = re.compile(r"^\t([a-z]\w+(?:\s.*?)?)\s*(?:;.*)?$")
-_PTX_LINE = re.compile(r"^\s+\{?\s*([a-z@%][^;:]*);?")
+_PTX_LINE = re.compile(r"^\s+\{?\s*([a-z@][^;]*);")
 _LABEL = re.compile(r"^(\.L\w+):")
 _PREDICATE = re.compile(r"^@!?%?\w+\s+")
 _BRANCH = {"sass": re.compile(r"^BRA\S*\s.*\((\.L\w+)\)"), "amdgcn": re.compile(r"^s_c?branch\w*\s+(\.L\w+)")}
-_END = {"sass": ("EXIT", "RET"), "amdgcn": ("s_endpgm",)}
+_ENDS = ("EXIT", "RET", "s_endpgm")
 _SPILL = {"sass": ("STL", "LDL"), "amdgcn": ("scratch_",)}
 _LINES = {"sass": _SASS_LINE, "amdgcn": _GCN_LINE, "ptx": _PTX_LINE}
 _TWO_PART_FAMILIES = ("MUFU", "WARPGROUP", "BAR", "SYNCS")  # their second part tells what they do
@@ -24,19 +24,23 @@ _TWO_PART_FAMILIES = ("MUFU", "WARPGROUP", "BAR", "SYNCS")  # their second part 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Instructions in program order, predicates removed; `labels` gives the index of the instruction after each label."""
+    """Instructions in program order, predicates removed.
+
+    `labels` has the index of the instruction after each label, `ends` those of the unconditional ends of the program.
+    """
 
     kind: str  # "sass" | "ptx" | "amdgcn"
     instructions: tuple[str, ...]
     labels: Mapping[str, int]
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
     """An innermost loop that holds tensor instructions: [start, end] in the listing.
 
-    `opcodes` counts its instruction families, `spills` its accesses to spilled registers; `schedule` tells what lies between
-    its waits and barriers; `hazards` are the findings of `wgmma_hazards`.
+    `opcodes` counts its instruction families, `spills` its accesses to spilled registers; `schedule` tells what lies
+    between its waits and barriers; `hazards` are the findings of `wgmma_hazards`.
     """
 
     start: int
@@ -51,12 +55,15 @@ def parse_listing(text: str, kind: str) -> Listing:
     """Take the instructions and labels out of a listing of `kind` ("sass", "ptx" or "amdgcn")."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
+    ends: list[int] = []
     for line in text.splitlines():
         if label := _LABEL.match(line.strip()):
             labels[label.group(1)] = len(instructions)
         elif match := _LINES[kind].search(line):
+            if match.group(1).startswith(_ENDS):
+                ends.append(len(instructions))
             instructions.append(_PREDICATE.sub("", match.group(1)))
-    return Listing(kind, tuple(instructions), labels)
+    return Listing(kind, tuple(instructions), labels, tuple(ends))
 
 
 def opcode_counts(listing: Listing) -> dict[str, int]:
@@ -88,15 +95,15 @@ def _family(instruction: str, kind: str) -> str:
 def tensor_loops(listing: Listing, tensor: Sequence[str]) -> tuple[Loop, ...]:
     """The innermost loops that hold one of the `tensor` opcodes, in program order.
 
-    A loop is a backward branch to a label with no end of program in between: slow paths of barrier waits, which the
-    assembler puts behind the program and which branch back, are no loops. Straight-line approximation inside the loop.
+    A loop is a backward branch to a label with no unconditional end of program in between: slow paths of barrier waits,
+    which the assembler puts behind the program and which branch back, are no loops.
     """
     branch, found = _BRANCH[listing.kind], []
     for end, text in enumerate(listing.instructions):
         match = branch.match(text)
         start = listing.labels.get(match.group(1), end + 1) if match else end + 1
         body = listing.instructions[start : end + 1]
-        if body and _any_opcode(body, tensor) and not _any_opcode(body, _END[listing.kind]):
+        if _any_opcode(body, tensor) and not any(start <= index <= end for index in listing.ends):
             found.append((start, end))
     innermost: list[tuple[int, int]] = []
     for start, end in sorted(found, key=lambda pair: pair[1] - pair[0]):
@@ -144,8 +151,8 @@ def _schedule(body: Sequence[str]) -> tuple[str, ...]:
 def wgmma_hazards(body: Sequence[str]) -> tuple[str, ...]:
     """Writes to registers that a wgmma in flight still reads (its A operand) or accumulates into, in a loop body.
 
-    ptxas before 13.3 is known to produce such code (triton issue 9433), and the results are then wrong. The body is walked
-    twice, so that hazards carried over the back edge are seen; what is found is a text per offending write.
+    ptxas before 13.3 is known to produce such code (triton issue 9433), and the results are then wrong. The body is
+    walked twice, so that hazards carried over the back edge are seen; what is found is a text per offending write.
     """
     committed: list[set[int]] = []  # registers of each wgmma group in flight, oldest first
     building: set[int] = set()  # of the group not yet committed
@@ -202,4 +209,4 @@ def _destination_size(opcode: str) -> int:
         return int(bits.group(1)) // 32 if bits else 1
     if opcode.startswith("CS2R"):
         return 1 if opcode.endswith(".32") else 2
-    return 2 if opcode.startswith("IMAD.WIDE") else 1
+    return 2 if opcode.startswith(("IMAD.WIDE", "DADD", "DMUL", "DFMA")) else 1

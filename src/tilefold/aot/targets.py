@@ -18,8 +18,8 @@ class Target:
     """What the compiler needs to know of a machine and what a compiled kernel must respect there.
 
     Sizes are bytes, register counts are 32-bit registers of one thread (lane). `best_tensor` names the tensor
-    instructions that a large tile must reach, `any_tensor` also those of older generations that small tiles fall back to;
-    both are prefixes of the opcodes in the machine code listing (SASS or AMDGCN).
+    instructions that a large tile must reach, `any_tensor` also those of older generations that small tiles fall back
+    to; both are prefixes of the opcodes in the machine code listing (SASS or AMDGCN).
     """
 
     name: str

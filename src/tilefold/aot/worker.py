@@ -1,8 +1,9 @@
 """The process that compiles: `python -m tilefold.aot.worker JOBS`, one line of JSON per job on standard output.
 
-JOBS is a `.pickle` file with a list of `Job` (as `run_jobs` writes it; only from a source you trust), a `.json` file, or `-`
-for JSON on standard input: a list of objects with "builder", "target" and optionally "kwargs" and "label". Each line has
-"label", "report" (or null), "error", "cached" and "seconds". Exit status 0 when all compiled, 1 otherwise, 2 for bad usage.
+JOBS is a `.pickle` file with a list of `Job` (as `run_jobs` writes it; only from a source you trust), a `.json` file,
+or `-` for JSON on standard input: a list of objects with "builder", "target" and optionally "kwargs" and "label". Each
+line has "label", "report" (or null), "error", "cached" and "seconds". Exit status 0 when all compiled, 1 otherwise, 2
+for bad usage.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.aot import cache
-from tilefold.aot.jobs import Job
+from tilefold.aot.jobs import JOB_MARK, Job
 from tilefold.aot.report import CompileReport, report_of
 from tilefold.aot.targets import target_named
 from tilefold.errors import ValueRangeError
@@ -28,7 +29,10 @@ def compile_report(function: Any, args: Any, kwargs: Any, target: str) -> tuple[
 
     `function` is a @triton.jit or @gluon.jit function, `args` and `kwargs` are as in a launch, with CPU tensors.
     """
-    from tilefold.aot.compile import compile_prepared, prepare  # imports triton
+    from tilefold.aot.versions import triton_version  # imports triton
+
+    triton_version()  # before the private imports, which an unknown version may not have
+    from tilefold.aot.compile import compile_prepared, prepare
 
     prepared = prepare(function, args, kwargs, target_named(target))
     if kept := cache.load(prepared.key):
@@ -84,6 +88,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # compilers print to standard output what belongs into the log
     failed = False
     for job in jobs:
+        print(f"{JOB_MARK}{job}", file=sys.stderr, flush=True)
         result = run_job(job)
         failed = failed or bool(result["error"])
         results.write(json.dumps(result) + "\n")
