@@ -139,8 +139,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.report == again.report
     assert run_jobs([copy], import_from=[HERE])[0].cached  # in another process
     for kept in tmp_path.glob("*/*.json"):
-        if "triton" not in kept.parts[len(tmp_path.parts)]:
-            kept.write_text("{")  # damaged files are made anew
+        kept.write_text("{")  # damaged files are made anew
     assert not run_jobs([copy], import_from=[HERE])[0].cached
     monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert not any(result.cached for result in run_jobs([copy, copy], import_from=[HERE]))

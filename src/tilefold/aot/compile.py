@@ -2,7 +2,7 @@
 
 Triton's launcher asks the driver which GPU is active; here the target is given, the rest is what `JITFunction.run` does
 with `warmup=True`. Pointer arguments may be CPU tensors (only their dtype and address are looked at), also inside
-tuples and host tensor descriptors. Written against triton 3.6.0 and 3.9.0; those in between are tried, others refused.
+tuples and host tensor descriptors. Tested with triton 3.6.0, 3.7.0, 3.8.0 and 3.9.0; versions outside are refused.
 """
 
 import contextlib

@@ -114,9 +114,6 @@ def _environment(triton: Path | None, import_from: Sequence[Path]) -> dict[str, 
         [*(str(Path(path).resolve()) for path in paths), *([inherited] if inherited else [])]
     )
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what every version up to 3.9 does; unset it warns
-    folder = cache.cache_folder()
-    if folder is not None:
-        environment.setdefault("TRITON_CACHE_DIR", str((folder / "triton").resolve()))
     return environment
 
 
@@ -138,10 +135,9 @@ def _run_worker(jobs: Sequence[Job], environment: Mapping[str, str], timeout_s: 
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+") as stderr:
         listed = Path(folder) / "jobs.pickle"
         listed.write_bytes(pickle.dumps(list(jobs)))
+        own = {**environment, "TRITON_CACHE_DIR": folder}  # what it writes there is never read again
         command = [sys.executable, "-m", "tilefold.aot.worker", str(listed)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(environment)
-        ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=own) as process:
             assert process.stdout is not None
             overdue = threading.Event()
             while True:
