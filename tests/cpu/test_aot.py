@@ -44,7 +44,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, JobResult]:
     """Every job, compiled once per Triton (or read from the cache)."""
     folder = newest_triton() if request.param == "newest" else None
     if request.param == "newest" and folder is None:
-        pytest.skip(f"no second Triton here: run tools/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
+        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
     return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder, import_from=[HERE]), strict=True))
 
 
@@ -194,7 +194,7 @@ def test_worker_refuses_the_interpreter(worker_environment: dict[str, str]) -> N
 
 
 def test_unknown_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton  # type: ignore[import-untyped]
+    import triton
 
     from tilefold.aot.versions import triton_version
 
@@ -216,7 +216,7 @@ def test_newest_triton_must_be_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_importing_aot_imports_no_triton(worker_environment: dict[str, str]) -> None:
-    code = "import sys, tilefold.aot; sys.exit(any(name in sys.modules for name in ('triton', 'torch')))"
+    code = "import sys, tilefold.aot; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=worker_environment, check=False).returncode == 0
 
 

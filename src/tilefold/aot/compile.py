@@ -10,20 +10,20 @@ import hashlib
 import io
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import triton  # type: ignore[import-untyped]
+import triton
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars  # type: ignore[import-untyped]
-from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
-from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
-from triton.runtime.cache import get_cache_key  # type: ignore[import-untyped]
-from triton.runtime.jit import JITFunction, create_function_from_signature  # type: ignore[import-untyped]
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tilefold.aot.targets import Target
 from tilefold.aot.versions import triton_version
@@ -91,11 +91,16 @@ def prepare(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targe
     bind: Callable[..., Any] = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(*args, **launch)
     options, signature, constants, attributes = function._pack_args(backend, launch, bound, specialization, options)
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
+    source = _source_class(function)(function, signature, constants, attributes)
     compiler = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     parts = (version, target, compiler, [_source_key(value) for value in constants.values()])
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Prepared(function, source, options, backend, target, signature, key)
+
+
+def _source_class(function: Any) -> Any:
+    """What hands `function` to the compiler; Gluon's is taken from where its functions come from, not imported."""
+    return sys.modules[type(function).__module__].GluonASTSource if function.is_gluon() else ASTSource
 
 
 def _source_key(constant: Any) -> str:
@@ -165,6 +170,6 @@ def _executable(path: str) -> str:
     """`path`, with a clear error when an unpacked wheel lost its execute bits."""
     if not os.access(path, os.X_OK):
         raise Unsupported(
-            f"ahead-of-time compilation: {path} is not executable (unpack the wheel with tools/fetch_triton.py)"
+            f"ahead-of-time compilation: {path} is not executable (unpack the wheel with scripts/fetch_triton.py)"
         )
     return path

@@ -25,7 +25,7 @@ from tilefold.aot.targets import target_named
 __all__ = ["NEWEST_VARIABLE", "Job", "JobResult", "newest_triton", "run_jobs"]
 
 NEWEST_VARIABLE = "TILEFOLD_TRITON_NEWEST"
-"""Environment variable: folder of an unpacked wheel of the newest Triton (tools/fetch_triton.py makes one)."""
+"""Environment variable: folder of an unpacked wheel of the newest Triton (scripts/fetch_triton.py makes one)."""
 
 JOB_MARK = "tilefold.aot job: "
 """What the worker writes to standard error before each job, so that the last words of a dead one can be found."""

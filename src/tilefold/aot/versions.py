@@ -1,6 +1,6 @@
 """Which Triton versions `compile.py` knows: asked before that file imports anything private of Triton."""
 
-import triton  # type: ignore[import-untyped]
+import triton
 
 from tilefold.errors import Unsupported
 

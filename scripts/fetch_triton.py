@@ -1,6 +1,6 @@
 """Unpack a Triton wheel beside the installed one, so that kernels can be compiled under both: prints the folder.
 
-    python tools/fetch_triton.py [--version 3.9.0] [--into .cache]
+    python scripts/fetch_triton.py [--version 3.9.0] [--into .cache]
 
 pip downloads the wheel for the running Python, without its dependencies; nothing is installed. The folder is
 INTO/triton-VERSION-cpXY, where the tests look for it (or name it in TILEFOLD_TRITON_NEWEST). Exit status 0 when it is
