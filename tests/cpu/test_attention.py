@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import BOX, check, dilated, dilated_twin, prefix, prefix_twin, qkv, rand, relative, relative_twin
 
 import tilefold
+from cases import BOX, check, dilated, dilated_twin, prefix, prefix_twin, qkv, rand, relative, relative_twin
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [  # B, Sq, Sk, H, Hk, D
@@ -190,7 +190,16 @@ def test_score_mod(device):
     table = rand(4, 13, device=device)
     hook = {"score_mod": relative, "score_args": (table, 6)}
     check(q, k, v, **hook, twins={"score_mod": relative_twin})
-    check(q, k, v, **hook, twins={"score_mod": relative_twin}, causal=True, softcap=3.0, bias=rand(1, 1, 20, 37, device=device))
+    check(
+        q,
+        k,
+        v,
+        **hook,
+        twins={"score_mod": relative_twin},
+        causal=True,
+        softcap=3.0,
+        bias=rand(1, 1, 20, 37, device=device),
+    )
     check(q, k, v, score_mod=relative, score_args=(table[:, :9].contiguous(), 4), twins={"score_mod": relative_twin})
 
 
