@@ -14,7 +14,11 @@ __all__ = ["TUNED", "Tuned", "TunedKey", "tuned_tile"]
 
 @dataclass(frozen=True, slots=True)
 class TunedKey:
-    """What a measurement is valid for. dtype_class: "half" or "float32"; loads: "box" or "pointer"; features: "plain" or "mods"."""
+    """What a measurement is valid for.
+
+    arch: as in Device. dtype_class: "half" or "float32". block_qk, block_v: padded head dims.
+    loads: "box" or "pointer". features: "plain", or "mods" if scores are modified or masked, or there are sinks.
+    """
 
     arch: int | str
     dtype_class: str
