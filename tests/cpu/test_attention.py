@@ -61,7 +61,10 @@ def test_range_edges(device):
             check(q, k, v, **band)
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (8, 8), (32, 32), (40, 40), (64, 96), (96, 64), (128, 128), (192, 128), (80, 256), (256, 256)])  # fmt: skip
+DIMS = [(1, 1), (3, 5), (8, 8), (32, 32), (40, 40), (64, 96), (96, 64), (128, 128), (192, 128), (80, 256), (256, 256)]
+
+
+@pytest.mark.parametrize("dims", DIMS)
 def test_head_dims(dims, device):
     q, k, v = qkv(1, 21, 37, 2, 1, *dims, dtype=torch.float16, device=device)
     check(q, k, v, causal=True)

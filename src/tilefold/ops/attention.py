@@ -46,8 +46,8 @@ def _qkv(*dims: str) -> tuple[TensorSpec, ...]:
 SPECS = {
     "bshd": _qkv("batch seq_q heads dim_qk", "batch seq_k kv_heads dim_qk", "batch seq_k kv_heads dim_v") + _OPTIONS,
     "bhsd": _qkv("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v") + _OPTIONS,
-    "varlen": _qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v")
-    + (
+    "varlen": (
+        *_qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v"),
         TensorSpec("cu_seqlens_q", "offsets", (torch.int32,), contiguous_last=True),
         TensorSpec("cu_seqlens_k", "offsets", (torch.int32,), contiguous_last=True),
     ),
