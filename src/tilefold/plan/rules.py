@@ -124,7 +124,7 @@ def _ampere(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _cdna(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel, width = _pointer_kernel(problem), _width(problem)
-    first = Tile(128, 64, 4, 2) if width <= 128 else Tile(64, 32, 4, 2)
+    first = Tile(128, 64, 8, 2) if width <= 128 else Tile(64, 32, 4, 2)
     return _with(kernel, first, Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 
 
