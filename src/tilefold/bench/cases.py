@@ -72,7 +72,9 @@ def cases_of(family: str, size: str = "full", dtype: str = "bfloat16") -> tuple[
     if size not in SIZES:
         raise ValueRangeError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     return tuple(
-        Case(family, dense_problem(shape, causal, dtype)) for shape in FAMILIES[family][size] for causal in (False, True)
+        Case(family, dense_problem(shape, causal, dtype))
+        for shape in FAMILIES[family][size]
+        for causal in (False, True)
     )
 
 

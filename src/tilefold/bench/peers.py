@@ -16,7 +16,15 @@ from tilefold.plan.problem import AttentionProblem
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEFAULT_PEERS", "IMPLEMENTATIONS", "Implementation", "Inputs", "Prepared", "implementations_named", "make_inputs"]
+__all__ = [
+    "DEFAULT_PEERS",
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "Inputs",
+    "Prepared",
+    "implementations_named",
+    "make_inputs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +237,25 @@ def _tilefold_refuses(p: AttentionProblem, device: str) -> str | None:
 _ALL = (
     Implementation("tilefold", "tilefold", "tilefold.attention", _tilefold_refuses, prepare_tilefold),
     Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
-    Implementation("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")),
+    Implementation(
+        "flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")
+    ),
     Implementation("fa4", "FA4", "flash_attn.cute (FlashAttention-4), if installed", _fa4_refuses, _prepare_fa4),
     Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex),
     Implementation(
-        "efficient", "efficient", "torch SDPA, memory-efficient backend", _sdpa_refuses("efficient"), _prepare_sdpa("efficient")
+        "efficient",
+        "efficient",
+        "torch SDPA, memory-efficient backend",
+        _sdpa_refuses("efficient"),
+        _prepare_sdpa("efficient"),
     ),
-    Implementation("math", "math", "torch SDPA, math backend (materialises the scores)", _sdpa_refuses("math"), _prepare_sdpa("math")),
+    Implementation(
+        "math",
+        "math",
+        "torch SDPA, math backend (materialises the scores)",
+        _sdpa_refuses("math"),
+        _prepare_sdpa("math"),
+    ),
 )
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in _ALL}
 DEFAULT_PEERS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "flash", "fa4", "flex"), "cpu": ("flash", "math")}

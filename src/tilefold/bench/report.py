@@ -77,7 +77,9 @@ def geometric_means(cells: Sequence[Cell]) -> dict[str, tuple[float, int]]:
 def unit_of(cells: Iterable[Cell]) -> tuple[float, str]:
     """The FLOP/s unit in which the fastest cell is at least 1, or the smallest."""
     fastest = max((cell.flops_per_s or 0.0 for cell in cells), default=0.0)
-    return next(((size, name) for size, name in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if fastest >= size), (1e6, "MFLOP/s"))
+    return next(
+        ((size, name) for size, name in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if fastest >= size), (1e6, "MFLOP/s")
+    )
 
 
 def digits(value: float) -> str:
@@ -117,8 +119,14 @@ def speed_table(cells: Sequence[Cell], title: str = "") -> "Table":
     grid = Grid(tuple(cells))
     scale, unit = unit_of(cells)
     means = geometric_means(cells)
-    peers = [name for name in grid.implementations if name != OURS and any(grid.at(c, name).status != "refused" for c in grid.cases)]
-    table = Table(title=title or None, title_justify="left", title_style="bold", show_footer=bool(means), pad_edge=False, box=None)
+    peers = [
+        name
+        for name in grid.implementations
+        if name != OURS and any(grid.at(c, name).status != "refused" for c in grid.cases)
+    ]
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", show_footer=bool(means), pad_edge=False, box=None
+    )
     table.add_column("D, H", footer="geometric mean", no_wrap=True)
     table.add_column("N x B", justify="right", no_wrap=True)
     table.add_column("mask", no_wrap=True)
@@ -153,7 +161,14 @@ def detail_table(cells: Sequence[Cell]) -> "Table":
     table = Table(pad_edge=False, box=None)
     table.add_column("case", no_wrap=True)
     table.add_column("implementation", no_wrap=True)
-    for heading in ("ms", "20-80 %", *(["host us"] if host else []), *(["graph us"] if graph else []), "max error", "limit"):
+    for heading in (
+        "ms",
+        "20-80 %",
+        *(["host us"] if host else []),
+        *(["graph us"] if graph else []),
+        "max error",
+        "limit",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     shown = ""
     for cell in cells:

@@ -90,11 +90,15 @@ def commit() -> str:
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -110,7 +114,11 @@ def version() -> str:
 
 
 def run_cases(
-    cases: Iterable[Case], implementations: tuple[Implementation, ...], device: str, options: Options, progress: Progress
+    cases: Iterable[Case],
+    implementations: tuple[Implementation, ...],
+    device: str,
+    options: Options,
+    progress: Progress,
 ) -> list[Cell]:
     """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
     check and one, "timing", per case."""

@@ -1,11 +1,11 @@
 """How long a call takes, in five ways, each for a question of its own.
 
-    time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
-                      clocks and power caps meet all of them alike; the only one whose ratios are published
-    time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
-    time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
-    time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
-    time_wall         wall-clock time of one call on the CPU (the interpreter)
+time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
+                  clocks and power caps meet all of them alike; the only one whose ratios are published
+time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
+time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
+time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
+time_wall         wall-clock time of one call on the CPU (the interpreter)
 """
 
 import gc
@@ -93,7 +93,9 @@ def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
     return summarise(wall_samples(call, budget_s, least), "wall")
 
 
-def time_alternating(samplers: Mapping[str, Sampler], rounds: int = 5, method: str = "alternating") -> dict[str, Timing]:
+def time_alternating(
+    samplers: Mapping[str, Sampler], rounds: int = 5, method: str = "alternating"
+) -> dict[str, Timing]:
     """Times several calls against each other: each round samples every call once, odd rounds in reverse order.
 
     samplers: name -> a function that measures its (warmed) call a few times and gives the times in ms, such as

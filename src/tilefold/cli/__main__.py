@@ -1,0 +1,5 @@
+"""`python -m tilefold.cli` is the `tilefold` command."""
+
+from tilefold.cli import main
+
+main()
