@@ -47,7 +47,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one call: 2 pairs (dim_qk + dim_v) heads batch, over the pairs that causal leaves alive."""
+        """FLOPs of one call: 2 (dim_qk + dim_v) for each pair that causal leaves alive, times heads and batch."""
         return attention_cost(self.problem).flops
 
     @property

@@ -31,7 +31,7 @@ class Verdict:
 
 
 def sampled_rows(seq_q: int, count: int = ROWS, seed: int = 1) -> list[int]:
-    """`count` query rows in ascending order, without repetition, the first and the last among them (all rows if there are fewer)."""
+    """`count` different query rows, ascending, the first and the last among them; all rows if there are fewer."""
     import torch
 
     if seq_q <= count:

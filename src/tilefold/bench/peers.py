@@ -118,9 +118,9 @@ def _sdpa_refuses(backend: str) -> Callable[[AttentionProblem, str], str | None]
         if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
             return "takes float16 and bfloat16 only"
         if backend == "cudnn":
-            from torch.backends import cudnn
+            import torch
 
-            if not cudnn.is_available():
+            if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
                 return "torch was built without cuDNN"
         return _beyond_causal(p)
 
@@ -262,7 +262,7 @@ DEFAULT_PEERS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "flash", "fa4", "
 
 
 def implementations_named(names: tuple[str, ...]) -> tuple[Implementation, ...]:
-    """tilefold first, then the named peers in the order given. "none" alone names no peer. ValueRangeError if a name is unknown."""
+    """tilefold, then the named peers in the order given; "none" alone names no peer. ValueRangeError: unknown name."""
     peers = [name for name in IMPLEMENTATIONS if name != "tilefold"]
     wanted = () if names == ("none",) else tuple(dict.fromkeys(name for name in names if name != "tilefold"))
     for name in wanted:

@@ -22,15 +22,16 @@ __all__ = [
     "notes_of",
     "ratio",
     "rows_of",
-    "speed_table",
+    "speed_tables",
     "to_csv",
     "to_json",
     "to_markdown",
 ]
 
 OURS = "tilefold"
-PEERS_PER_TABLE = 5
-LABELS = {WRONG: "WRONG", "refused": "-", "no memory": "no memory", "failed": "failed"}
+# Columns of a speed table, in characters: those that are always there, and one peer's.
+FIXED_WIDTH, PEER_WIDTH = 45, 13
+LABELS = {WRONG: "WRONG", "refused": "-", "no memory": "OOM", "failed": "failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,57 +100,71 @@ def shape_of(cell: Cell) -> tuple[str, str, str]:
 # --- terminal ---------------------------------------------------------------------------------------------------------------
 
 
+def times(value: float) -> str:
+    """A ratio with two decimals, three below 0.1."""
+    return f"{value:.{2 if value >= 0.1 else 3}f}x"
+
+
 def coloured(value: float) -> str:
     """A ratio with its colour: green from 1, yellow from 0.9, red below."""
     colour = "green" if value >= 1 else "yellow" if value >= 0.9 else "red"
-    return f"[{colour}]{value:.2f}x[/]"
+    return f"[{colour}]{times(value)}[/]"
 
 
 def speed_cell(cell: Cell, scale: float) -> str:
+    """The rate of a cell, or its status."""
     if cell.status != OK or cell.flops_per_s is None:
         colour = "bold red" if cell.status in (WRONG, "failed") else "dim"
         return f"[{colour}]{LABELS.get(cell.status, cell.status)}[/]"
     return digits(cell.flops_per_s / scale)
 
 
-def speed_table(cells: Sequence[Cell], title: str = "") -> "Table":
-    """One row per case: our time and rate, every peer's rate and how many times as fast as it we are; geometric means below."""
-    from rich.table import Table
+def peer_cell(ours: Cell, peer: Cell, scale: float) -> str:
+    """A peer's rate, and how many times as fast as it we are."""
+    relative = ratio(ours, peer)
+    return speed_cell(peer, scale) + (f" {coloured(relative)}" if relative is not None else "")
 
+
+def speed_tables(cells: Sequence[Cell], title: str = "", width: int = 100) -> "list[Table]":
+    """One row per case: our time and rate, each peer's rate and how many times as fast as it we are; geometric means below.
+
+    Peers that refused every case are left out (`notes_of` says why). More peers than fit `width` columns go into further tables.
+    """
     grid = Grid(tuple(cells))
-    scale, unit = unit_of(cells)
-    means = geometric_means(cells)
     peers = [
         name
         for name in grid.implementations
-        if name != OURS and any(grid.at(c, name).status != "refused" for c in grid.cases)
+        if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
     ]
-    table = Table(
-        title=title or None, title_justify="left", title_style="bold", show_footer=bool(means), pad_edge=False, box=None
-    )
-    table.add_column("D, H", footer="geometric mean", no_wrap=True)
-    table.add_column("N x B", justify="right", no_wrap=True)
-    table.add_column("mask", no_wrap=True)
-    table.add_column("tilefold ms", justify="right", no_wrap=True)
-    table.add_column(unit, justify="right", no_wrap=True, style="bold")
-    for name in peers:
-        footer = coloured(means[name][0]) if name in means else ""
-        table.add_column(title_of(name), justify="right", no_wrap=True)
-        table.add_column("", justify="right", no_wrap=True, footer=footer)
+    fit = max(1, (width - FIXED_WIDTH) // PEER_WIDTH)
+    groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
+    unit = unit_of(cells)
+    heading = f"{title}; {unit[1]}" if title else unit[1]
+    return [_speed_table(grid, group, unit[0], heading if group is groups[0] else "") for group in groups]
+
+
+def _speed_table(grid: Grid, peers: list[str], scale: float, title: str) -> "Table":
+    from rich.table import Table
+
+    means = geometric_means(grid.cells)
+    table = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=False, box=None)
+    table.add_column("D, H", no_wrap=True)
+    for heading in ("N x B", "mask", "ms", "tilefold", *(title_of(name) for name in peers)):
+        style = "bold" if heading == "tilefold" else ""
+        table.add_column(heading, justify="left" if heading == "mask" else "right", no_wrap=True, style=style)
     shown = ("", "")
     for case in grid.cases:
         ours = grid.at(case, OURS)
         dims, tokens, mask = shape_of(ours)
         if shown[0] not in ("", dims):
-            table.add_section()
+            table.add_row()
         row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
         row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)]
-        for name in peers:
-            peer = grid.at(case, name)
-            times = ratio(ours, peer)
-            row += [speed_cell(peer, scale), coloured(times) if times is not None else ""]
-        table.add_row(*row)
+        table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
         shown = (dims, tokens)
+    if any(name in means for name in peers):
+        table.add_row()
+        table.add_row("mean", "(geom.)", "", "", "", *(coloured(means[n][0]) if n in means else "" for n in peers))
     return table
 
 
@@ -278,11 +293,11 @@ def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
         ours = grid.at(case, OURS)
         row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
         for name in peers:
-            times = ratio(ours, grid.at(case, name))
-            row.append(plain_cell(grid.at(case, name), scale) + (f" ({times:.2f}x)" if times is not None else ""))
+            relative = ratio(ours, grid.at(case, name))
+            row.append(plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else ""))
         lines.append(f"| {' | '.join(row)} |")
     if means:
-        last = ["geometric mean", "", "", "", "", *(f"({means[n][0]:.2f}x)" if n in means else "" for n in peers)]
+        last = ["geometric mean", "", "", "", "", *(f"({times(means[n][0])})" if n in means else "" for n in peers)]
         lines.append(f"| {' | '.join(last)} |")
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
     where = (

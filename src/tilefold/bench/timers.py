@@ -112,7 +112,7 @@ def time_alternating(
 
 
 def rotations(bytes_per_call: int, l2_bytes: int) -> int:
-    """How many sets of buffers a rotation needs so that a set has left the L2 cache when its turn comes again (twice its size)."""
+    """How many sets of buffers a rotation needs (twice the L2 cache) so that a set has left it when its turn comes again."""
     return max(1, -(-2 * l2_bytes // max(1, bytes_per_call)))
 
 
@@ -124,7 +124,7 @@ def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0)
     """
     import torch
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -147,7 +147,7 @@ def _between_events(call: Call) -> float:
     """Milliseconds of GPU time from before to after one call on the current stream."""
     import torch
 
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     call()
     end.record()

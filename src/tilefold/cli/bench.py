@@ -134,12 +134,14 @@ def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: boo
 
     title = f"{cells[0].case.family} attention forward, {cells[0].case.problem.dtype}, {setting.device}"
     console.print()
-    console.print(report.speed_table(cells, title))
-    if any(report.geometric_means(cells)):
-        console.print(Text("x: how many times as fast as the library on its left tilefold is", style="dim"))
-    if details or not runtime.gpu:
+    for table in report.speed_tables(cells, title, console.width):
+        console.print(table)
         console.print()
+    if report.geometric_means(cells):
+        console.print(Text("1.20x: tilefold takes 1 / 1.20 of that library's time", style="dim"))
+    if details or not runtime.gpu:
         console.print(report.detail_table(cells))
+        console.print()
     for note in report.notes_of(cells):
         console.print(Text(note, style="red" if "WRONG" in note or "failed" in note else "dim"), soft_wrap=True)
     if not runtime.gpu:

@@ -28,6 +28,9 @@ plain PyTorch in the same dtype, plus the rounding of the result; so may the rel
 """
 
 
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """How one case went. ok: None if the case cannot run on this device (note says why)."""
@@ -51,7 +54,7 @@ def run_check(case: CheckCase, device: str) -> Result:
     plan = None
     kernel = "none"
     try:
-        if case.lengths and max(lengths[0] for lengths in case.lengths):
+        if max(queries for queries, _ in case.lengths):
             plan = tilefold.attention_plan(q, k, v, **packing, **options)
             if case.kernel not in (None, plan.kernel):
                 plan = plan.with_tile(kernel=case.kernel)
@@ -109,11 +112,11 @@ def table_of(results: list[Result]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("case", "kernel", "dtype"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("max error", "limit", "rel. L2", "seconds"):
+    for heading in ("max error", "limit", "rel. L2", "s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for result in results:
-        start = (result.case.title, result.kernel, result.case.dtype)
+        start = (result.case.title, result.kernel.removeprefix("attention_"), SHORT[result.case.dtype])
         if result.ok is None:
             table.add_row(*start, "", "", "", "", "[dim]not here[/]")
             continue

@@ -100,7 +100,7 @@ def arguments(
         return torch.randn(shape, generator=generator).to(kind).to(device)
 
     batch, longest = len(case.lengths), (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
-    rows = [(batch, n) for n in longest]
+    rows: list[tuple[int, ...]] = [(batch, n) for n in longest]
     packing: dict[str, Any] = {}
     if case.packed:
         rows = [(sum(q for q, _ in case.lengths),), (sum(k for _, k in case.lengths),)]

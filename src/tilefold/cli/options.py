@@ -8,7 +8,7 @@ __all__ = ["DemoOptions"]
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """out: folder for the pictures and tables that the demo writes. quick: fewer sentences. device: "cuda" or "cpu" (interpreter)."""
+    """out: folder for what the demo writes. quick: fewer sentences. device: "cuda", or "cpu" for the interpreter."""
 
     out: Path = Path("out/demo")
     quick: bool = False

@@ -65,7 +65,8 @@ def prepare_runtime() -> Runtime:
         )
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; unset it or set it to 1 to run on the CPU"
+            f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; "
+            f"unset it or set it to 1 to run on the CPU"
         )
     return Runtime("cuda", f"Kernels run on {torch.cuda.get_device_name()}.")
 
