@@ -3,6 +3,9 @@
 Importing it imports neither Triton nor transformers and does not touch the GPU.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .api import attention, attention_plan, attention_varlen
 from .errors import (
     DeviceError,
@@ -14,7 +17,9 @@ from .errors import (
     Unsupported,
     ValueRangeError,
 )
-from .plan import AttentionPlan, AttentionProblem, plan_attention
+
+if TYPE_CHECKING:
+    from .plan import AttentionPlan, AttentionProblem, plan_attention
 
 __version__ = "0.1.0"
 
@@ -34,3 +39,16 @@ __all__ = [
     "attention_varlen",
     "plan_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The planner and the references load when first used."""
+    if name in ("AttentionPlan", "AttentionProblem", "plan_attention"):
+        return getattr(importlib.import_module(".plan", __name__), name)
+    if name in ("plan", "reference"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

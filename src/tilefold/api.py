@@ -1,14 +1,17 @@
 """What users call: sign, document, delegate."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
 from .ops.attention import Call, Packed
-from .plan import AttentionPlan
+from .ops.library import dispatched
 from .types import Layout, ModArgs, ModFunction, Window
+
+if TYPE_CHECKING:
+    from .plan import AttentionPlan
 
 __all__ = ["attention", "attention_plan", "attention_varlen"]
 
@@ -32,7 +35,7 @@ def attention(
     mask_args: ModArgs = (),
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: AttentionPlan | None = None,
+    plan: "AttentionPlan | None" = None,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -97,7 +100,7 @@ def attention_varlen(
     mask_mod: ModFunction | None = None,
     mask_args: ModArgs = (),
     return_lse: bool = False,
-    plan: AttentionPlan | None = None,
+    plan: "AttentionPlan | None" = None,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -130,7 +133,7 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> AttentionPlan:
+def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> "AttentionPlan":
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
@@ -146,4 +149,19 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Straight to the kernel when eager; through torch's dispatcher when something traces."""
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN_TENSORS:
+        return dispatched(q, k, v, call)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _needs_gradient(call)):
+        raise Unsupported(_NO_GRADIENT)
     return _ops.forward(q, k, v, call)
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_NO_GRADIENT = (
+    "an input requires a gradient, but this release has the forward pass only: call under torch.no_grad(), or detach() the inputs"
+)
+
+
+def _needs_gradient(call: Call) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in (call.bias, call.sinks, *call.score_args))

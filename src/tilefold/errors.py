@@ -4,7 +4,16 @@ Every error names the argument, says what was given and what is accepted, and is
 Each class also derives from the built-in exception that a caller would expect (`ValueError`, `TypeError`, ...).
 """
 
-__all__ = ["DeviceError", "DtypeError", "LayoutError", "PlanError", "ShapeError", "TilefoldError", "Unsupported", "ValueRangeError"]
+__all__ = [
+    "DeviceError",
+    "DtypeError",
+    "LayoutError",
+    "PlanError",
+    "ShapeError",
+    "TilefoldError",
+    "Unsupported",
+    "ValueRangeError",
+]
 
 
 class TilefoldError(Exception):

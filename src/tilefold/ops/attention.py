@@ -6,17 +6,20 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..plan import AttentionPlan, AttentionProblem, plan_attention
 from ..types import Layout, ModArgs, ModFunction, Window
 from .device import device_of, interpreting
 
-__all__ = ["Call", "Packed", "Prepared", "forward", "prepare"]
+if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
+    from ..plan import AttentionPlan, AttentionProblem
+    from .launch import Box
+
+__all__ = ["Call", "Packed", "Prepared", "forward", "prepare", "shapes_of"]
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a window side that never cuts; sums with positions stay inside int32
@@ -76,21 +79,21 @@ class Call(NamedTuple):
     mask_mod: ModFunction | None = None
     mask_args: ModArgs = ()
     packed: Packed | None = None
-    plan: AttentionPlan | None = None
+    plan: "AttentionPlan | None" = None
 
 
 @dataclass(slots=True)
 class Prepared:
     """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
 
-    plan: AttentionPlan | None  # None: nothing to compute
+    plan: "AttentionPlan | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
     strides: tuple[int, ...] = ()
     band: tuple[Any, ...] = ()
     softcap: float = 0.0
-    boxes: tuple[Any, ...] = ()
+    boxes: "tuple[Box, ...]" = ()
     aligned: bool = True
     launcher: Any = None
     device: int = -1
@@ -161,6 +164,8 @@ def _facts_of_args(args: ModArgs) -> Any:
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    from ..plan import plan_attention
+
     sizes = _sizes(q, k, v, call)
     window = _window(call.window, call.causal)
     scale = (
@@ -168,23 +173,16 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     )
     softcap = check_number("softcap", call.softcap, low=0.0)
     _check_mods(call)
-    problem_device = device_of(q.device)
-    total_q = sizes.get("total_q", 0)
-    if call.packed is not None:
-        out_shape: tuple[int, ...] = (total_q, sizes["heads"], sizes["dim_v"])
-        lse_shape: tuple[int, ...] = (sizes["heads"], total_q)
-    else:
-        rows = (sizes["seq_q"], sizes["heads"]) if call.layout == "bshd" else (sizes["heads"], sizes["seq_q"])
-        out_shape = (sizes["batch"], *rows, sizes["dim_v"])
-        lse_shape = (sizes["batch"], sizes["heads"], sizes["seq_q"])
-    if math.prod(lse_shape) == 0 or sizes["seq_q"] == 0 or sizes["batch"] == 0:
+    out_shape, lse_shape = _shapes(call, sizes)
+    device = device_of(q.device)
+    if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=(call.score_mod, call.mask_mod, call.plan))
     problem = _problem(q, k, v, call, sizes, window)
     if call.plan is None:
-        plan = plan_attention(problem, problem_device)
+        plan = plan_attention(problem, device)
     else:
         plan = call.plan
-        plan.check(problem, problem_device)
+        plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
 
 
@@ -213,6 +211,22 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dic
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise Unsupported(f"{name} have head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
     return sizes
+
+
+def shapes_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse, after the checks that need no device."""
+    _window(call.window, call.causal)
+    return _shapes(call, _sizes(q, k, v, call))
+
+
+def _shapes(call: Call, sizes: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    heads, seq_q = sizes["heads"], sizes["seq_q"]
+    if call.packed is not None:
+        return (sizes["total_q"], heads, sizes["dim_v"]), (heads, sizes["total_q"])
+    rows = (seq_q, heads) if call.layout == "bshd" else (heads, seq_q)
+    return (sizes["batch"], *rows, sizes["dim_v"]), (sizes["batch"], heads, seq_q)
 
 
 def _window(window: Window | None, causal: bool) -> tuple[int, int]:
@@ -252,7 +266,9 @@ def _check_mods(call: Call) -> None:
 
 def _problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
-) -> AttentionProblem:
+) -> "AttentionProblem":
+    from ..plan import AttentionProblem
+
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
     masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
@@ -292,7 +308,7 @@ def _bind(
     window: tuple[int, int],
     scale: float,
     softcap: float,
-    plan: AttentionPlan,
+    plan: "AttentionPlan",
     out_shape: tuple[int, ...],
     lse_shape: tuple[int, ...],
 ) -> Prepared:
@@ -313,7 +329,8 @@ def _bind(
     q_strides, k_strides, v_strides = (_row_strides(t, call.layout) for t in (q, k, v))
     out_strides = _row_strides(torch.empty(out_shape, device="meta"), call.layout)
     box = plan.kernel == "attention_forward_box"
-    boxes = tuple(_box(t, call.layout, sizes, plan.block_n, d) for t, d in ((k, plan.block_qk), (v, plan.block_v))) if box else ()
+    sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
+    boxes = tuple(_box(t, call.layout, sizes, plan.block_n, block_d) for t, block_d in sides)
     constants = {
         "KIND": kind.value,
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
@@ -351,13 +368,16 @@ def _row_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
 
 
-def _box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, block_d: int) -> tuple[Any, ...]:
-    """(shape, strides, block shape) of the descriptor of [B, Hkv, Sk, D]; strides of size-1 dimensions are free: use D's."""
+def _box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, block_d: int) -> "Box":
+    """The descriptor of [B, Hkv, Sk, D]; the stride of a dimension of size 1 means nothing and may be invalid: use one row's."""
+    from .launch import Box
+
     stride_b, stride_n, stride_h = _row_strides(t, layout)
     shape = [sizes["batch"], sizes["kv_heads"], sizes["seq_k"], t.shape[-1]]
-    free = max(16 // t.element_size(), -(-t.shape[-1] * t.element_size() // 16) * 16 // t.element_size())
-    strides = [free if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)] + [1]
-    return shape, strides, [1, 1, rows, block_d]
+    step = 16 // t.element_size()
+    row = -(-t.shape[-1] // step) * step
+    strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
+    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d])
 
 
 # ---------------------------------------------------------------- every time
@@ -369,9 +389,7 @@ def _launch(
     kk: Any = k
     vv: Any = v
     if p.boxes:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        kk, vv = TensorDescriptor(k, *p.boxes[0]), TensorDescriptor(v, *p.boxes[1])
+        kk, vv = p.boxes[0].over(k), p.boxes[1].over(v)
     tensors: tuple[Any, ...] = (q, kk, vv, out, lse, call.sinks)
     score: tuple[Any, ...] = ()
     masks: tuple[Any, ...] = ()

@@ -3,11 +3,14 @@
 import functools
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import DeviceError
-from ..plan.device import DEVICES, Device, device_named
+
+if TYPE_CHECKING:
+    from ..plan.device import Device
 
 __all__ = ["device_of", "interpreting"]
 
@@ -17,9 +20,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-def device_of(device: torch.device) -> Device:
+def device_of(device: torch.device) -> "Device":
     """The record that plans for `device` are made with; DeviceError where no kernel can run."""
     if interpreting():
+        from ..plan.device import device_named
+
         return device_named("interpreter")
     if device.type != "cuda":
         raise DeviceError(
@@ -30,8 +35,10 @@ def device_of(device: torch.device) -> Device:
 
 
 @functools.cache
-def _probe(index: int) -> Device:
+def _probe(index: int) -> "Device":
     """A known device by its name, corrected by what the driver reports; an unknown one from its nearest relative."""
+    from ..plan.device import DEVICES
+
     properties = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
     name = properties.name.lower().replace(" ", "")
@@ -54,8 +61,10 @@ def _probe(index: int) -> Device:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def _relative(backend: str, arch: int | str) -> Device:
+def _relative(backend: str, arch: int | str) -> "Device":
     """The record of the same backend whose architecture is nearest below `arch` (the oldest one if none is)."""
+    from ..plan.device import DEVICES
+
     same = sorted((d for d in DEVICES.values() if d.backend == backend), key=lambda d: str(d.arch).zfill(8))
     if backend == "cuda" and int(arch) < 80:
         raise DeviceError(f"compute capability {int(arch) / 10} is below 8.0, the oldest that tilefold's kernels run on")

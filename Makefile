@@ -1,0 +1,53 @@
+# Everything a person or CI does with a checkout.  Each environment lies inside it and is rebuilt when what it is made from changes.
+PYTHON ?=
+JOBS ?= 2
+PYTEST ?=
+export PYTHON
+
+# Caches stay inside the checkout too.
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
+export TRITON_HOME := $(CURDIR)/.cache
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/find-python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
+
+demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared with PyTorch
+	@.venv-demo/bin/tilefold demo
+
+test: .venv-test/stamp ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
+	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) $(PYTEST)
+
+lint: .venv-test/stamp ## check style and formatting
+	@.venv-test/bin/ruff check .
+	@.venv-test/bin/ruff format --check .
+
+format: .venv-test/stamp ## rewrite files in the project's style
+	@.venv-test/bin/ruff format .
+	@.venv-test/bin/ruff check --fix .
+	@.venv-test/bin/ruff format .
+
+types: .venv-test/stamp ## check types (strict outside the kernels)
+	@.venv-test/bin/mypy
+
+clean: ## remove environments, caches and build outputs
+	rm -rf .venv-demo .venv-test .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-demo/stamp: $(MADE_FROM)
+	@python=$$(sh scripts/find-python) && "$$python" scripts/environment.py .venv-demo demo
+	@touch $@
+
+.venv-test/stamp: $(MADE_FROM)
+	@python=$$(sh scripts/find-python) && "$$python" scripts/environment.py .venv-test dev
+	@touch $@

@@ -1,0 +1,146 @@
+"""tilefold's operators in torch's dispatcher, so that torch.compile, FakeTensor and tracing see one opaque op.
+
+Eager calls do not pass here: the dispatcher would cost more than the launch.  An operator's schema cannot hold functions,
+so a call's hooks (score_mod, mask_mod, plan) travel as the key of a record that this module keeps.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import Unsupported
+from ..types import ModArgs, ModFunction
+from .attention import Call, Packed, forward, shapes_of
+
+if TYPE_CHECKING:
+    from ..plan import AttentionPlan
+
+__all__ = ["attention_op", "dispatched"]
+
+_HOOKS: "dict[str, tuple[ModFunction | None, ModArgs, ModFunction | None, ModArgs, AttentionPlan | None]]" = {}
+_KEYS: dict[Any, str] = {}
+_NUMBERS = itertools.count()
+
+
+class _Slot:
+    """Stands in a kept args tuple where a tensor of the call goes."""
+
+
+@torch.library.custom_op("tilefold::attention", mutates_args=())
+def attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mod_tensors: Sequence[torch.Tensor],
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or a kept key."""
+    return forward(q, k, v, _call(alibi_slopes, bias, mask, sinks, mod_tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                  max_seqlen_k, causal, window_left, window_right, scale, softcap, layout, hooks))  # fmt: skip
+
+
+@attention_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mod_tensors: Sequence[torch.Tensor],
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call(alibi_slopes, bias, mask, sinks, mod_tensors, *rest)
+    out_shape, lse_shape = shapes_of(q, k, v, call)
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _refuse_gradient(ctx: Any, *gradients: Any) -> Any:
+    raise Unsupported("gradients of tilefold::attention are not implemented in this release")
+
+
+attention_op.register_autograd(_refuse_gradient)
+
+
+def _call(
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mod_tensors: Sequence[torch.Tensor],
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
+) -> Call:
+    score_mod, score_args, mask_mod, mask_args, plan = _HOOKS[hooks] if hooks else (None, (), None, (), None)
+    tensors = iter(mod_tensors)
+    score_args, mask_args = (
+        tuple(next(tensors) if isinstance(a, _Slot) else a for a in args) for args in (score_args, mask_args)
+    )
+    packed = None if cu_q is None or cu_k is None else Packed(cu_q, cu_k, max_q, max_k)
+    return Call(causal, (left, right), scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args,
+                mask_mod, mask_args, packed, plan)  # type: ignore[arg-type]  # fmt: skip
+
+
+def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as ops.attention.forward, through the dispatcher."""
+    left, right = (-1 if side is None else side for side in call.window or (None, None))
+    score_tensors, score_numbers = _apart(call.score_args)
+    mask_tensors, mask_numbers = _apart(call.mask_args)
+    hooks = _key_of_hooks(call.score_mod, score_numbers, call.mask_mod, mask_numbers, call.plan)
+    cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
+    return attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, score_tensors + mask_tensors, cu_q, cu_k,
+                        max_q, max_k, call.causal, left, right, call.scale, float(call.softcap), call.layout, hooks)  # fmt: skip
+
+
+def _apart(args: ModArgs) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """The tensors among args, and args with None in their places."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    return tensors, tuple(None if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def _key_of_hooks(
+    score_mod: ModFunction | None,
+    score_args: ModArgs,
+    mask_mod: ModFunction | None,
+    mask_args: ModArgs,
+    plan: "AttentionPlan | None",
+) -> str:
+    """Keep the hooks and return their key; the same hooks give the same key."""
+    if score_mod is None and mask_mod is None and plan is None:
+        return ""
+    identity = (id(score_mod), score_args, id(mask_mod), mask_args, id(plan))
+    if identity not in _KEYS:
+        slots = [tuple(_Slot() if a is None else a for a in args) for args in (score_args, mask_args)]
+        _KEYS[identity] = key = str(next(_NUMBERS))
+        _HOOKS[key] = (score_mod, slots[0], mask_mod, slots[1], plan)
+    return _KEYS[identity]
+
+
+# What torch.compiler.assume_constant_result sets; calling it here would import torch._dynamo, and with it Triton.
+_key_of_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]

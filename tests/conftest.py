@@ -1,0 +1,85 @@
+"""What every test gets: the interpreter where there is no GPU, poisoned fresh memory, a fixed seed, hypothesis profiles.
+
+TRITON_INTERPRET must be set before triton is first imported, so it is set here, before any test module is read.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; torch would give every one all of them
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+try:
+    from hypothesis import HealthCheck, settings
+    from hypothesis.configuration import set_hypothesis_home_dir
+    from hypothesis.database import DirectoryBasedExampleDatabase
+except ImportError:  # the tests that need it skip themselves
+    pass
+else:
+    set_hypothesis_home_dir(ROOT / ".cache" / "hypothesis")
+    _common = {
+        "deadline": None,  # the interpreter is slow and a first launch compiles
+        "database": DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis" / "examples"),
+        "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        "print_blob": True,
+    }
+    settings.register_profile("quick", max_examples=25, **_common)
+    settings.register_profile("ci", max_examples=200, derandomize=False, **_common)
+    settings.register_profile("deep", max_examples=5000, **_common)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests under tests/gpu need a GPU; tests of the interpreter need that there is none."""
+    no_gpu = pytest.mark.skip(reason="no GPU that torch can use")
+    no_interpreter = pytest.mark.skip(reason="kernels run on the GPU here, not in the interpreter")
+    for item in items:
+        if not GPU and (ROOT / "tests" / "gpu") in item.path.parents:
+            item.add_marker(no_gpu)
+        if GPU and item.get_closest_marker("interpreter"):
+            item.add_marker(no_interpreter)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the tests of kernels put their tensors."""
+    return torch.device("cuda" if GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random tensors in every run of a test, whichever ran before it."""
+    torch.manual_seed(0)
+
+
+def _poisoned(allocate):
+    """`allocate`, but floating-point results come back full of NaN."""
+
+    def allocate_nan(*args, **kwargs):
+        fresh = allocate(*args, **kwargs)
+        if fresh.is_floating_point() or fresh.is_complex():
+            with torch.no_grad():
+                fresh.fill_(float("nan"))
+        return fresh
+
+    return allocate_nan
+
+
+@pytest.fixture(autouse=True)
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is NaN, so an output that no program wrote and a read past what was written show in the result."""
+    if request.node.get_closest_marker("no_poison"):
+        return
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
