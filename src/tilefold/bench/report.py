@@ -294,7 +294,9 @@ def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
         row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
         for name in peers:
             relative = ratio(ours, grid.at(case, name))
-            row.append(plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else ""))
+            row.append(
+                plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else "")
+            )
         lines.append(f"| {' | '.join(row)} |")
     if means:
         last = ["geometric mean", "", "", "", "", *(f"({times(means[n][0])})" if n in means else "" for n in peers)]

@@ -197,7 +197,7 @@ def extras(
 ) -> Cell:
     """The cell with the host cost and the graph replay that the options ask for."""
     if options.host:
-        cell = replace(cell, host=host_timing(ready[implementation.name], device))
+        cell = replace(cell, host=host_timing(ready[implementation.name], device, cell.timing.ms if cell.timing else 1.0))
     if options.graph and device == "cuda":
         graph = graph_timing(implementation, cell.case, options)
         cell = replace(cell, note=graph) if isinstance(graph, str) else replace(cell, graph=graph)
@@ -225,13 +225,14 @@ def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[
     return timers.time_alternating({name: sampler(prepared) for name, prepared in ready.items()}, options.rounds)
 
 
-def host_timing(prepared: Prepared, device: str) -> Timing:
-    """The host cost of a call; in the interpreter, where it is the whole cost, of two calls."""
+def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:
+    """The host cost of a call that takes `ms`: of as many calls at a time as about 50 ms hold, 10 to 100; in the interpreter,
+    where it is the whole cost, of one."""
     import torch
 
     with prepared.context():
         if device == "cuda":
-            return timers.time_host(prepared.call, torch.cuda.synchronize)
+            return timers.time_host(prepared.call, torch.cuda.synchronize, calls=min(100, max(10, round(50 / max(ms, 0.01)))))
         return timers.time_host(prepared.call, torch.cpu.synchronize, calls=1, repetitions=2)
 
 

@@ -138,10 +138,12 @@ def check(quick: Annotated[bool, typer.Option("--quick", help="About half of the
     console.print(Text(runtime.note, style="dim"))
     results = run_all(check_cases(quick, runtime.gpu), runtime, console)
     console.print(table_of(results))
+    grouped: dict[tuple[bool | None, str], list[str]] = {}
     for result in results:
         if result.note:
-            style = "dim" if result.ok is None else "red"
-            console.print(Text(f"{result.case.title}: {result.note}", style=style), soft_wrap=True)
+            grouped.setdefault((result.ok, result.note), []).append(result.case.title)
+    for (ok, note), titles in grouped.items():
+        console.print(Text(f"{'; '.join(titles)}: {note}", style="dim" if ok is None else "red"), soft_wrap=True)
     wrong = sum(result.ok is False for result in results)
     right = sum(result.ok is True for result in results)
     kernels = ", ".join(sorted({result.kernel for result in results if result.ok} - {"none"}))
