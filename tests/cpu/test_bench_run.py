@@ -135,7 +135,7 @@ def test_inputs_are_normal_never_zero_and_repeatable():
 
 @pytest.mark.parametrize("name", ["flash", "math"])
 @pytest.mark.parametrize(("kv_heads", "causal", "seq_q"), [(4, False, 50), (4, True, 50), (2, True, 50), (2, True, 1)])
-def test_torch_peers_give_the_reference_without_copying(name, kv_heads, causal, seq_q):
+def test_torch_peers_give_the_reference(name, kv_heads, causal, seq_q):
     problem = AttentionProblem(2, seq_q, 50, 4, kv_heads, 16, 16, dtype="float32", causal=causal)
     peer = IMPLEMENTATIONS[name]
     assert peer.refuses(problem, "cpu") is None
@@ -145,6 +145,26 @@ def test_torch_peers_give_the_reference_without_copying(name, kv_heads, causal, 
         out = prepared.call()
     assert out.shape == inputs.q.shape
     assert Judge(inputs).verdict(out).ok
+
+
+def test_torch_peers_get_views_of_the_inputs(monkeypatch):
+    seen = {}
+
+    def spy(q, k, v, **options):
+        seen.update(q=q, k=k, v=v, **options)
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    inputs = make_inputs(CASE.problem, "cpu")
+    out = IMPLEMENTATIONS["cudnn"].prepare(inputs).call()
+    assert seen["is_causal"] is True
+    assert seen["enable_gqa"] is True
+    for name in ("q", "k", "v"):
+        given = getattr(inputs, name)
+        assert seen[name].data_ptr() == given.data_ptr()
+        assert seen[name].shape[1:3] == (given.shape[2], given.shape[1])
+    assert out.data_ptr() == inputs.q.data_ptr()
+    assert out.shape == inputs.q.shape
 
 
 def test_every_peer_says_why_it_is_not_available():
