@@ -57,7 +57,7 @@ def test_geometric_means_are_over_the_cases_that_both_ran():
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_tables_fit_the_terminal_and_cut_nothing(width):
-    tables = report.speed_tables(measured(), "dense", width)
+    tables = report.speed_tables(measured(), width)
     text = printed(*tables, width=width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -71,7 +71,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(width):
 
 
 def test_a_table_without_peers():
-    (table,) = report.speed_tables(measured(peers=()), "alone")
+    (table,) = report.speed_tables(measured(peers=()))
     assert "600" in printed(table)
 
 
@@ -85,7 +85,7 @@ def test_wrong_and_failed_cells_are_loud_and_noted():
     text = printed(*report.speed_tables(cells))
     assert "WRONG" in text
     assert "failed" in text
-    assert "x" not in text.splitlines()[2].replace("16384 x 1", "")  # no ratio to a wrong result
+    assert "x" not in text.splitlines()[1].replace("16384 x 1", "")  # no ratio to a wrong result
     assert report.notes_of(cells) == ["tilefold: WRONG: max error 1", "FA2: failed: RuntimeError: boom"]
     assert report.geometric_means(cells) == {}
 

@@ -56,7 +56,7 @@ def test_the_quick_check_passes_in_the_interpreter():
     assert result.exit_code == 0, result.output
     assert "WRONG" not in result.output
     assert "…" not in result.output
-    assert "agree with fp64 (attention_forward, attention_forward_varlen" in result.output
+    assert "agree with fp64 (attention_forward, attention_forward_box, attention_forward_varlen)" in result.output
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -75,6 +77,22 @@ def test_the_demo_says_what_it_needs(monkeypatch):
     result = run("demo")
     assert result.exit_code == 2
     assert "pip install 'tilefold[demo]'" in result.output
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_demo_gets_its_options_and_gives_its_exit_code(monkeypatch, code):
+    seen = []
+
+    def run_demo(options, console):
+        seen.append(options)
+        return types.SimpleNamespace(exit_code=code)
+
+    fake = types.SimpleNamespace(DemoOptions=lambda *fields: fields, run_demo=run_demo)
+    monkeypatch.setitem(sys.modules, "tilefold.cli.demo", fake)
+    result = run("demo", "--quick", "--out", "x", "--layer", "2", "--head", "3", "--sentence", "4")
+    assert result.exit_code == code
+    assert seen[0][:2] == (Path("x"), True)
+    assert seen[0][3:] == (2, 3, 4)
 
 
 def test_an_interpreter_that_is_forbidden_is_an_error_where_there_is_no_gpu(monkeypatch):

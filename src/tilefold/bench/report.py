@@ -19,6 +19,7 @@ __all__ = [
     "append_results",
     "detail_table",
     "geometric_means",
+    "heading_of",
     "notes_of",
     "ratio",
     "rows_of",
@@ -125,7 +126,13 @@ def peer_cell(ours: Cell, peer: Cell, scale: float) -> str:
     return speed_cell(peer, scale) + (f" {coloured(relative)}" if relative is not None else "")
 
 
-def speed_tables(cells: Sequence[Cell], title: str = "", width: int = 100) -> "list[Table]":
+def heading_of(cells: Sequence[Cell], setting: Setting) -> str:
+    """What the speed tables show: "dense attention, forward, bfloat16, TFLOP/s, on NVIDIA H200"."""
+    dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
+    return f"{cells[0].case.family} attention, forward, {dtypes}, {unit_of(cells)[1]}, on {setting.device}"
+
+
+def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
     """One row per case: our time and rate, each peer's rate and how many times as fast as it we are; geometric means below.
 
     Peers that refused every case are left out (`notes_of` says why). More peers than fit `width` columns go into further tables.
@@ -138,16 +145,14 @@ def speed_tables(cells: Sequence[Cell], title: str = "", width: int = 100) -> "l
     ]
     fit = max(1, (width - FIXED_WIDTH) // PEER_WIDTH)
     groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
-    unit = unit_of(cells)
-    heading = f"{title}; {unit[1]}" if title else unit[1]
-    return [_speed_table(grid, group, unit[0], heading if group is groups[0] else "") for group in groups]
+    return [_speed_table(grid, group, unit_of(cells)[0]) for group in groups]
 
 
-def _speed_table(grid: Grid, peers: list[str], scale: float, title: str) -> "Table":
+def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
     from rich.table import Table
 
     means = geometric_means(grid.cells)
-    table = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=False, box=None)
+    table = Table(pad_edge=False, box=None)
     table.add_column("D, H", no_wrap=True)
     for heading in ("N x B", "mask", "ms", "tilefold", *(title_of(name) for name in peers)):
         style = "bold" if heading == "tilefold" else ""

@@ -197,7 +197,9 @@ def extras(
 ) -> Cell:
     """The cell with the host cost and the graph replay that the options ask for."""
     if options.host:
-        cell = replace(cell, host=host_timing(ready[implementation.name], device, cell.timing.ms if cell.timing else 1.0))
+        cell = replace(
+            cell, host=host_timing(ready[implementation.name], device, cell.timing.ms if cell.timing else 1.0)
+        )
     if options.graph and device == "cuda":
         graph = graph_timing(implementation, cell.case, options)
         cell = replace(cell, note=graph) if isinstance(graph, str) else replace(cell, graph=graph)
@@ -232,7 +234,9 @@ def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:
 
     with prepared.context():
         if device == "cuda":
-            return timers.time_host(prepared.call, torch.cuda.synchronize, calls=min(100, max(10, round(50 / max(ms, 0.01)))))
+            return timers.time_host(
+                prepared.call, torch.cuda.synchronize, calls=min(100, max(10, round(50 / max(ms, 0.01))))
+            )
         return timers.time_host(prepared.call, torch.cpu.synchronize, calls=1, repetitions=2)
 
 

@@ -132,9 +132,9 @@ def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: boo
     """Print the tables and the notes."""
     from tilefold.bench import report
 
-    title = f"{cells[0].case.family} attention forward, {cells[0].case.problem.dtype}, {setting.device}"
+    console.print(Text(report.heading_of(cells, setting), style="bold"))
     console.print()
-    for table in report.speed_tables(cells, title, console.width):
+    for table in report.speed_tables(cells, console.width):
         console.print(table)
         console.print()
     if report.geometric_means(cells):
