@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import BOX, check, dilated, dilated_twin, prefix, prefix_twin, qkv, rand, relative, relative_twin
 
 import tilefold
+from cases import BOX, check, dilated, dilated_twin, prefix, prefix_twin, qkv, rand, relative, relative_twin
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [  # B, Sq, Sk, H, Hk, D
@@ -61,7 +61,10 @@ def test_range_edges(device):
             check(q, k, v, **band)
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (8, 8), (32, 32), (40, 40), (64, 96), (96, 64), (128, 128), (192, 128), (80, 256), (256, 256)])  # fmt: skip
+DIMS = [(1, 1), (3, 5), (8, 8), (32, 32), (40, 40), (64, 96), (96, 64), (128, 128), (192, 128), (80, 256), (256, 256)]
+
+
+@pytest.mark.parametrize("dims", DIMS)
 def test_head_dims(dims, device):
     q, k, v = qkv(1, 21, 37, 2, 1, *dims, dtype=torch.float16, device=device)
     check(q, k, v, causal=True)
@@ -190,7 +193,16 @@ def test_score_mod(device):
     table = rand(4, 13, device=device)
     hook = {"score_mod": relative, "score_args": (table, 6)}
     check(q, k, v, **hook, twins={"score_mod": relative_twin})
-    check(q, k, v, **hook, twins={"score_mod": relative_twin}, causal=True, softcap=3.0, bias=rand(1, 1, 20, 37, device=device))
+    check(
+        q,
+        k,
+        v,
+        **hook,
+        twins={"score_mod": relative_twin},
+        causal=True,
+        softcap=3.0,
+        bias=rand(1, 1, 20, 37, device=device),
+    )
     check(q, k, v, score_mod=relative, score_args=(table[:, :9].contiguous(), 4), twins={"score_mod": relative_twin})
 
 

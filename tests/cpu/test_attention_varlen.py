@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import check, prefix, prefix_twin, rand, relative, relative_twin
 
 import tilefold
+from cases import check, prefix, prefix_twin, rand, relative, relative_twin
 
 LENGTHS = [
     ([20, 0, 33, 1], [10, 30, 0, 5]),
@@ -52,7 +52,9 @@ def test_strides(device):
 
 def test_options(device):
     tensors, where = packed([20, 0, 33], [10, 30, 25], device=device)
-    check(*tensors, varlen=where, softcap=2.0, alibi_slopes=rand(3, 4, device=device).abs(), sinks=rand(4, device=device))
+    check(
+        *tensors, varlen=where, softcap=2.0, alibi_slopes=rand(3, 4, device=device).abs(), sinks=rand(4, device=device)
+    )
     check(*tensors, varlen=where, bias=rand(3, 4, 33, 30, device=device), mask=rand(1, 1, 33, 30, device=device) > -0.5)
     check(*tensors, varlen=where, bias=rand(1, 4, 1, 30, device=device), causal=True)
     check(*tensors, varlen=where, mask_mod=prefix, mask_args=(4,), twins={"mask_mod": prefix_twin})
