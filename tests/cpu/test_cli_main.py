@@ -63,6 +63,11 @@ def test_missing_packages_are_named_with_how_to_install_them(missing):
     assert "Traceback" not in done.stderr
 
 
+def test_python_m_tilefold_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "tilefold", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("tilefold 0.")
+
+
 def test_explain_imports_no_triton():
     code = (
         "import sys; from tilefold.cli import main; sys.argv = 'tilefold explain --heads 8 --q 64 --dim 64'.split()\n"

@@ -120,7 +120,7 @@ def _sdpa_refuses(backend: str) -> Callable[[AttentionProblem, str], str | None]
         if backend == "cudnn":
             import torch
 
-            if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+            if not torch.backends.cudnn.is_available():
                 return "torch was built without cuDNN"
         return _beyond_causal(p)
 

@@ -140,6 +140,7 @@ def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: boo
     if report.geometric_means(cells):
         console.print(Text("1.20x: tilefold takes 1 / 1.20 of that library's time", style="dim"))
     if details or not runtime.gpu:
+        console.print()
         console.print(report.detail_table(cells))
         console.print()
     for note in report.notes_of(cells):

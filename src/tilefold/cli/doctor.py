@@ -29,6 +29,7 @@ Exit code 0 if tilefold can run here at all (on a GPU or in the interpreter), 1 
 
 YES, NO, INFO = "yes", "no", ""
 OLDEST_TRITON = (3, 6)
+TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "triton-windows")
 EXTRAS = (
     ("matplotlib", "matplotlib", "plots"),
     ("transformers", "transformers", "transformers"),
@@ -52,6 +53,11 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def triton_version() -> str | None:
+    """The version of triton under whichever name it was distributed, or None."""
+    return next((version for name in TRITON_NAMES if (version := installed(name)) is not None), None)
 
 
 def importable(module: str) -> bool:
@@ -123,14 +129,14 @@ def libraries() -> list[Finding]:
     return [
         Finding("libraries", "tilefold", INFO, tilefold.__version__),
         Finding("libraries", "torch", INFO, f"{torch.__version__} ({toolkit})"),
-        Finding("libraries", "triton", INFO, installed("triton") or "not installed"),
+        Finding("libraries", "triton", INFO, triton_version() or "not installed"),
         Finding("libraries", "numpy", INFO, installed("numpy") or "not installed"),
     ]
 
 
 def triton_fault() -> str | None:
     """Why no kernel can be compiled or interpreted at all, or None."""
-    version = installed("triton") or installed("pytorch-triton-rocm")
+    version = triton_version()
     if not importable("triton"):
         return "triton is not installed (Linux only); pip install 'triton>=3.6'"
     if version is not None and number(version) < OLDEST_TRITON:
@@ -140,7 +146,7 @@ def triton_fault() -> str | None:
 
 def interpreter_fault() -> str | None:
     """Why the interpreter cannot run the kernels, or None."""
-    numpy, triton = installed("numpy"), installed("triton")
+    numpy, triton = installed("numpy"), triton_version()
     if triton_fault():
         return triton_fault()
     if numpy is None:

@@ -1,5 +1,0 @@
-"""`python -m tilefold.cli` is the `tilefold` command."""
-
-from tilefold.cli import main
-
-main()
