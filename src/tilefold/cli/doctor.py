@@ -184,7 +184,7 @@ def support() -> list[Finding]:
             "for tests and small shapes: set TRITON_INTERPRET=1 (the command line does so itself)",
         ),
     ]
-    boxes = gpu
+    boxes = gpu and f"{gpu}; the interpreter imitates them"
     if boxes is None and (hip or torch.cuda.get_device_capability() < (9, 0)):
         boxes = "K and V by tensor descriptors need sm_90 or newer; pointer loads are used instead"
     lines.append(("descriptor (TMA) loads", boxes, "chosen by the planner where K and V are 16-byte aligned"))
@@ -230,7 +230,8 @@ def table_of(found: list[Finding]) -> Table:
     section = ""
     for each in found:
         if each.section != section:
-            table.add_row(*(("",) if section else ()), end_section=False)
+            if section:
+                table.add_row()
             table.add_row(Text(each.section, style="bold"), "", "")
             section = each.section
         mark = {YES: Text("yes", style="green"), NO: Text("no", style="yellow"), INFO: Text("")}[each.state]
