@@ -20,14 +20,12 @@ def write(report: Report, path: Path) -> None:
         raise Unsupported(
             f"the picture needs the Python package {error.name!r}; install it with: pip install 'tilefold[plots]'"
         ) from None
-    figure: Any = Figure(figsize=(17, 8), layout="constrained")
+    figure: Any = Figure(figsize=(17, 7.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(0.9, 1.1))
     _draw(left, head_map(report))
-    query, key, p = links(report.head, 1)[0]
-    left.set_title(
-        f"Layer {report.head.layer}, head {report.head.head}: “{query}” looks at “{key}” ({p:.0%})", fontsize=13
-    )
+    said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in links(report.head, 2))
+    left.set_title(f"Layer {report.head.layer}, head {report.head.head}: {said}", fontsize=13)
     _draw(right, similarity_map(report))
     right.set_title("Cosine of sentence embeddings (lines part the topics)", fontsize=13)
     figure.suptitle("Attention by tilefold in a trained sentence encoder (all-MiniLM-L6-v2)", fontsize=15)

@@ -15,8 +15,6 @@ from tilefold.reference import Comparison
 
 __all__ = ["Head", "Report", "Variant", "environment", "links"]
 
-SPECIAL = ("[CLS]", "[SEP]")
-
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -85,12 +83,12 @@ def environment(device: str) -> tuple[tuple[str, str], ...]:
 
 
 def links(head: Head, count: int) -> list[tuple[str, str, float]]:
-    """The strongest (query, key, probability) between different words, the model's own marks left aside."""
+    """The strongest (query, key, probability) between different words, marks and punctuation left aside."""
     p, words = head.probabilities, head.tokens
     found: list[tuple[str, str, float]] = []
     for place in p.flatten().argsort(descending=True).tolist():
         i, j = divmod(place, len(words))
-        if words[i] != words[j] and words[i] not in SPECIAL and words[j] not in SPECIAL:
+        if words[i] != words[j] and words[i].isalpha() and words[j].isalpha():
             found.append((words[i], words[j], float(p[i, j])))
         if len(found) == count:
             break

@@ -46,7 +46,7 @@ SENTENCES = (
     Sentence("trains", "Commuters waited on the railway platform."),
     Sentence("music", "She tuned her cello while the orchestra settled into silence.", quick=True),
     Sentence("music", "The violinist played the slow movement from memory.", quick=True),
-    Sentence("music", "A choir needs a hall that answers."),
+    Sentence("music", "The choir rehearsed the hymn in four voices."),
     Sentence(
         "computing", "A graphics processor hides the latency of memory by running thousands of threads.", quick=True
     ),

@@ -18,8 +18,8 @@ __all__ = ["heading", "report"]
 def heading() -> Panel:
     """What will happen, before anything runs."""
     return Panel(
-        "A trained sentence encoder embeds real sentences. Its attention layers run through tilefold; every layer is compared\n"
-        "with fp64, the embeddings and the nearest-sentence ranking with PyTorch.",
+        "A trained sentence encoder embeds real sentences. Its attention layers run through tilefold; every layer is "
+        "compared with fp64, the embeddings and the nearest-sentence ranking with PyTorch.",
         title="tilefold demo",
         title_align="left",
         border_style="blue",
@@ -68,8 +68,7 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
 def _layers(variant: Variant) -> Group:
     """Every layer's error against fp64 beside its limit."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("layer", justify="right")
-    for heading in ("out: max error", "limit", "rel. L2", "limit", "lse: max error", "limit", "ms"):
+    for heading in ("layer", "max err", "limit", "rel. L2", "limit", "lse err", "limit", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for layer in variant.layers:
@@ -92,10 +91,10 @@ def _ms(seconds: float) -> str:
 
 
 def _nearest(found: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("sentence", max_width=50, no_wrap=True, overflow="ellipsis")
-    table.add_column("nearest", max_width=50, no_wrap=True, overflow="ellipsis")
-    table.add_column("cosine", justify="right")
+    table = Table(box=None, pad_edge=False, expand=True)
+    table.add_column("sentence", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("nearest", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("cosine", justify="right", min_width=6)
     for sentence, (j, cosine) in zip(found.sentences, judge.nearest(found.ranking), strict=True):
         other = found.sentences[j]
         style = "" if other.topic == sentence.topic else "yellow"
@@ -123,5 +122,5 @@ def _checks(checks: Sequence[Check]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:
         verdict = Text("ok", style="green") if check.ok else Text("FAILED", style="bold red")
-        table.add_row(verdict, Text(check.name), Text(check.detail, style="dim"))
+        table.add_row(verdict, Group(Text(check.name), Text(check.detail, style="dim")))
     return table
