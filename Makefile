@@ -7,6 +7,7 @@ export PYTHON
 # Caches stay inside the checkout too.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
+export CUDA_CACHE_PATH := $(CURDIR)/.cache/nv
 export TRITON_HOME := $(CURDIR)/.cache
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor

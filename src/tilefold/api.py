@@ -144,7 +144,9 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
         options["packed"] = Packed(*(options.pop(name) for name in names))
     prepared = _ops.prepare(q, k, v, Call(**options))
     if prepared.plan is None:
-        raise Unsupported(f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan")
+        raise Unsupported(
+            f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
+        )
     return prepared.plan
 
 
@@ -158,9 +160,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_NO_GRADIENT = (
-    "an input requires a gradient, but this release has the forward pass only: call under torch.no_grad(), or detach() the inputs"
-)
+_NO_GRADIENT = "an input requires a gradient, but this release has the forward pass only: call under torch.no_grad(), or detach() the inputs"
 
 
 def _needs_gradient(call: Call) -> bool:

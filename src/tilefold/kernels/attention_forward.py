@@ -101,7 +101,9 @@ def attention_forward(
     Sinks [H] or None.  Grid (cdiv(Sq, BLOCK_M) * B * H,)."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = i_h // group
-    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(
+        Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
+    )
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
@@ -165,7 +167,9 @@ def attention_forward_box(
     """attention_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
-    q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(
+        Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
+    )
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
@@ -240,7 +244,9 @@ def attention_forward_varlen(
     if i_m * BLOCK_M >= seq_q:
         return
     i_k = i_h // group
-    q = load_rows(Q + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
+    q = load_rows(
+        Q + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
+    )
     state = fold_range(
         widen(q, EMULATE),
         initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),

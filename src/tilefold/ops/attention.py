@@ -19,11 +19,12 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
     from ..plan import AttentionPlan, AttentionProblem
     from .launch import Box
 
-__all__ = ["Call", "Packed", "Prepared", "forward", "prepare", "shapes_of"]
+__all__ = ["Call", "Packed", "Prepared", "example_launch", "forward", "prepare", "shapes_of"]
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a window side that never cuts; sums with positions stay inside int32
 CACHE_LIMIT = 4096
+NO_MODS: tuple[Any, ...] = ()
 
 _OPTIONS = (
     TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
@@ -45,8 +46,8 @@ def _qkv(*dims: str) -> tuple[TensorSpec, ...]:
 SPECS = {
     "bshd": _qkv("batch seq_q heads dim_qk", "batch seq_k kv_heads dim_qk", "batch seq_k kv_heads dim_v") + _OPTIONS,
     "bhsd": _qkv("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v") + _OPTIONS,
-    "varlen": _qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v")
-    + (
+    "varlen": (
+        *_qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v"),
         TensorSpec("cu_seqlens_q", "offsets", (torch.int32,), contiguous_last=True),
         TensorSpec("cu_seqlens_k", "offsets", (torch.int32,), contiguous_last=True),
     ),
@@ -109,7 +110,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.plan is not None:
-        _launch(prepared, q, k, v, out, lse, call)
+        prepared.launcher(_arguments(prepared, q, k, v, out, lse, call), prepared.device, prepared.aligned)
     return out, lse
 
 
@@ -157,7 +158,9 @@ def _facts(t: torch.Tensor) -> Any:
 
 def _facts_of_args(args: ModArgs) -> Any:
     """Integers decide a compilation (1 and multiples of 16 are special), floats do not."""
-    return tuple(_facts(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args)
+    return tuple(
+        _facts(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
+    )
 
 
 # ---------------------------------------------------------------- the first time
@@ -206,16 +209,16 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dic
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ShapeError(f"q has {heads} heads and k has {kv_heads}: the heads of q must be a multiple of those of k and v")
+        raise ShapeError(
+            f"q has {heads} heads and k has {kv_heads}: the heads of q must be a multiple of those of k and v"
+        )
     for name, dim in (("q and k", sizes["dim_qk"]), ("v", sizes["dim_v"])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise Unsupported(f"{name} have head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
     return sizes
 
 
-def shapes_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse, after the checks that need no device."""
     _window(call.window, call.causal)
     return _shapes(call, _sizes(q, k, v, call))
@@ -319,7 +322,7 @@ def _bind(
 
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     if window == (-1, -1):
-        kind, band = ranges.FULL, ()
+        kind, band = ranges.FULL, NO_MODS
     elif window == (-1, 0):
         kind, band = ranges.CAUSAL, ((mods.causal, ()),)
     else:
@@ -383,9 +386,10 @@ def _box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, bloc
 # ---------------------------------------------------------------- every time
 
 
-def _launch(
+def _arguments(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
-) -> None:
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments, in order."""
     kk: Any = k
     vv: Any = v
     if p.boxes:
@@ -397,7 +401,7 @@ def _launch(
         score, masks = _mods(p.softcap, call)
         if call.packed is not None:
             tensors += call.packed[:2]
-    p.launcher((*tensors, *p.scalars, *p.strides, score, masks, p.band), p.device, p.aligned)
+    return (*tensors, *p.scalars, *p.strides, score, masks, p.band)
 
 
 def _mods(softcap: float, call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -430,3 +434,44 @@ def _tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> l
 
 def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
+    from ..device import mods
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n = problem
+    dtype = getattr(torch, n.dtype)
+    rows_q, rows_k = (
+        ((n.seq_q * n.batch,), (n.seq_k * n.batch,)) if n.varlen else ((n.batch, n.seq_q), (n.batch, n.seq_k))
+    )
+    q = tensor(*rows_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (tensor(*rows_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    offsets = tensor(n.batch + 1, dtype=torch.int32)
+    call = Call(
+        causal=n.causal,
+        window=n.window,
+        softcap=30.0 if "softcap" in n.score_mods else 0.0,
+        alibi_slopes=tensor(n.heads) if "alibi" in n.score_mods else None,
+        bias=tensor(n.batch, 1, n.seq_q, n.seq_k, dtype=dtype) if "bias" in n.score_mods else None,
+        mask=tensor(n.batch, 1, n.seq_q, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
+        sinks=tensor(n.heads) if n.sinks else None,
+        score_mod=mods.softcap if "user" in n.score_mods else None,
+        score_args=(30.0,) if "user" in n.score_mods else (),
+        mask_mod=mods.window if "user" in n.mask_mods else None,
+        mask_args=(64, 64) if "user" in n.mask_mods else (),
+        packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        plan=plan,
+    )
+    sizes = _sizes(q, k, v, call)
+    shapes = _shapes(call, sizes)
+    prepared = _bind(q, k, v, call, sizes, _window(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
+    out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
+    args = _arguments(prepared, q, k, v, out, lse, call)
+    return prepared.launcher.fn, args, prepared.launcher.keywords

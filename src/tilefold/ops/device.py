@@ -67,6 +67,8 @@ def _relative(backend: str, arch: int | str) -> "Device":
 
     same = sorted((d for d in DEVICES.values() if d.backend == backend), key=lambda d: str(d.arch).zfill(8))
     if backend == "cuda" and int(arch) < 80:
-        raise DeviceError(f"compute capability {int(arch) / 10} is below 8.0, the oldest that tilefold's kernels run on")
+        raise DeviceError(
+            f"compute capability {int(arch) / 10} is below 8.0, the oldest that tilefold's kernels run on"
+        )
     below = [d for d in same if str(d.arch).zfill(8) <= str(arch).zfill(8)]
     return below[-1] if below else same[0]

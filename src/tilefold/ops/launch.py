@@ -25,12 +25,14 @@ class Launcher:
     All integers among the args must be the same at every call of one Launcher: they decide the compilation.  Tensors may
     change if their dtypes do not."""
 
-    __slots__ = ("_compiled", "_constants", "_tail", "fn", "grid")
+    __slots__ = ("_compiled", "_tail", "fn", "grid", "keywords")
 
-    def __init__(self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
         self.fn = fn
         self.grid = grid
-        self._constants = {**constants, **options}
+        self.keywords = {**constants, **options}
         self._tail = tuple(constants[name] for name in fn.arg_names if name in constants)
         self._compiled: Any = None
 
@@ -49,14 +51,16 @@ class Launcher:
 
     def _launch(self, compiled: Any, args: tuple[Any, ...], device: int) -> None:
         stream = triton.runtime.driver.active.get_current_stream(device)
-        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self._tail)
+        compiled.run(
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self._tail
+        )
 
     def _launch_by_triton(self, args: tuple[Any, ...], device: int, aligned: bool) -> None:
         if interpreting():
-            self.fn[self.grid](*args, **self._constants)
+            self.fn[self.grid](*args, **self.keywords)
             return
         with torch.cuda.device(device):
-            compiled = self.fn[self.grid](*args, **self._constants)
+            compiled = self.fn[self.grid](*args, **self.keywords)
         if aligned:
             self._compiled = compiled
 

@@ -6,12 +6,12 @@ so a call's hooks (score_mod, mask_mod, plan) travel as the key of a record that
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import Unsupported
-from ..types import ModArgs, ModFunction
+from ..types import Layout, ModArgs, ModFunction
 from .attention import Call, Packed, forward, shapes_of
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ def _call(
         tuple(next(tensors) if isinstance(a, _Slot) else a for a in args) for args in (score_args, mask_args)
     )
     packed = None if cu_q is None or cu_k is None else Packed(cu_q, cu_k, max_q, max_k)
-    return Call(causal, (left, right), scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args,
-                mask_mod, mask_args, packed, plan)  # type: ignore[arg-type]  # fmt: skip
+    order = cast("Layout", layout)
+    return Call(causal, (left, right), scale, softcap, order, alibi_slopes, bias, mask, sinks, score_mod, score_args,
+                mask_mod, mask_args, packed, plan)  # fmt: skip
 
 
 def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +115,9 @@ def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
     mask_tensors, mask_numbers = _apart(call.mask_args)
     hooks = _key_of_hooks(call.score_mod, score_numbers, call.mask_mod, mask_numbers, call.plan)
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
-    return attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, score_tensors + mask_tensors, cu_q, cu_k,
+    result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, score_tensors + mask_tensors, cu_q, cu_k,
                         max_q, max_k, call.causal, left, right, call.scale, float(call.softcap), call.layout, hooks)  # fmt: skip
+    return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
 
 def _apart(args: ModArgs) -> tuple[list[torch.Tensor], tuple[Any, ...]]:

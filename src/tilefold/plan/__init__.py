@@ -1,4 +1,4 @@
-"""Plans: pure functions from a problem and a device to a printable decision. No tensors, no GPU, standard library only."""
+"""Plans: pure functions from a problem and a device to a printable decision, without tensors and without a GPU."""
 
 from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs

@@ -82,7 +82,7 @@ class AttentionPlan:
         fault = tile_violation(self.problem, self.device, self.kernel, self.tile)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        expected = _derived(self.problem, self.device, self.tile)
+        expected = _derived(self.problem, self.tile)
         for field, value in expected.items():
             if getattr(self, field) != value:
                 raise PlanError(
@@ -103,7 +103,7 @@ class AttentionPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "AttentionPlan":
-        """The plan that `to_json` wrote. PlanError names the field that is missing, unknown, of a wrong type or contradictory."""
+        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
         return serialise.from_json(cls, text)
 
     def with_tile(
@@ -138,8 +138,8 @@ class AttentionPlan:
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
 
-        A plan without box loads also serves K and V that could be read by descriptors, and the other way round. A device
-        matches if its backend and architecture do and the tile is within its limits.
+        `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
+        device matches if its backend and architecture do and the tile is within its limits.
         """
         for field in AttentionProblem.__dataclass_fields__:
             made, asked = getattr(self.problem, field), getattr(problem, field)
@@ -187,14 +187,25 @@ def _decided(
 
 
 def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
-    """The next tile of the deciding rule that would fit too."""
+    """The next tile that would fit too: of the deciding rule, else of the rules behind it."""
     listed = rule.choices(problem, device)
-    for other in listed[listed.index(choice) + 1 :]:
-        if tile_violation(problem, device, other.kernel, other.tile) is None:
-            return (
-                Rejected(f"tile {other.tile}", f"Fits, but rule {rule.name} ranks it behind the tile that was taken."),
-            )
+    behind = [(rule, other) for other in listed[listed.index(choice) + 1 :]]
+    for later in RULES[RULES.index(rule) + 1 :]:
+        if later.applies(problem, device):
+            behind += [(later, other) for other in later.choices(problem, device)]
+    for proposer, other in behind:
+        if other.tile != choice.tile and tile_violation(problem, device, other.kernel, other.tile) is None:
+            return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
     return ()
+
+
+def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer: Rule, other: Choice) -> str:
+    programs = grid_of(problem, other.tile.block_m)[0]
+    if rule.name == "few-programs" and proposer is not rule:
+        return f"Fits; rule {proposer.name} proposes it, but it makes {programs} programs for {device.sms} SMs."
+    if proposer is not rule:
+        return f"Fits; rule {proposer.name} proposes it, but rule {rule.name} comes first."
+    return f"Fits, but rule {rule.name} ranks it behind the tile that was taken."
 
 
 def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
@@ -213,7 +224,7 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
                 f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release.",
             )
         )
-    if problem.group > 1 and problem.seq_q < choice.tile.block_m:
+    if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and device.backend != "interpreter":
         found.append(
             Rejected(
                 "packed heads",
@@ -224,19 +235,15 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     return tuple(found)
 
 
-def _derived(problem: AttentionProblem, device: Device, tile: Tile) -> dict[str, object]:
-    """The fields of a plan that follow from problem, device and tile."""
-    cost = attention_cost(problem)
+def _derived(problem: AttentionProblem, tile: Tile) -> dict[str, object]:
+    """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
     return {
         "block_qk": problem.block_qk,
         "block_v": problem.block_v,
         "splits": 1,
         "grid": grid_of(problem, tile.block_m),
         "buffers": _buffers(problem),
-        "shared_bytes": shared_bytes(problem, device, tile),
-        "programs_per_sm": programs_per_sm(problem, device, tile),
-        "cost": cost,
-        "bound": bound(cost, device, problem.dtype),
+        "cost": attention_cost(problem),
     }
 
 
@@ -271,7 +278,7 @@ def _plan(
         grid=grid_of(problem, tile.block_m),
         buffers=_buffers(problem),
         shared_bytes=shared_bytes(problem, device, tile),
-        programs_per_sm=programs_per_sm(problem, device, tile),
+        programs_per_sm=programs_per_sm(problem, device, choice.kernel, tile),
         rule=rule,
         reason=reason,
         evidence=evidence,
@@ -283,5 +290,5 @@ def _plan(
 
 def _sentence(text: str) -> str:
     """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
-    start = text if "_" in text.split()[0] else text[0].upper() + text[1:]
+    start = text if any(c in "_0123456789" for c in text.split()[0]) else text[0].upper() + text[1:]
     return start if start.endswith(".") else f"{start}."

@@ -10,8 +10,11 @@ __all__ = ["Bound", "Cost", "attention_cost", "bound", "live_keys", "live_pairs"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Work of the whole problem: floating-point operations of the two products, DRAM bytes with every tensor moved once,
-    and exponentials (one per live score)."""
+    """Work of the whole problem.
+
+    flops: floating-point operations of the two products. bytes: DRAM traffic with every tensor moved once.
+    exps: exponentials, one per live score and one more for a softcap's tanh.
+    """
 
     flops: int
     bytes: int
@@ -60,12 +63,13 @@ def live_keys(problem: AttentionProblem) -> int:
 
 
 def attention_cost(problem: AttentionProblem) -> Cost:
-    """FLOPs 2 pairs (dim_qk + dim_v), bytes of q, out, lse and of the rows of k and v that some query sees, exponentials."""
+    """FLOPs 2 pairs (dim_qk + dim_v); bytes of q, out, lse and of the k and v rows that some query sees."""
     pairs = live_pairs(problem) * problem.batch * problem.heads
     dims = problem.dim_qk + problem.dim_v
     rows_q = problem.batch * problem.heads * problem.seq_q
     rows_k = problem.batch * problem.kv_heads * live_keys(problem)
-    return Cost(flops=2 * pairs * dims, bytes=(rows_q + rows_k) * dims * problem.itemsize + rows_q * 4, exps=pairs)
+    bytes_moved = (rows_q + rows_k) * dims * problem.itemsize + rows_q * 4
+    return Cost(flops=2 * pairs * dims, bytes=bytes_moved, exps=pairs * (1 + problem.score_mods.count("softcap")))
 
 
 def bound(cost: Cost, device: Device, dtype: str = "bfloat16") -> Bound:
@@ -101,13 +105,15 @@ def _clamped_floor_sum(count: int, step: int, start: int, cap: int, divisor: int
 
 
 def visited_tiles(problem: AttentionProblem, block_m: int, block_n: int) -> int:
-    """How many block_m x block_n score tiles of one batch entry and head the kernel computes: those that causal and window
-    do not exclude whole."""
+    """How many block_m x block_n score tiles of one batch entry and head the kernel computes.
+
+    For each query tile these are the key tiles from the first key that one of its queries sees to the last.
+    """
     if not problem.seq_q or not problem.seq_k:
         return 0
     left, right = problem.sides
     offset, tiles_m = problem.seq_k - problem.seq_q, -(-problem.seq_q // block_m)
-    # Past the last key of tile t: its last query + offset + right + 1; the last tile ends with the last query, position seq_k - 1.
+    # The keys of query tile t end before its last query + offset + right + 1; those of the last tile at seq_k.
     if right >= 0:
         ends = _clamped_floor_sum(
             tiles_m - 1, block_m, block_m + offset + right + block_n - 1, problem.seq_k + block_n - 1, block_n

@@ -8,7 +8,7 @@ from tilefold.errors import DeviceError
 
 __all__ = ["DEVICES", "Device", "device_named"]
 
-KIB, MIB, GIGA, TERA = 1024, 1024**2, 1e9, 1e12
+KIB, MIB, TERA = 1024, 1024**2, 1e12
 
 Rates = tuple[tuple[str, float], ...]
 
@@ -17,7 +17,8 @@ Rates = tuple[tuple[str, float], ...]
 class Device:
     """One GPU (or the interpreter): limits of a program and roofs of the machine.
 
-    name: short name ("h200"); title: name for people; backend: "cuda", "hip" or "interpreter"; arch: 90 for sm_90, or "gfx942".
+    name: short name ("h200"); title: name for people; backend: "cuda", "hip" or "interpreter".
+    arch: 90 for sm_90, or "gfx942".
     sms: streaming multiprocessors (compute units on AMD). warp_size: threads of a warp (64 on CDNA).
     smem_per_block: most bytes of shared memory that one program can opt in to; smem_per_sm: bytes per SM.
     registers_per_sm: 32-bit registers; registers_per_thread: the most that one thread can hold.
@@ -64,7 +65,7 @@ class Device:
         return self.arch if self.backend == "cuda" and isinstance(self.arch, int) else 0
 
     def matmul_rate(self, dtype: str) -> float:
-        """Dense matrix-multiply roof for a dtype (FLOP/s): measured if known, else the datasheet's. DeviceError if unknown."""
+        """Matrix-multiply roof for a dtype (FLOP/s): measured, else the datasheet's. DeviceError if there is none."""
         rates = dict(self.tensor_flops) | dict(self.measured_flops)
         if dtype not in rates:
             raise DeviceError(f"device {self.name} has no matrix rate for dtype {dtype!r}; it has {', '.join(rates)}")
@@ -98,8 +99,8 @@ H100 = Device(
     threads_per_sm=2048,
     blocks_per_sm=32,
     l2_bytes=50 * MIB,
-    clock_hz=1.83 * GIGA,
-    dram_bytes_per_s=3.35 * TERA,
+    clock_hz=1.83e9,
+    dram_bytes_per_s=3.35e12,
     tensor_flops=_rates(989.4, 494.7, 66.9),
     source="datasheet: NVIDIA H100 Tensor Core GPU Architecture",
 )
@@ -109,10 +110,10 @@ H200 = replace(
     name="h200",
     title="NVIDIA H200 SXM 141GB",
     l2_bytes=60 * MIB,
-    dram_bytes_per_s=4.8 * TERA,
-    measured_dram_bytes_per_s=4.27 * TERA,
-    measured_flops=(("bfloat16", 760 * TERA),),
-    source="datasheet: NVIDIA H200 Tensor Core GPU; roofs measured by device copy and an 8192^3 bf16 matmul (707-790 TFLOP/s)",
+    dram_bytes_per_s=4.8e12,
+    measured_dram_bytes_per_s=4.27e12,
+    measured_flops=(("bfloat16", 760e12),),
+    source="datasheet: NVIDIA H200 Tensor Core GPU; measured: device copy, bf16 matmul of 8192^3 (707-790 TFLOP/s)",
 )
 
 B200 = replace(
@@ -122,8 +123,8 @@ B200 = replace(
     arch=100,
     sms=148,
     l2_bytes=126 * MIB,
-    clock_hz=1.85 * GIGA,
-    dram_bytes_per_s=8.0 * TERA,
+    clock_hz=1.85e9,
+    dram_bytes_per_s=8.0e12,
     tensor_flops=_rates(2250.0, 1125.0, 75.0),
     source="datasheet: NVIDIA HGX B200",
 )
@@ -137,8 +138,8 @@ A100 = replace(
     smem_per_block=163 * KIB,
     smem_per_sm=164 * KIB,
     l2_bytes=40 * MIB,
-    clock_hz=1.41 * GIGA,
-    dram_bytes_per_s=2.039 * TERA,
+    clock_hz=1.41e9,
+    dram_bytes_per_s=2.039e12,
     tensor_flops=_rates(312.0, 156.0, 19.5),
     source="datasheet: NVIDIA A100 80GB Tensor Core GPU",
 )
@@ -154,8 +155,8 @@ L4 = replace(
     threads_per_sm=1536,
     blocks_per_sm=24,
     l2_bytes=48 * MIB,
-    clock_hz=2.04 * GIGA,
-    dram_bytes_per_s=0.3 * TERA,
+    clock_hz=2.04e9,
+    dram_bytes_per_s=0.3e12,
     tensor_flops=_rates(121.0, 60.0, 30.3),
     source="datasheet: NVIDIA L4 Tensor Core GPU",
 )
@@ -166,8 +167,8 @@ RTX4090 = replace(
     title="NVIDIA GeForce RTX 4090 24GB",
     sms=128,
     l2_bytes=72 * MIB,
-    clock_hz=2.52 * GIGA,
-    dram_bytes_per_s=1.008 * TERA,
+    clock_hz=2.52e9,
+    dram_bytes_per_s=1.008e12,
     tensor_flops=_rates(165.2, 82.6, 82.6),
     source="datasheet: NVIDIA Ada GPU Architecture (rates with fp32 accumulation)",
 )
@@ -184,15 +185,15 @@ MI300X = Device(
     threads_per_sm=2048,
     blocks_per_sm=16,
     l2_bytes=32 * MIB,
-    clock_hz=2.1 * GIGA,
-    dram_bytes_per_s=5.3 * TERA,
+    clock_hz=2.1e9,
+    dram_bytes_per_s=5.3e12,
     tensor_flops=_rates(1307.4, 653.7, 163.4),
     source="datasheet: AMD Instinct MI300X and the CDNA 3 white paper (L2 is 4 MiB on each of 8 dies)",
     warp_size=64,
     registers_per_thread=512,
 )
 
-# The interpreter has no limits of its own; its roof is the one time that was measured: two heads of 512 tokens, D=64, 0.6 s.
+# The interpreter has no limits of its own. Its one rate is what was measured: two heads of 512 tokens, D=64, in 0.6 s.
 INTERPRETER = Device(
     name="interpreter",
     title="Triton interpreter (CPU)",
@@ -205,9 +206,9 @@ INTERPRETER = Device(
     threads_per_sm=1 << 20,
     blocks_per_sm=1,
     l2_bytes=1 * MIB,
-    clock_hz=2.0 * GIGA,
-    dram_bytes_per_s=10 * GIGA,
-    tensor_flops=tuple((dtype, 0.22 * GIGA) for dtype in ("bfloat16", "float16", "tf32", "float32")),
+    clock_hz=2.0e9,
+    dram_bytes_per_s=10e9,
+    tensor_flops=tuple((dtype, 0.22e9) for dtype in ("bfloat16", "float16", "tf32", "float32")),
     source="measured: two heads of 512 tokens with D=64 take 0.6 s on a CPU",
     registers_per_thread=1 << 20,
 )
@@ -218,7 +219,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str) -> Device:
-    """The record of a known device, by its short name ("h200"; case, spaces and dashes do not matter). DeviceError if unknown."""
+    """The record of a known device by its short name, whatever its case, spaces and dashes. DeviceError if unknown."""
     found = DEVICES.get(name.lower().replace(" ", "").replace("-", "").replace("_", ""))
     if found is None:
         raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""A plan as text that a person reads: the problem, the decision and its grounds, the grid, the cost, what was rejected."""
+"""A plan as text for people: the problem, the decision and its grounds, the grid, the cost, what was rejected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from tilefold.plan.cost import live_pairs, visited_tiles
-from tilefold.plan.limits import BOX, accumulator_registers
+from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
 if TYPE_CHECKING:
     from tilefold.plan.attention import AttentionPlan
@@ -72,6 +72,13 @@ def _digits(value: float) -> str:
     return f"{value:.{places}f}"
 
 
+def _percent(share: float) -> str:
+    """Two or three digits; 100% only if it is all."""
+    if share < 1 and share > 0.9995:
+        return "over 99.9%"
+    return f"{share:.0%}" if share == 1 or 0.1 <= share < 0.995 else f"{share:.1%}"
+
+
 def _time(seconds: float) -> str:
     """Three significant digits in us, ms or s."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -115,7 +122,8 @@ def _grid(plan: AttentionPlan) -> str:
     if not programs:
         return "0 programs: there is nothing to compute, so nothing is launched."
     tiles = -(-problem.seq_q // plan.block_m)
-    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')} x {problem.batch} x {_count(problem.heads, 'head')}"
+    batch = "" if problem.batch == 1 else f" x {problem.batch} sequences"
+    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
@@ -138,8 +146,8 @@ def _tiles(plan: AttentionPlan) -> str:
     all_tiles = -(-problem.seq_q // plan.block_m) * -(-problem.seq_k // plan.block_n)
     use = live_pairs(problem) / (visited * plan.block_m * plan.block_n)
     dims = (problem.dim_qk + problem.dim_v) / (plan.block_qk + plan.block_v)
-    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {use:.1%} of their scores are live"
-    return f"{text}, {dims:.0%} of the padded head dims." if dims < 1 else f"{text}."
+    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
+    return f"{text}, {_percent(dims)} of the padded head dims." if dims < 1 else f"{text}."
 
 
 def _resources(plan: AttentionPlan) -> str:
@@ -147,16 +155,20 @@ def _resources(plan: AttentionPlan) -> str:
         return "The interpreter has no limits on shared memory or registers."
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024
+    wanted = registers_estimate(plan.problem, plan.device, plan.kernel, plan.tile)
+    limit = plan.maxnreg or plan.device.registers_per_thread
+    spill = f" (with everything else about {wanted}: may spill)" if wanted > limit else ""
+    unit = "CU" if plan.device.backend == "hip" else "SM"
     return (
-        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of {plan.device.registers_per_thread} "
-        f"registers per thread for accumulators, about {_count(plan.programs_per_sm, 'program')} per "
-        f"{'CU' if plan.device.backend == 'hip' else 'SM'}."
+        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of "
+        f"{plan.device.registers_per_thread} registers per thread for accumulators{spill}, "
+        f"about {_count(plan.programs_per_sm, 'program')} per {unit}."
     )
 
 
 def _cost(plan: AttentionPlan) -> str:
     cost = plan.cost
-    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exponentials')}"
+    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exp')}"
     upto = "at most " if plan.problem.varlen else ""
     return f"{upto}{text}, {_digits(cost.flops / cost.bytes)} FLOP per byte." if cost.bytes else f"{upto}{text}."
 

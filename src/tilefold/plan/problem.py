@@ -19,7 +19,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def padded_head_dim(dim: int) -> int:
-    """The width of a tile that holds a head dimension: a power of two, at least 16 (the least that a tensor core takes)."""
+    """The width of a tile that holds a head dimension: a power of two, at least 16 as tensor cores need."""
     return max(16, next_power_of_two(dim))
 
 
@@ -33,8 +33,8 @@ class AttentionProblem:
     dtype: "float16", "bfloat16" or "float32", of q, k, v and the output. The lse is always float32.
     causal: query i sees keys up to i + seq_k - seq_q (aligned to the bottom right).
     window: (left, right), how many keys a query sees on either side of its own position, inclusive; -1 is unbounded.
-    score_mods, mask_mods: names of the modifications in the order in which they are applied ("softcap", "alibi", "bias",
-        "mask", "user").
+    score_mods, mask_mods: names of the modifications in the order in which they are applied, such as
+        ("softcap", "alibi", "bias", "user") and ("mask", "user").
     sinks: a learned score per head joins each softmax.
     descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides).
 

@@ -1,7 +1,7 @@
-"""The rules that pick a tile: ordered, named, each with a sentence of evidence. The first that applies and fits decides."""
+"""The rules that pick a tile: ordered, named, each with its evidence. The first that applies and fits decides."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
@@ -63,11 +63,14 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
 
 
 def _fp32(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
-    rows = min(64, max(16, next_power_of_two(problem.seq_q)))
-    widest = {256: 16, 128: 32}.get(_width(problem), 64)
-    first = min(rows, widest)
-    smaller = (Tile(rows, 16, 4, 1) for rows in (32, 16) if rows <= first)
-    return _with(_pointer_kernel(problem), Tile(first, 32, 4, 2), Tile(first, 32, 4, 1), *smaller)
+    rows, width = min(64, max(16, next_power_of_two(problem.seq_q))), _width(problem)
+    if width <= 64:
+        first = Tile(rows, 32, 8 if rows == 64 else 4, 2)
+    elif width <= 128:
+        first = Tile(min(rows, 32), 16, 4, 2)
+    else:
+        first = Tile(16, 32, 8, 2)
+    return _with(_pointer_kernel(problem), first, Tile(16, 16, 4, 2), Tile(16, 16, 4, 1))
 
 
 # ---- short queries
@@ -75,6 +78,8 @@ def _fp32(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _short(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     block_m = min(SHORT_QUERIES, max(16, next_power_of_two(problem.seq_q)))
+    if block_m == SHORT_QUERIES:  # enough rows for the tensor cores' full rate: as for long queries
+        return tuple(_with_rows(choice, block_m) for choice in _long_choices(problem, device))
     keys = 128 if _width(problem) <= 128 else 64
     deep = (Tile(block_m, keys, 4, 3), Tile(block_m, keys // 2, 4, 3), Tile(block_m, keys // 2, 4, 2))
     return _with(_pointer_kernel(problem), *deep, Tile(block_m, 32, 4, 2), Tile(block_m, 16, 4, 1))
@@ -91,7 +96,8 @@ def _tuned(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _hopper_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
-    return _with(kernel, Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
+    longest = (Tile(128, 128, 8, 3),) if problem.plain else ()  # modifications need the registers of the longer tile
+    return _with(kernel, *longest, Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
 
 
 def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
@@ -112,13 +118,13 @@ def _ampere(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     elif width <= 128:
         tiles = [Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)]
     else:
-        tiles = [Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)]
+        tiles = [Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
     return _with(kernel, *tiles, Tile(64, 16, 4, 2), Tile(32, 16, 4, 1))
 
 
 def _cdna(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel, width = _pointer_kernel(problem), _width(problem)
-    first = Tile(128, 64, 4, 2) if width <= 128 else Tile(64, 32, 4, 2)
+    first = Tile(128, 64, 8, 2) if width <= 128 else Tile(64, 32, 4, 2)
     return _with(kernel, first, Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 
 
@@ -134,7 +140,16 @@ def _long_choices(problem: AttentionProblem, device: Device) -> tuple[Choice, ..
     return ()
 
 
-def _least_rows(problem: AttentionProblem, device: Device) -> int:
+def _with_rows(choice: Choice, rows: int) -> Choice:
+    """The choice with at most `rows` rows, and as many warps fewer, at least 4."""
+    tile, warps = choice.tile, choice.tile.num_warps
+    if tile.block_m <= rows:
+        return Choice(choice.kernel, tile)
+    warps = min(warps, max(4, warps * rows // tile.block_m))
+    return Choice(choice.kernel, replace(tile, block_m=rows, num_warps=warps))
+
+
+def _least_rows(device: Device) -> int:
     """Fewest rows that keep the tensor cores' full rate: 64 where wgmma computes, 32 elsewhere."""
     return 64 if device.generation >= 90 else 32
 
@@ -142,13 +157,11 @@ def _least_rows(problem: AttentionProblem, device: Device) -> int:
 def _few(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     smaller = []
     for choice in _long_choices(problem, device):
-        tile, least = choice.tile, _least_rows(problem, device)
-        rows, warps = tile.block_m, tile.num_warps
-        while rows > least and grid_of(problem, rows)[0] < device.sms:
-            rows, warps = rows // 2, max(4, warps // 2)
-        more = grid_of(problem, rows)[0] > grid_of(problem, tile.block_m)[0]
-        if more:
-            smaller.append(Choice(choice.kernel, Tile(rows, tile.block_n, warps, tile.num_stages, tile.maxnreg)))
+        full = rows = choice.tile.block_m
+        while rows > _least_rows(device) and grid_of(problem, rows)[0] < device.sms:
+            rows //= 2
+        if grid_of(problem, rows)[0] > grid_of(problem, full)[0]:
+            smaller.append(_with_rows(choice, rows))
     return tuple(smaller)
 
 
@@ -171,14 +184,14 @@ _LONG_RULES = (
     Rule(
         "hopper-d64",
         "Head dims up to 64 leave registers for 128 rows and long key tiles.",
-        "Reasoned from D=64 on an H200, where 128 rows of 8 warps were the best portable tile; this width is not measured.",
+        "128 rows of 8 warps were the best portable tile at D=64 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 64),
         _hopper_64,
     ),
     Rule(
         "hopper-d128",
-        "Softmax and wgmma do not overlap inside a program, so several small programs per SM hide one another's softmax.",
-        "64 rows of 4 warps with descriptor loads were the best portable tile at D=128 on an H200; with pointers 128 rows of 8 warps.",
+        "Softmax and wgmma do not overlap inside a program, so small programs share an SM and hide one another's.",
+        "64 rows of 4 warps with box loads were the best portable tile at D=128 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 128),
         _hopper_128,
     ),
@@ -192,7 +205,7 @@ _LONG_RULES = (
     Rule(
         "ampere",
         "sm_80 to sm_89 keep Q in registers and load K and V by asynchronous copies through pointers.",
-        "Tiles that FlashAttention-2 uses on sm_80, shrunk to the shared memory of the device; not measured here.",
+        "The largest of the tiles tried that compile for sm_80 without spills; not measured.",
         lambda problem, device: 80 <= device.generation < 90,
         _ampere,
     ),
@@ -208,7 +221,7 @@ _LONG_RULES = (
 RULES: tuple[Rule, ...] = (
     Rule(
         "interpreter",
-        "The interpreter runs programs one after the other, so tiles only need to be small enough for short test lengths.",
+        "The interpreter runs programs one after the other, so tiles need only suit short test lengths.",
         "Its time is the number of operations it interprets, not their size.",
         lambda problem, device: device.backend == "interpreter",
         _interpreter,
@@ -216,20 +229,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp32",
         "fp32 products run on the FP32 pipe and hold their operands in registers, so tiles are small.",
-        "Chosen by the limits of registers; not measured.",
+        "The largest tiles that compile for sm_80, sm_90 and gfx942 with at most 8 bytes of spills; not measured.",
         lambda problem, device: problem.dtype == "float32",
         _fp32,
     ),
     Rule(
         "short-queries",
         "There are fewer queries than rows in a full tile, so the tile takes just the next power of two of rows.",
-        "K and V are read once per tile whatever its rows, so time goes to DRAM; the rows only need to cover the queries.",
+        "K and V are read once per tile whatever its rows, so memory sets the time, not the rows.",
         lambda problem, device: problem.seq_q < SHORT_QUERIES,
         _short,
     ),
     Rule(
         "few-programs",
-        "Full tiles make fewer programs than the device has SMs, so rows are halved until there are enough or the tensor cores would idle.",
+        "Full tiles make fewer programs than there are SMs, so rows are halved, as far as the tensor cores allow.",
         "An idle SM costs more than the extra reads of K and V, which the L2 serves.",
         _is_few,
         _few,

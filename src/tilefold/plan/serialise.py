@@ -18,7 +18,7 @@ def to_json(record: Any) -> str:
 
 
 def from_json(kind: type[Record], text: str) -> Record:
-    """The record of type `kind` that `to_json` wrote. PlanError names the field that is missing, unknown or of the wrong type."""
+    """The record of type `kind` that `to_json` wrote. PlanError names a field that is missing, unknown or mistyped."""
     try:
         value = json.loads(text)
     except (TypeError, ValueError) as error:

@@ -38,7 +38,7 @@ class Comparison:
 
 
 def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor) -> Comparison:
-    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain` (PyTorch's result in the same dtype); same shapes, any devices."""
+    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain` (PyTorch's result in the same dtype), all of one shape."""
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
     exact = oracle.detach().double().flatten()

@@ -1,0 +1,101 @@
+"""Shared by the tests of attention: random inputs, small tiles, the comparison with the oracle, and mods in both languages."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from tilefold import reference
+
+BOX = "attention_forward_box"
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Standard normal, drawn in fp32 on the CPU so that every dtype and device sees the same numbers."""
+    return torch.randn(*shape).to(device=device, dtype=dtype)
+
+
+def qkv(b, sq, sk, h, hk, d, dv=None, dtype=torch.float32, device="cpu"):
+    """q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
+    return (
+        rand(b, sq, h, d, dtype=dtype, device=device),
+        rand(b, sk, hk, d, dtype=dtype, device=device),
+        rand(b, sk, hk, dv or d, dtype=dtype, device=device),
+    )
+
+
+def small_plan(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, **options: Any):
+    """The plan of this call with tiles so small that short sequences span several; None: the planner's own."""
+    plan = tilefold.attention_plan(q, k, v, **options)
+    if tile is None:
+        return plan
+    return plan.with_tile(block_m=tile[0], block_n=tile[1], num_warps=4, num_stages=2, kernel=kernel)
+
+
+def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str) -> None:
+    verdict = reference.compare(got, oracle, plain)
+    assert verdict.ok, f"{what}: {verdict}"
+
+
+def check(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, twins: dict[str, Any] | None = None,
+          varlen: tuple[Any, ...] | None = None, **options: Any):  # fmt: skip
+    """Run tilefold with small tiles and hold out and lse to the oracle.  twins: Python versions of score_mod and mask_mod."""
+    python = {**options, **(twins or {})}
+    if varlen is None:
+        plan = small_plan(q, k, v, tile, kernel, **options) if 0 not in q.shape else None
+        out, lse = tilefold.attention(q, k, v, return_lse=True, plan=plan, **options)
+        oracle = reference.attention(q, k, v, **python)
+        plain = reference.attention(q, k, v, dtype=q.dtype, **python)
+    else:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        plan = small_plan(q, k, v, tile, kernel, **dict(zip(names, varlen, strict=True)), **options)
+        out, lse = tilefold.attention_varlen(q, k, v, *varlen, return_lse=True, plan=plan, **options)
+        oracle = reference.attention_varlen(q, k, v, *varlen, **python)
+        plain = reference.attention_varlen(q, k, v, *varlen, dtype=q.dtype, **python)
+    note = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {sorted(options)}"
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    judge(out, oracle[0], plain[0], f"out {note}")
+    judge(lse, oracle[1], plain[1].float(), f"lse {note}")
+    return out, lse
+
+
+# ---------------------------------------------------------------- mods, for the kernel and for the oracle
+
+
+@triton.jit
+def relative(score, batch, head, q_index, kv_index, args):
+    """A learned bias per head and clipped distance: args = (table [H, 2 * span + 1], span)."""
+    table, span, seq_q, seq_k = args
+    distance = tl.minimum(tl.maximum(kv_index - q_index, -span), span) + span
+    return score + tl.load(table + head * (2 * span + 1) + distance)
+
+
+def relative_twin(score, batch, head, q_index, kv_index, args):
+    table, span = args[:2]
+    distance = (kv_index - q_index).clamp(-span, span) + span
+    return score + table.to(score.dtype)[head, distance.expand(score.shape)]
+
+
+@triton.jit
+def dilated(score, batch, head, q_index, kv_index, args):
+    """Every args[0]-th key, shifted by the batch index."""
+    return (kv_index + batch) % args[0] == q_index % args[0]
+
+
+def dilated_twin(score, batch, head, q_index, kv_index, args):
+    return (kv_index + batch) % args[0] == q_index % args[0]
+
+
+@triton.jit
+def prefix(score, batch, head, q_index, kv_index, args):
+    """The first args[0] keys, or causal from the bottom right: uses the lengths that end every args."""
+    first, seq_q, seq_k = args
+    return (kv_index < first) | (kv_index <= q_index + seq_k - seq_q)
+
+
+def prefix_twin(score, batch, head, q_index, kv_index, args):
+    first, seq_q, seq_k = args
+    return (kv_index < first) | (kv_index <= q_index + seq_k - seq_q)

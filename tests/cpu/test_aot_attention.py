@@ -1,0 +1,60 @@
+"""The attention kernels, as planned for real devices, compile for four targets under the oldest and the newest Triton.
+
+Planned, not chosen by hand: whatever tile the rules pick has to fit the target's shared memory, keep its registers out of
+memory in the main loop and use the target's tensor cores.
+"""
+
+import pytest
+
+from tilefold.aot import Job, JobResult, newest_triton, run_jobs
+from tilefold.aot.jobs import NEWEST_VARIABLE
+from tilefold.plan import AttentionProblem, device_named, plan_attention
+
+DEVICES = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
+
+
+def problem(dim: int = 128, dim_v: int | None = None, **changes: object) -> AttentionProblem:
+    shape = {"batch": 2, "seq_q": 4096, "seq_k": 4096, "heads": 16, "kv_heads": 4, "dim_qk": dim, "dim_v": dim_v or dim}
+    return AttentionProblem(**{**shape, **changes})  # type: ignore[arg-type]
+
+
+PROBLEMS = {
+    "d64": problem(64),
+    "d64 causal": problem(64, causal=True),
+    "d128": problem(128),
+    "d128 causal fp16": problem(128, causal=True, dtype="float16"),
+    "d128 window": problem(128, window=(256, 0)),
+    "d128 varlen causal": problem(128, varlen=True, causal=True),
+    "d128 every mod": problem(
+        128, causal=True, score_mods=("softcap", "alibi", "bias", "user"), mask_mods=("mask", "user"), sinks=True
+    ),
+    "d96 odd": problem(40, 96, descriptors=False),
+    "d256 causal": problem(256, causal=True),
+    "d128 one query": problem(128, seq_q=1),
+    "d128 fp32": problem(128, dtype="float32", causal=True),
+}
+JOBS = {
+    (name, target): Job(
+        "tilefold.ops.attention:example_launch",
+        {"problem": made, "plan": plan_attention(made, device_named(device))},
+        target,
+        label=f"{name} for {target}",
+    )
+    for name, made in PROBLEMS.items()
+    for target, device in DEVICES.items()
+}
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], JobResult]:
+    folder = newest_triton() if request.param == "newest" else None
+    if request.param == "newest" and folder is None:
+        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
+    return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder), strict=True))
+
+
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
+    tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
+    assert results[name, target].problems(tensor=tensor) == ()

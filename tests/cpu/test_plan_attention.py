@@ -1,0 +1,309 @@
+"""Plans: pure, within the limits on every device, exact in JSON, overridable, checked against the call."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilefold.errors import PlanError, TilefoldError, Unsupported
+from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
+from tilefold.plan.limits import KERNELS, Tile, tile_violation
+from tilefold.plan.rules import RULES
+from tilefold.plan.tuned import TUNED
+
+H200 = device_named("h200")
+LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
+
+lengths = st.one_of(st.integers(0, 300), st.integers(0, 200_000), st.integers(0, 2**31))
+dims = st.one_of(st.integers(1, 256), st.sampled_from([64, 128, 256, 257, 512]))
+problems = st.builds(
+    lambda kv_heads, group, **rest: AttentionProblem(heads=kv_heads * group, kv_heads=kv_heads, **rest),
+    kv_heads=st.integers(1, 16),
+    group=st.sampled_from([1, 2, 4, 7, 8]),
+    batch=st.one_of(st.integers(0, 8), st.integers(0, 100_000)),
+    seq_q=lengths,
+    seq_k=lengths,
+    dim_qk=dims,
+    dim_v=dims,
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 5000), st.integers(-1, 5000)),
+    varlen=st.booleans(),
+    score_mods=st.sampled_from([(), ("softcap",), ("softcap", "alibi", "bias", "user")]),
+    mask_mods=st.sampled_from([(), ("mask",), ("mask", "user")]),
+    sinks=st.booleans(),
+    descriptors=st.booleans(),
+)
+devices = st.sampled_from(list(DEVICES.values()))
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems, devices)
+def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: AttentionProblem, device: Device) -> None:
+    try:
+        plan = plan_attention(problem, device)
+    except Unsupported as error:
+        too_large = max(problem.dim_qk, problem.dim_v) > 256 or max(problem.seq_q, problem.seq_k) > 2**30
+        if not too_large and "batch, heads and seq_q" not in str(error):
+            raise
+        return
+    assert tile_violation(problem, device, plan.kernel, plan.tile) is None
+    assert plan.shared_bytes <= device.smem_per_block
+    assert plan.programs_per_sm >= 1
+    assert plan.block_qk >= problem.dim_qk
+    assert plan.block_v >= problem.dim_v
+    assert plan.grid == (-(-problem.seq_q // plan.block_m) * problem.batch * problem.heads, 1, 1)
+    assert plan.kernel in KERNELS
+    assert plan.kernel != "attention_forward_box" or (problem.descriptors and not problem.varlen)
+    assert plan.splits == 1
+    plan.check(problem, device)
+    again = plan_attention.__wrapped__(problem, device)
+    assert again == plan
+    assert str(again) == str(plan)
+    assert AttentionPlan.from_json(plan.to_json()) == plan
+    assert AttentionPlan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert all(len(line) <= 120 for line in str(plan).splitlines())
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "interpreter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [1, 32, 40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("seq_q", [1, 40, 4096])
+def test_every_head_dim_has_a_plan_everywhere(name: str, dtype: str, dim: int, seq_q: int) -> None:
+    everything: dict[str, Any] = {
+        "score_mods": ("softcap", "alibi", "bias", "user"),
+        "mask_mods": ("mask", "user"),
+        "sinks": True,
+    }
+    for extra in ({}, everything):
+        plan = plan_attention(AttentionProblem(4, seq_q, 4096, 32, 8, dim, dim, dtype, **extra), device_named(name))
+        assert plan.block_m <= 128
+
+
+FIRES = {
+    "interpreter": (LONG, "interpreter"),
+    "fp32": (replace(LONG, dtype="float32"), "a100"),
+    "short-queries": (replace(LONG, seq_q=17), "h200"),
+    "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
+    "tuned": (LONG, "h200"),
+    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=64), "h100"),
+    "hopper-d128": (replace(LONG, dim_v=64), "h200"),
+    "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
+    "ampere": (LONG, "rtx4090"),
+    "cdna": (LONG, "mi300x"),
+}
+
+
+def test_the_table_of_rules_is_complete() -> None:
+    assert [rule.name for rule in RULES] == list(FIRES)
+    for rule in RULES:
+        assert rule.reason.endswith(".")
+        assert rule.evidence.endswith(".")
+
+
+@pytest.mark.parametrize("name", list(FIRES))
+def test_each_rule_fires(name: str) -> None:
+    problem, device = FIRES[name]
+    plan = plan_attention(problem, device_named(device))
+    assert plan.rule == name
+    assert plan.reason
+    assert plan.evidence
+    assert f"{name}. " in str(plan)
+
+
+def test_tuned_tiles_fit_their_architecture() -> None:
+    for key, entry in TUNED.items():
+        dtype = "float32" if key.dtype_class == "float32" else "bfloat16"
+        mods = ("bias",) if key.features == "mods" else ()
+        problem = replace(LONG, dim_qk=key.block_qk, dim_v=key.block_v, dtype=dtype, score_mods=mods)
+        problem = replace(problem, descriptors=key.loads == "box", causal=key.features == "band")
+        device = next(device for device in DEVICES.values() if device.arch == key.arch)
+        plan = plan_attention(problem, device)
+        assert (plan.rule, plan.tile, plan.evidence) == ("tuned", entry.tile, entry.evidence)
+
+
+@pytest.mark.parametrize(("queries", "rows"), [(1, 16), (16, 16), (17, 32), (33, 64), (63, 64)])
+def test_short_queries_take_the_next_power_of_two(queries: int, rows: int) -> None:
+    assert plan_attention(replace(LONG, seq_q=queries), H200).block_m == rows
+
+
+def test_short_queries_of_64_rows_use_the_full_rate_kernels() -> None:
+    assert plan_attention(replace(LONG, seq_q=40), H200).kernel == "attention_forward_box"
+    assert plan_attention(replace(LONG, seq_q=40, dim_qk=64, dim_v=64), H200).tile == Tile(64, 128, 4, 2)
+    assert plan_attention(replace(LONG, seq_q=1), H200).kernel == "attention_forward"
+
+
+def test_the_interpreter_takes_64_by_64_or_less() -> None:
+    device = device_named("interpreter")
+    assert plan_attention(LONG, device).tile == Tile(64, 64, 4, 1)
+    assert plan_attention(replace(LONG, seq_q=20, seq_k=5), device).tile == Tile(32, 16, 4, 1)
+    assert plan_attention(LONG, device).kernel == "attention_forward"
+    assert plan_attention(replace(LONG, varlen=True), device).kernel == "attention_forward_varlen"
+
+
+def test_box_loads_are_taken_where_they_can_be() -> None:
+    assert plan_attention(LONG, H200).kernel == "attention_forward_box"
+    unaligned = plan_attention(replace(LONG, descriptors=False), H200)
+    packed = plan_attention(replace(LONG, varlen=True), H200)
+    assert (unaligned.kernel, packed.kernel) == ("attention_forward", "attention_forward_varlen")
+    assert "not multiples of 16 bytes" in str(unaligned)
+    assert "box loads" in [entry.what for entry in packed.rejected]
+
+
+def test_few_programs_halve_the_rows() -> None:
+    problem = AttentionProblem(1, 1024, 1024, 8, 8, 128, 128)
+    plan = plan_attention(problem, device_named("a100"))
+    assert (plan.rule, plan.block_m) == ("few-programs", 64)
+    assert plan.grid[0] >= plan.device.sms
+
+
+def test_buffers() -> None:
+    out, lse = plan_attention(AttentionProblem(2, 10, 20, 8, 2, 64, 32, "float16"), H200).buffers
+    assert (out.name, out.shape, out.dtype) == ("out", (2, 10, 8, 32), "float16")
+    assert (lse.name, lse.shape, lse.dtype) == ("lse", (2, 8, 10), "float32")
+    packed = plan_attention(AttentionProblem(2, 10, 20, 8, 2, 64, 32, varlen=True), H200).buffers
+    assert [buffer.shape for buffer in packed] == [(-1, 8, 32), (8, -1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dim_qk": 257}, "dim_qk must be at most 256, got 257"),
+        ({"dim_v": 300}, "dim_v must be at most 256, got 300"),
+        ({"seq_k": 2**30 + 1}, "seq_k must be at most 2**30"),
+        ({"batch": 2**31}, "batch, heads and seq_q: grid needs"),
+    ],
+)
+def test_what_no_kernel_serves_is_unsupported(change: dict[str, int], text: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
+    assert text in str(caught.value)
+
+
+def test_old_and_unknown_devices_are_unsupported() -> None:
+    with pytest.raises(Unsupported, match="device must be sm_80 or newer, got t4 \\(sm_75\\)"):
+        plan_attention(LONG, replace(H200, name="t4", arch=75))
+    with pytest.raises(Unsupported, match="device must have backend cuda, hip or interpreter, got 'xpu'"):
+        plan_attention(LONG, replace(H200, backend="xpu", arch="pvc"))
+    with pytest.raises(Unsupported, match="no tile fits tiny for dim_qk=128"):
+        plan_attention(LONG, replace(H200, name="tiny", smem_per_block=2048))
+
+
+def test_with_tile_recomputes_what_follows() -> None:
+    plan = plan_attention(LONG, H200)
+    other = plan.with_tile(block_m=128, num_warps=8, kernel="attention_forward")
+    assert (other.rule, other.grid, other.kernel) == ("override", (128 * 16, 1, 1), "attention_forward")
+    assert other.block_n == plan.block_n
+    assert other.shared_bytes > plan.shared_bytes
+    assert "rule tuned had chosen it" in other.rejected[0].why
+    assert AttentionPlan.from_json(other.to_json()) == other
+    assert plan.with_tile(maxnreg=168).maxnreg == 168
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"block_m": 48}, "block_m must be a power of two of at least 16, got 48"),
+        ({"block_n": 8}, "block_n must be a power of two of at least 16, got 8"),
+        ({"num_warps": 3}, "num_warps must be a power of two from 1 to 32, got 3"),
+        ({"num_stages": 0}, "num_stages must be from 1 to 8, got 0"),
+        ({"maxnreg": 300}, "maxnreg must be None or from 24 to 255, got 300"),
+        ({"block_m": 256}, "accumulators need 384 registers per thread, a thread has 255"),
+        ({"block_n": 256, "num_warps": 8}, "needs 401 KiB of shared memory, a program on h200 has 227 KiB"),
+        ({"kernel": "fast"}, "kernel must be one of"),
+        ({"kernel": "attention_forward_varlen"}, "does not serve a problem with varlen=False"),
+    ],
+)
+def test_with_tile_refuses_what_does_not_fit(change: dict[str, object], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_attention(LONG, H200).with_tile(**change)  # type: ignore[arg-type]
+    assert str(caught.value).startswith("plan field ")
+    assert text in str(caught.value)
+
+
+def test_check_names_the_field_that_differs() -> None:
+    plan = plan_attention(LONG, H200)
+    plan.check(LONG, device_named("h100"))
+    with pytest.raises(PlanError, match="plan was made for seq_q=16384, the call has seq_q=100"):
+        plan.check(replace(LONG, seq_q=100), H200)
+    with pytest.raises(PlanError, match="plan was made for causal=False, the call has causal=True"):
+        plan.check(replace(LONG, causal=True), H200)
+    with pytest.raises(PlanError, match="plan was made for a device with arch=90, this device has arch=80"):
+        plan.check(LONG, device_named("a100"))
+    with pytest.raises(PlanError, match="kernel attention_forward_box cannot be used"):
+        plan.check(replace(LONG, descriptors=False), H200)
+    with pytest.raises(PlanError, match="plan field shared_bytes"):
+        plan.check(LONG, replace(H200, smem_per_block=1000))
+    plan.with_tile(kernel="attention_forward").check(replace(LONG, descriptors=False), H200)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("grid",), [1, 1, 1], "plan field grid must be (4096, 1, 1)"),
+        (("block_m",), 63, "plan field block_m: block_m must be a power of two"),
+        (("block_qk",), 64, "plan field block_qk must be 128"),
+        (("splits",), 2, "plan field splits must be 1"),
+        (("splits",), True, "AttentionPlan.splits must be int, got True"),
+        (("maxnreg",), "many", "AttentionPlan.maxnreg must be int or null, got 'many'"),
+        (("extra",), 1, "AttentionPlan has no field 'extra'"),
+        (("problem", "window"), [1], "AttentionPlan.problem.window must have 2 entries, got 1"),
+        (("problem", "score_mods"), "x", "AttentionPlan.problem.score_mods must be a list, got 'x'"),
+        (("device",), 7, "AttentionPlan.device must be an object, got 7"),
+    ],
+)
+def test_json_that_is_wrong_is_refused(path: tuple[str, ...], value: object, text: str) -> None:
+    tree = json.loads(plan_attention(LONG, H200).to_json())
+    node = tree
+    for name in path[:-1]:
+        node = node[name]
+    node[path[-1]] = value
+    with pytest.raises(PlanError) as caught:
+        AttentionPlan.from_json(json.dumps(tree))
+    assert text in str(caught.value)
+
+
+def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
+    tree = json.loads(plan_attention(LONG, H200).to_json())
+    del tree["rule"]
+    with pytest.raises(PlanError, match=r"AttentionPlan\.rule is missing"):
+        AttentionPlan.from_json(json.dumps(tree))
+    with pytest.raises(PlanError, match="text is not JSON"):
+        AttentionPlan.from_json("{")
+    tree = json.loads(plan_attention(LONG, H200).to_json())
+    tree["problem"]["kv_heads"] = 3
+    with pytest.raises(TilefoldError, match="kv_heads must divide heads"):
+        AttentionPlan.from_json(json.dumps(tree))
+
+
+def test_a_plan_reads_as_the_documentation_shows() -> None:
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "plan.md"
+    plan = plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200)
+    assert str(plan) in page.read_text(encoding="utf-8")
+    assert "split-KV" in str(plan)
+    assert "28 of 132 SMs have work (21%)" in str(plan)
+
+
+def test_an_empty_problem_launches_nothing_and_says_so() -> None:
+    plan = plan_attention(replace(LONG, batch=0), H200)
+    assert plan.grid == (0, 1, 1)
+    assert "nothing is launched" in str(plan)
+    assert "none: there is no work." in str(plan_attention(replace(LONG, seq_q=0), H200))
+    assert "No key is live" in str(plan_attention(replace(LONG, seq_k=0), H200))
+
+
+def test_a_tile_that_may_spill_says_so() -> None:
+    plan = plan_attention(replace(LONG, descriptors=False), device_named("a100"))
+    assert "may spill" not in str(plan)
+    assert "may spill" in str(plan.with_tile(num_warps=4))
+
+
+def test_planning_imports_no_triton() -> None:
+    code = "import sys, tilefold.plan; assert not {'triton', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
