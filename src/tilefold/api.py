@@ -152,9 +152,9 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager; through torch's dispatcher when something traces."""
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN_TENSORS:
+    if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and type(q) not in _PLAIN_TENSORS):
         return dispatched(q, k, v, call)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _needs_gradient(call)):
+    if torch.is_grad_enabled() and _needs_gradient(q, k, v, call):
         raise Unsupported(_NO_GRADIENT)
     return _ops.forward(q, k, v, call)
 
@@ -163,5 +163,6 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NO_GRADIENT = "an input requires a gradient, but this release has the forward pass only: call under torch.no_grad(), or detach() the inputs"
 
 
-def _needs_gradient(call: Call) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in (call.bias, call.sinks, *call.score_args))
+def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
+    inputs: tuple[Any, ...] = (q, k, v, call.bias, call.sinks, call.alibi_slopes, *tuple(call.score_args or ()))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)

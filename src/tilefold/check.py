@@ -82,9 +82,9 @@ def check_number(name: str, value: object, *, low: float | None = None, above: f
     if number != number or number in (float("inf"), float("-inf")):
         raise ValueRangeError(f"{name} must be finite, got {value!r}")
     if low is not None and number < low:
-        raise ValueRangeError(f"{name} must be at least {low}, got {value!r}")
+        raise ValueRangeError(f"{name} must be at least {low:g}, got {value!r}")
     if above is not None and number <= above:
-        raise ValueRangeError(f"{name} must be greater than {above}, got {value!r}")
+        raise ValueRangeError(f"{name} must be greater than {above:g}, got {value!r}")
     return number
 
 

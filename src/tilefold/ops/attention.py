@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
-from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..types import Layout, ModArgs, ModFunction, Window
 from .device import device_of, interpreting
 
@@ -167,7 +167,7 @@ def _facts_of_args(args: ModArgs) -> Any:
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    from ..plan import plan_attention
+    from ..plan import AttentionPlan, plan_attention
 
     sizes = _sizes(q, k, v, call)
     window = _window(call.window, call.causal)
@@ -175,7 +175,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         1.0 / math.sqrt(max(1, sizes["dim_qk"])) if call.scale is None else check_number("scale", call.scale, above=0.0)
     )
     softcap = check_number("softcap", call.softcap, low=0.0)
-    _check_mods(call)
+    _check_mods(call, q.device)
+    if call.plan is not None and not isinstance(call.plan, AttentionPlan):
+        raise DtypeError(f"plan must be an AttentionPlan or None, got {type(call.plan).__name__}")
     out_shape, lse_shape = _shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
@@ -250,13 +252,18 @@ def _window(window: Window | None, causal: bool) -> tuple[int, int]:
     return (left, 0) if causal else (left, right)
 
 
-def _check_mods(call: Call) -> None:
+def _check_mods(call: Call, device: torch.device) -> None:
     for name, fn, args in (
         ("score", call.score_mod, call.score_args),
         ("mask", call.mask_mod, call.mask_args),
     ):
         if not isinstance(args, tuple):
             raise DtypeError(f"{name}_args must be a tuple, got {type(args).__name__}")
+        for i, arg in enumerate(args):
+            if not isinstance(arg, (torch.Tensor, int, float)):
+                raise DtypeError(f"{name}_args[{i}] must be a tensor, an int or a float, got {type(arg).__name__}")
+            if isinstance(arg, torch.Tensor) and arg.device != device:
+                raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
         if fn is None:
             if args:
                 raise ValueRangeError(f"{name}_args were given without {name}_mod")

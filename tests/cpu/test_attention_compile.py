@@ -1,0 +1,124 @@
+"""torch.compile, opcheck and FakeTensor: the op is opaque to a tracer and gives the eager result."""
+
+import pytest
+import torch
+from cases import prefix, qkv, rand, relative
+
+import tilefold
+from tilefold.ops.library import attention_op
+
+pytestmark = pytest.mark.no_poison
+
+OPTIONS = {
+    "plain": lambda device: {},
+    "causal": lambda device: {"causal": True},
+    "window": lambda device: {"window": (9, None), "scale": 0.3, "softcap": 4.0},
+    "tensors": lambda device: {
+        "bias": rand(1, 4, 20, 33, device=device),
+        "mask": rand(2, 1, 20, 33, device=device) > -1,
+        "alibi_slopes": rand(4, device=device).abs(),
+        "sinks": rand(4, device=device),
+    },
+    "hooks": lambda device: {
+        "score_mod": relative,
+        "score_args": (rand(4, 9, device=device), 4),
+        "mask_mod": prefix,
+        "mask_args": (3,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compile_fullgraph(name, device):
+    torch._dynamo.reset()
+    options = OPTIONS[name](device)
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
+
+    def layer(q, k, v, **options):
+        out, lse = tilefold.attention(2 * q, k, v, return_lse=True, **options)
+        return out + 1, lse
+
+    want = layer(q, k, v, **options)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for got, expected in zip(compiled(q, k, v, **options), want, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_compile_varlen(device):
+    torch._dynamo.reset()
+    q, k, v = rand(30, 4, 16, device=device), rand(50, 2, 16, device=device), rand(50, 2, 16, device=device)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([0, 10, 30], [0, 45, 50]))
+
+    def layer(q, k, v, cu_q, cu_k):
+        return tilefold.attention_varlen(q, k, v, cu_q, cu_k, 20, 45, causal=True) * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, cu_q, cu_k), layer(q, k, v, cu_q, cu_k))
+
+
+def test_compile_with_dynamic_lengths(device):
+    """One graph serves all lengths."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=count)
+    for sq, sk in ((20, 33), (25, 40), (40, 60)):
+        q, k, v = qkv(2, sq, sk, 4, 2, 32, device=device)
+        assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, causal=True))
+    assert len(graphs) == 1
+
+
+def test_plan_travels_through_the_dispatcher(device):
+    torch._dynamo.reset()
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
+    plan = tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16)
+    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, plan=plan))
+
+
+def test_errors_come_at_trace_time(device):
+    torch._dynamo.reset()
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
+    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="heads of q must be a multiple"):
+        compiled(q[:, :, :3], k, v)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_opcheck(layout, device):
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    bias, sinks = rand(1, 4, 1, 33, device=device), rand(4, device=device)
+    args = (q, k, v, None, bias, None, sinks, [], None, None, 0, 0, True, -1, -1, None, 0.0, layout, "")
+    torch.library.opcheck(attention_op, args)
+
+
+def test_opcheck_varlen(device):
+    q, k, v = (rand(30, 2, 16, device=device) for _ in range(3))
+    cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
+    args = (q, k, v, None, None, None, None, [], cu, cu, 20, 20, False, 5, 0, 0.2, 1.0, "bshd", "")
+    torch.library.opcheck(attention_op, args)
+
+
+def test_fake_tensors_launch_nothing(device):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 20, 4, 32, device=device) for _ in range(3))
+        out, lse = tilefold.attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 4, 20)
+
+
+def test_gradient_through_the_op_is_refused(device):
+    q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
+    args = (None, None, None, None, [], None, None, 0, 0, False, -1, -1, None, 0.0, "bshd", "")
+    out, _ = attention_op(q.requires_grad_(), k, v, *args)
+    with pytest.raises(tilefold.Unsupported, match="gradients"):
+        out.sum().backward()

@@ -1,0 +1,135 @@
+"""Bad input: every refusal names the argument, what was given and what is accepted, and nothing is launched."""
+
+import pytest
+import torch
+from cases import dilated, qkv, relative
+
+import tilefold
+from tilefold import DeviceError, DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
+from tilefold.ops import launch
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_launched(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(launch.Launcher, "__call__", refuse)
+
+
+def half(*shape, device="cpu"):
+    return torch.randn(*shape, device=device).half()
+
+
+def bad_calls(device):
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
+    other = torch.randn(2, 33, 2, 32, device=device)
+    yield ShapeError, "q has 3 dimensions, shape (20, 4, 32); expected [batch, seq_q, heads, dim_qk]", (q[0], k, v), {}
+    yield ShapeError, "dimension 0 (batch) is 1, should be 2 as in q", (q, k[:1], v), {}
+    yield ShapeError, "dimension 3 (dim_qk) is 16, should be 32 as in q", (q, k[..., :16], v), {}
+    yield ShapeError, "v has shape (2, 30, 2, 32), expected [batch, seq_k, kv_heads, dim_v]", (q, k, v[:, :30]), {}
+    yield ShapeError, "dimension 2 (kv_heads) is 1, should be 2 as in k", (q, k, v[:, :, :1]), {}
+    yield ShapeError, "q has 3 heads and k has 2: the heads of q must be a multiple", (q[:, :, :3], k, v), {}
+    yield DtypeError, "k has dtype float32, but q has float16", (q, other, v), {}
+    yield DtypeError, "q has dtype float64, accepted: float16, bfloat16, float32", (q.double(), k, v), {}
+    yield DtypeError, "v must be a torch.Tensor, got NoneType", (q, k, None), {}
+    yield DtypeError, "q must be a torch.Tensor, got list", ([1.0], k, v), {}
+    yield DeviceError, "k is on meta, but q is on", (q, k.to("meta"), v), {}
+    wide = half(2, 20, 4, 320, device=device)
+    yield Unsupported, "q and k have head dim 320; accepted: 1 to 256", (wide, wide, wide), {}
+    yield Unsupported, "v have head dim 320", (q, q, wide), {}
+    yield Unsupported, "q and k have head dim 0; accepted: 1 to 256", (q[..., :0], k[..., :0], v), {}
+    turned = half(2, 20, 32, 4, device=device).transpose(2, 3)
+    yield LayoutError, "q needs a contiguous last dimension (stride 1), got strides", (turned, k, v), {}
+    yield LayoutError, "v needs a contiguous last dimension", (q, k, half(2, 33, 2, 64, device=device)[..., ::2]), {}
+    for value in (0.0, -1.0):
+        yield ValueRangeError, f"scale must be greater than 0, got {value}", (q, k, v), {"scale": value}
+    yield ValueRangeError, "scale must be finite, got nan", (q, k, v), {"scale": float("nan")}
+    yield DtypeError, "scale must be a number, got '1'", (q, k, v), {"scale": "1"}
+    yield ValueRangeError, "softcap must be at least 0, got -3", (q, k, v), {"softcap": -3}
+    yield DtypeError, "softcap must be a number, got None", (q, k, v), {"softcap": None}
+    yield DtypeError, "causal must be a bool, got 1", (q, k, v), {"causal": 1}
+    yield DtypeError, "window must be None or a pair (left, right), got 5", (q, k, v), {"window": 5}
+    yield DtypeError, "window must hold integers or None", (q, k, v), {"window": (1.5, 2)}
+    yield ValueRangeError, "window sides must be at least 0", (q, k, v), {"window": (-2, 0)}
+    yield ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'", (q, k, v), {"layout": "sbhd"}
+    yield ShapeError, "bias has shape (2, 4, 20, 1)", (q, k, v), {"bias": torch.zeros(2, 4, 20, 1, device=device)}
+    yield ShapeError, "dimension 1 (heads) is 3, should be 4 or 1 as in q", (q, k, v), {"bias": torch.zeros(2, 3, 20, 33, device=device)}
+    yield ShapeError, "bias has 2 dimensions", (q, k, v), {"bias": torch.zeros(20, 33, device=device)}
+    yield DtypeError, "bias has dtype bool", (q, k, v), {"bias": torch.ones(2, 4, 20, 33, device=device) > 0}
+    yield DtypeError, "mask has dtype float32, accepted: bool", (q, k, v), {"mask": torch.ones(2, 4, 20, 33, device=device)}
+    yield ShapeError, "alibi_slopes has shape (3,), expected [heads]", (q, k, v), {"alibi_slopes": torch.ones(3, device=device)}
+    yield DtypeError, "alibi_slopes has dtype float16", (q, k, v), {"alibi_slopes": half(4, device=device)}
+    yield ShapeError, "sinks has shape (2,), expected [heads]", (q, k, v), {"sinks": torch.ones(2, device=device)}
+    yield DeviceError, "sinks is on meta", (q, k, v), {"sinks": torch.ones(4, device="meta")}
+    yield DtypeError, "score_mod must be a @triton.jit function of (score, batch, head,", (q, k, v), {"score_mod": lambda s, *a: s}
+    yield DtypeError, "mask_mod must be a @triton.jit function", (q, k, v), {"mask_mod": tilefold.attention}
+    yield DtypeError, "score_args must be a tuple, got list", (q, k, v), {"score_mod": relative, "score_args": [1]}
+    yield DtypeError, "mask_args[0] must be a tensor, an int or a float, got str", (q, k, v), {"mask_mod": dilated, "mask_args": ("2",)}
+    yield DeviceError, "score_args[0] is on meta", (q, k, v), {"score_mod": relative, "score_args": (torch.ones(4, device="meta"), 1)}
+    yield ValueRangeError, "score_args were given without score_mod", (q, k, v), {"score_args": (1,)}
+    yield DtypeError, "plan must be an AttentionPlan or None, got str", (q, k, v), {"plan": "fast"}
+    yield Unsupported, "an input requires a gradient", (q.clone().requires_grad_(), k, v), {}
+    bias = torch.zeros(2, 4, 20, 33, device=device).requires_grad_()
+    yield Unsupported, "an input requires a gradient", (q, k, v), {"bias": bias}
+
+
+def test_bad_calls(device):
+    for error, text, tensors, options in bad_calls(device):
+        with pytest.raises(error) as caught:
+            tilefold.attention(*tensors, **options)
+        assert text in str(caught.value), str(caught.value)
+        assert isinstance(caught.value, tilefold.TilefoldError)
+
+
+def test_bad_varlen(device):
+    q, k, v = (torch.randn(30, 2, 16, device=device) for _ in range(3))
+    cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
+    good = (cu, cu, 20, 20)
+    for error, text, tensors, where, options in (
+        (ShapeError, "q has 4 dimensions", (q[None], k, v), good, {}),
+        (DtypeError, "cu_seqlens_q has dtype int64, accepted: int32", (q, k, v), (cu.long(), cu, 20, 20), {}),
+        (ShapeError, "cu_seqlens_k has shape (2,), expected [offsets]", (q, k, v), (cu, cu[:2], 20, 20), {}),
+        (DtypeError, "cu_seqlens_q must be a torch.Tensor, got list", (q, k, v), ([0, 30], cu, 20, 20), {}),
+        (DtypeError, "max_seqlen_q must be an int, got float", (q, k, v), (cu, cu, 20.0, 20), {}),
+        (ValueRangeError, "max_seqlen_k must be at least 0, got -1", (q, k, v), (cu, cu, 20, -1), {}),
+        (ShapeError, "cu_seqlens_q is empty", (q, k, v), (cu[:0], cu[:0], 20, 20), {}),
+        (DeviceError, "cu_seqlens_k is on meta", (q, k, v), (cu, cu.to("meta"), 20, 20), {}),
+        (ShapeError, "bias has shape (2, 2, 20, 30)", (q, k, v), good, {"bias": torch.zeros(2, 2, 20, 30, device=device)}),
+        (ShapeError, "alibi_slopes has shape (3, 2)", (q, k, v), good, {"alibi_slopes": torch.zeros(3, 2, device=device)}),
+    ):
+        with pytest.raises(error) as caught:
+            tilefold.attention_varlen(*tensors, *where, **options)
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_plan_of_another_problem(device):
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
+    plan = tilefold.attention_plan(q, k, v)
+    for tensors, options, text in (
+        ((q[:1], k[:1], v[:1]), {}, "batch=2, the call has batch=1"),
+        ((q, k, v), {"causal": True}, "causal=False, the call has causal=True"),
+        ((q.float(), k.float(), v.float()), {}, "dtype='float16'"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            tilefold.attention(*tensors, plan=plan, **options)
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_plan_without_queries(device):
+    q = torch.randn(1, 0, 2, 16, device=device)
+    with pytest.raises(Unsupported, match="there is no query"):
+        tilefold.attention_plan(q, q, q)
+
+
+def test_misspelt_option(device):
+    q = torch.randn(1, 4, 2, 16, device=device)
+    with pytest.raises(TypeError, match="softmax_scale"):
+        tilefold.attention_plan(q, q, q, softmax_scale=1.0)
+
+
+def test_cpu_tensors_without_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    q = torch.randn(3, 5, 7, 16)
+    with pytest.raises(DeviceError, match=r"tensors are on cpu; tilefold runs on CUDA and ROCm GPUs"):
+        tilefold.attention(q, q, q)

@@ -1,0 +1,204 @@
+"""What only a GPU shows: compilations, graphs, streams, large tensors, the planned tiles at real sizes, several devices."""
+
+import gc
+
+import pytest
+import torch
+from cases import check, judge, qkv, rand
+
+import tilefold
+from tilefold import reference
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256])
+def test_planned_tiles(dim, dtype):
+    """The planner's own tiles, lengths that are no multiple of anything."""
+    q, k, v = qkv(2, 333, 1001, 8, 2, dim, dtype=dtype, device=DEVICE)
+    for options in ({}, {"causal": True}, {"window": (200, 50)}, {"softcap": 5.0, "sinks": rand(8, device=DEVICE)}):
+        check(q, k, v, None, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_planned_mods(dim):
+    q, k, v = qkv(2, 500, 700, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+    check(q, k, v, None, bias=rand(2, 1, 500, 700, dtype=torch.bfloat16, device=DEVICE), causal=True)
+    check(q, k, v, None, mask=rand(1, 4, 500, 700, device=DEVICE) > 0, alibi_slopes=rand(4, device=DEVICE).abs())
+
+
+def test_planned_varlen():
+    lengths_q, lengths_k = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k))
+    for dim in (64, 128):
+        q = rand(sum(lengths_q), 8, dim, dtype=torch.bfloat16, device=DEVICE)
+        k, v = (rand(sum(lengths_k), 2, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        for options in ({}, {"causal": True}, {"window": (100, 0)}):
+            check(q, k, v, None, varlen=(cu_q, cu_k, 1000, 1000), **options)
+
+
+def test_one_compilation_serves_all_lengths():
+    """Lengths, batch, heads, group, scale and window are run-time values."""
+    from tilefold.kernels import attention_forward as kernels
+
+    def compiled():
+        return sum(
+            len(caches[0])
+            for fn in (kernels.attention_forward, kernels.attention_forward_box, kernels.attention_forward_varlen)
+            for caches in fn.device_caches.values()
+        )
+
+    def run(b, sq, sk, h, hk, scale, window):
+        q, k, v = qkv(b, sq, sk, h, hk, 64, dtype=torch.bfloat16, device=DEVICE)
+        tilefold.attention(q, k, v, scale=scale, window=window, plan=_fixed(q, k, v, window))
+
+    run(2, 300, 400, 4, 2, 0.1, (100, 10))
+    before = compiled()
+    for args in ((1, 301, 1000, 8, 8, 0.2, (7, 3)), (3, 1, 1, 16, 2, 1.0, (0, 0)), (2, 4096, 777, 2, 2, 0.5, (5000, 1))):
+        run(*args)
+    assert compiled() == before
+
+
+def _fixed(q, k, v, window):
+    plan = tilefold.attention_plan(q, k, v, window=window)
+    return plan.with_tile(kernel="attention_forward", block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_cuda_graph_replays_with_changed_inputs(dim):
+    q, k, v = qkv(2, 300, 500, 8, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+    sinks = rand(8, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tilefold.attention(q, k, v, causal=True, sinks=sinks)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = tilefold.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    for _ in range(3):
+        for t in (q, k, v, sinks):
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        oracle = reference.attention(q, k, v, causal=True, sinks=sinks)
+        plain = reference.attention(q, k, v, causal=True, sinks=sinks, dtype=torch.bfloat16)
+        judge(out, oracle[0], plain[0], "graph out")
+        judge(lse, oracle[1], plain[1].float(), "graph lse")
+
+
+def test_varlen_graph_with_changed_offsets():
+    """Other lengths inside the planned maxima: the offsets are read on the device only."""
+    q, k, v = (rand(600, 4, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    cu = torch.tensor([0, 100, 300, 600], dtype=torch.int32, device=DEVICE)
+    tilefold.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilefold.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
+    for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
+        cu.copy_(torch.tensor(offsets, dtype=torch.int32))
+        graph.replay()
+        oracle = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
+        plain = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True, dtype=torch.bfloat16)
+        judge(out, oracle[0], plain[0], f"graph {offsets}")
+
+
+def test_side_stream():
+    """The launch goes to the current stream: work queued before it on that stream is seen."""
+    q, k, v = qkv(1, 200, 300, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    want = tilefold.attention(2 * q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        got = tilefold.attention(2 * q, k, v)
+    stream.synchronize()
+    assert torch.equal(got, want)
+
+
+def test_no_host_synchronisation():
+    q, k, v = qkv(1, 200, 300, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    cu = torch.tensor([0, 50, 200], dtype=torch.int32, device=DEVICE)
+    flat = [t[0, :200] for t in (q, k, v)]
+    bias = rand(1, 1, 200, 300, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tilefold.attention(q, k, v, causal=True, bias=bias)
+        tilefold.attention_varlen(*flat, cu, cu, 150, 150, causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_same_bits_in_twenty_runs():
+    q, k, v = qkv(2, 1000, 1500, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    first = tilefold.attention(q, k, v, causal=True, return_lse=True)
+    for _ in range(20):
+        again = tilefold.attention(q, k, v, causal=True, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_long_sequence():
+    """128k keys: a sample of rows against fp64."""
+    n = 131072
+    q, k, v = qkv(1, 256, n, 4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    check(q, k, v, None, causal=True)
+
+
+@pytest.mark.large
+def test_more_than_2_to_the_31_elements():
+    """q, k, v and out beyond 2^31 elements each: the last batch entry is held to the oracle."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    b, s, h, d = 33, 8192, 64, 128
+    assert b * s * h * d > 1 << 31
+    q, k, v = (torch.randn(b, s, h, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    out, lse = tilefold.attention(q, k, v, causal=True, return_lse=True)
+    rows = slice(s - 64, s)
+    for i_b, i_h in ((0, 0), (b - 1, h - 1), (b - 1, 0)):
+        one = [t[i_b : i_b + 1, :, i_h : i_h + 1] for t in (q, k, v)]
+        oracle = reference.attention(one[0][:, rows], *one[1:], causal=True)
+        plain = reference.attention(one[0][:, rows], *one[1:], causal=True, dtype=torch.bfloat16)
+        judge(out[i_b : i_b + 1, rows, i_h : i_h + 1], oracle[0], plain[0], f"out of {i_b}, {i_h}")
+        judge(lse[i_b : i_b + 1, i_h : i_h + 1, rows], oracle[1], plain[1].float(), f"lse of {i_b}, {i_h}")
+    flat = [t.view(b * s, h, d) for t in (q, k, v)]
+    cu = torch.arange(b + 1, dtype=torch.int32, device=DEVICE) * s
+    packed, packed_lse = tilefold.attention_varlen(*flat, cu, cu, s, s, causal=True, return_lse=True)
+    torch.testing.assert_close(packed.view_as(out)[-1, -64:], out[-1, -64:], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(packed_lse[:, -64:], lse[-1, :, -64:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.large
+def test_far_bias_offsets():
+    """A bias of more than 2^31 elements."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    n = 46400
+    assert n * n > 1 << 31
+    bias = torch.randn(1, 1, n, n, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = qkv(1, n, n, 1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    out = tilefold.attention(q, k, v, bias=bias)
+    rows = slice(n - 32, n)
+    oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
+    plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=torch.bfloat16)
+    judge(out[:, rows], oracle[0], plain[0], "last rows")
+
+
+def test_inductor():
+    torch._dynamo.reset()
+    q, k, v = qkv(2, 300, 500, 8, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    compiled = torch.compile(lambda q, k, v: tilefold.attention(2 * q, k, v, causal=True) + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), tilefold.attention(2 * q, k, v, causal=True) + 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_device():
+    q, k, v = qkv(1, 200, 300, 2, 2, 64, dtype=torch.bfloat16, device="cuda:1")
+    check(q, k, v, None, causal=True)
+    check(q, k, v, None, causal=True)
+    assert torch.cuda.current_device() == 0
+
+
+def test_device_mix():
+    q, k, v = qkv(1, 20, 30, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(tilefold.DeviceError, match="v is on cpu, but q is on cuda:0"):
+        tilefold.attention(q, k, v.cpu())
