@@ -1,8 +1,12 @@
 """One function decides whether a result is right.
 
 The error against the fp64 oracle may be at most twice that of plain PyTorch computing the same thing in the same dtype, plus
-the rounding of the result itself.  Both the largest element and the relative L2 norm must hold; infinities and zeros of dead
+rounding: of the result to its dtype, and four times in fp32 (score, exponential, sum, quotient) at the size of the largest
+element.  Both the largest element and the relative L2 norm must hold; infinities and zeros of dead
 rows must be where the oracle has them, and NaN must be where the oracle has NaN.
+
+The largest of a few hundred rounding errors is a noisy number: it varies by a factor of two between draws.  So plain PyTorch's
+largest error counts as at least four times its root mean square, which is what a few thousand normal errors reach.
 """
 
 from dataclasses import dataclass
@@ -12,6 +16,8 @@ import torch
 __all__ = ["Comparison", "compare"]
 
 FACTOR = 2.0
+DEVIATIONS = 4.0
+ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,18 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor) -> Com
     same = torch.equal(g.isfinite(), finite) and _same_specials(g[~finite], exact[~finite])
     if not bool(finite.any()):
         return Comparison(0.0, 0.0, 0.0, 0.0, same)
-    # One rounding to the storage dtype: half a unit in the last place of each element.
-    unit = torch.finfo(got.dtype).eps / 2
-    rounding = exact[finite].abs() * unit
+    size = exact[finite].abs()
+    rounding = size * torch.finfo(got.dtype).eps / 2 + size.max() * ROUNDINGS * torch.finfo(torch.float32).eps / 2
     error = torch.where(g.isfinite(), (g - exact).abs(), 0.0)[finite]
     base = torch.where(p.isfinite(), (p - exact).abs(), 0.0)[finite]
     norm = exact[finite].norm().clamp_min(torch.finfo(got.dtype).tiny)
     return Comparison(
         max_error=float(error.max()),
-        max_limit=float(FACTOR * base.max() + rounding.max() + torch.finfo(got.dtype).tiny),
+        max_limit=float(
+            FACTOR * torch.maximum(base.max(), DEVIATIONS * base.square().mean().sqrt())
+            + rounding.max()
+            + torch.finfo(got.dtype).tiny
+        ),
         l2_error=float(error.norm() / norm),
         l2_limit=float((FACTOR * base.norm() + rounding.norm()) / norm + torch.finfo(got.dtype).tiny),
         same_specials=same,

@@ -1,0 +1,5 @@
+"""`python -m tilefold` is the `tilefold` command."""
+
+from tilefold.cli import main
+
+main()

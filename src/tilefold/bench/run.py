@@ -1,0 +1,255 @@
+"""Run benchmark cases: make inputs, check every implementation, time those that are right, one against the other."""
+
+import datetime
+import functools
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tilefold.bench import timers
+from tilefold.bench.cases import Case
+from tilefold.bench.judge import Judge, Verdict
+from tilefold.bench.peers import Implementation, Inputs, Prepared, make_inputs
+from tilefold.bench.timers import Timing
+from tilefold.errors import TilefoldError, Unsupported
+
+__all__ = ["Cell", "Options", "Setting", "run_case", "run_cases", "setting_of"]
+
+Progress = Callable[[Case, str], None]
+OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. host, graph: measure the
+    host cost of a call, and CUDA-graph replays, too. seed: of the inputs."""
+
+    rounds: int = 5
+    rep_ms: float = 40.0
+    host: bool = False
+    graph: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One implementation on one case.
+
+    status: "ok"; "WRONG" (the output fails the tolerance, never timed); "refused" (cannot take the case here); "no memory";
+    "failed" (raised something else). note: why. timing is there only for "ok", host and graph where they were asked for.
+    """
+
+    case: Case
+    implementation: str
+    status: str
+    note: str = ""
+    verdict: Verdict | None = None
+    timing: Timing | None = None
+    host: Timing | None = None
+    graph: Timing | None = None
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Achieved FLOP/s, or None where nothing was timed."""
+        return self.case.flops / (self.timing.ms * 1e-3) if self.timing and self.timing.ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and with what a measurement was made: what every published figure has to carry."""
+
+    device: str
+    backend: str
+    date: str
+    commit: str
+    tilefold: str
+    torch: str
+    triton: str
+    python: str = field(default_factory=platform.python_version)
+
+
+def setting_of(device: str) -> Setting:
+    """The setting of a run on "cuda" or "cpu", now, of the checkout that tilefold is imported from."""
+    import torch
+    import triton
+
+    if device == "cuda":
+        title, backend = torch.cuda.get_device_name(), "hip" if torch.version.hip else "cuda"
+    else:
+        title, backend = f"Triton interpreter on {platform.machine()}, {os.cpu_count()} cores", "interpreter"
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return Setting(title, backend, now, commit(), version(), torch.__version__, triton.__version__)
+
+
+@functools.cache
+def commit() -> str:
+    """The short commit of the checkout that holds this file, "+" appended if files differ from it; "unknown" outside one."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def version() -> str:
+    """The installed version of tilefold, or "checkout" where it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("tilefold")
+    except metadata.PackageNotFoundError:
+        return "checkout"
+
+
+def run_cases(
+    cases: Iterable[Case],
+    implementations: tuple[Implementation, ...],
+    device: str,
+    options: Options,
+    progress: Progress,
+) -> list[Cell]:
+    """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
+    check and one, "timing", per case."""
+    return [cell for case in cases for cell in run_case(case, implementations, device, options, progress)]
+
+
+def run_case(
+    case: Case, implementations: tuple[Implementation, ...], device: str, options: Options, progress: Progress
+) -> list[Cell]:
+    """Check every implementation on a case and time those that passed, alternating. One cell each, in the order given."""
+    import torch
+
+    cells: dict[str, Cell] = {}
+    ready: dict[str, Prepared] = {}
+    try:
+        inputs = make_inputs(case.problem, device, options.seed)
+        judge = Judge(inputs)
+        for implementation in implementations:
+            progress(case, implementation.title)
+            cell, prepared = check_one(case, implementation, inputs, judge, device)
+            cells[implementation.name] = cell
+            if prepared is not None:
+                ready[implementation.name] = prepared
+        progress(case, "timing")
+        for name, timing in time_all(ready, device, options).items():
+            cells[name] = replace(cells[name], timing=timing)
+        for implementation in implementations:
+            if implementation.name in ready:
+                cells[implementation.name] = extras(cells[implementation.name], implementation, ready, device, options)
+    except torch.OutOfMemoryError as error:
+        for implementation in implementations:
+            if implementation.name not in cells or cells[implementation.name].status == OK:
+                cells[implementation.name] = Cell(case, implementation.name, MEMORY, first_line(error))
+    finally:
+        ready.clear()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return [cells[implementation.name] for implementation in implementations]
+
+
+def check_one(
+    case: Case, implementation: Implementation, inputs: Inputs, judge: Judge, device: str
+) -> tuple[Cell, Prepared | None]:
+    """Prepare and run an implementation once and judge its output; what is ready to be timed comes back too."""
+    import torch
+
+    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
+        return Cell(case, implementation.name, status, note, verdict)
+
+    reason = implementation.refuses(case.problem, device)
+    if reason is not None:
+        return cell(REFUSED, reason), None
+    try:
+        prepared = implementation.prepare(inputs)
+        with prepared.context():
+            verdict = judge.verdict(prepared.call())
+    except torch.OutOfMemoryError as error:
+        return cell(MEMORY, first_line(error)), None
+    except Unsupported as error:
+        return cell(REFUSED, first_line(error)), None
+    except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
+        refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
+        return cell(REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}"), None
+    if not verdict.ok:
+        what = "" if verdict.finite else "output is not finite; "
+        note = (
+            f"{what}max error {verdict.max_error:.2e} (limit {verdict.max_limit:.2e}), "
+            f"relative L2 {verdict.l2_error:.2e} (limit {verdict.l2_limit:.2e})"
+        )
+        return cell(WRONG, note, verdict), None
+    return cell(OK, "", verdict), prepared
+
+
+def extras(
+    cell: Cell, implementation: Implementation, ready: dict[str, Prepared], device: str, options: Options
+) -> Cell:
+    """The cell with the host cost and the graph replay that the options ask for."""
+    if options.host:
+        cell = replace(
+            cell, host=host_timing(ready[implementation.name], device, cell.timing.ms if cell.timing else 1.0)
+        )
+    if options.graph and device == "cuda":
+        graph = graph_timing(implementation, cell.case, options)
+        cell = replace(cell, note=graph) if isinstance(graph, str) else replace(cell, graph=graph)
+    return cell
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 160 characters."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[str, Timing]:
+    """Time the prepared calls of one case against each other."""
+
+    def sampler(prepared: Prepared) -> timers.Sampler:
+        def sample() -> list[float]:
+            with prepared.context():
+                if device == "cuda":
+                    return timers.event_samples(prepared.call, options.rep_ms / 4, options.rep_ms)
+                return timers.wall_samples(prepared.call, options.rep_ms * 1e-3)
+
+        return sample
+
+    return timers.time_alternating({name: sampler(prepared) for name, prepared in ready.items()}, options.rounds)
+
+
+def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:
+    """The host cost of a call that takes `ms`: of as many calls at a time as about 50 ms hold, 10 to 100; in the interpreter,
+    where it is the whole cost, of one."""
+    import torch
+
+    with prepared.context():
+        if device == "cuda":
+            return timers.time_host(
+                prepared.call, torch.cuda.synchronize, calls=min(100, max(10, round(50 / max(ms, 0.01))))
+            )
+        return timers.time_host(prepared.call, torch.cpu.synchronize, calls=1, repetitions=2)
+
+
+def graph_timing(implementation: Implementation, case: Case, options: Options) -> Timing | str:
+    """A CUDA-graph replay over as many input sets as overflow the L2 cache, or why the implementation cannot be captured."""
+    import torch
+
+    sets = timers.rotations(case.bytes, torch.cuda.get_device_properties().L2_cache_size)
+    try:
+        prepared = [
+            implementation.prepare(make_inputs(case.problem, "cuda", options.seed + turn)) for turn in range(sets)
+        ]
+        with prepared[0].context():
+            return timers.time_graph([each.call for each in prepared])
+    except Exception as error:  # a library that cannot be captured still has its eager figure
+        return f"no graph: {first_line(error)}"

@@ -1,0 +1,182 @@
+"""How long a call takes, in five ways, each for a question of its own.
+
+time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
+                  clocks and power caps meet all of them alike; the only one whose ratios are published
+time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
+time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
+time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
+time_wall         wall-clock time of one call on the CPU (the interpreter)
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "QUEUE_DEPTH",
+    "Timing",
+    "rotations",
+    "summarise",
+    "time_alternating",
+    "time_events",
+    "time_graph",
+    "time_host",
+    "time_wall",
+]
+
+Call = Callable[[], object]
+Sampler = Callable[[], list[float]]
+
+# A CUDA stream takes about a thousand launches before it makes the host wait; a call may launch a few kernels.
+QUEUE_DEPTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median, 20th and 80th percentile of the samples in milliseconds, how many there were and how they were taken."""
+
+    ms: float
+    low: float
+    high: float
+    samples: int
+    method: str
+
+    @property
+    def us(self) -> float:
+        """The median in microseconds."""
+        return self.ms * 1e3
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The q-quantile of sorted samples, linearly interpolated."""
+    place = q * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summarise(samples: Sequence[float], method: str) -> Timing:
+    """A Timing from samples in milliseconds (at least one)."""
+    ordered = sorted(samples)
+    return Timing(statistics.median(ordered), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), method)
+
+
+def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list[float]:
+    """Times of single calls (ms) between CUDA events, the L2 cache cleared before each (triton.testing.do_bench)."""
+    from triton.testing import do_bench
+
+    times: list[float] = do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all")
+    return times
+
+
+def wall_samples(call: Call, budget_s: float = 0.3, least: int = 2) -> list[float]:
+    """Wall-clock times of single calls (ms): at least `least`, more until the budget is spent. The caller warms up."""
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < least or time.perf_counter() - begin < budget_s:
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def time_events(call: Call, warmup_ms: float = 25, rep_ms: float = 100) -> Timing:
+    """GPU time of a call between events, the L2 cache flushed before each; the median."""
+    return summarise(event_samples(call, warmup_ms, rep_ms), "events")
+
+
+def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
+    """Wall-clock time of a call that finishes before it returns (CPU), after one warming call; the median."""
+    call()
+    return summarise(wall_samples(call, budget_s, least), "wall")
+
+
+def time_alternating(
+    samplers: Mapping[str, Sampler], rounds: int = 5, method: str = "alternating"
+) -> dict[str, Timing]:
+    """Times several calls against each other: each round samples every call once, odd rounds in reverse order.
+
+    samplers: name -> a function that measures its (warmed) call a few times and gives the times in ms, such as
+    `lambda: event_samples(call)` on a GPU and `lambda: wall_samples(call)` on the CPU. rounds: how often each gets its turn.
+    A figure is the median over the rounds' medians: a round that a clock change disturbed counts once, however many samples it
+    holds.
+    """
+    medians: dict[str, list[float]] = {name: [] for name in samplers}
+    names = list(samplers)
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            medians[name].append(statistics.median(samplers[name]()))
+    return {name: summarise(times, method) for name, times in medians.items()}
+
+
+def rotations(bytes_per_call: int, l2_bytes: int) -> int:
+    """How many sets of buffers a rotation needs (twice the L2 cache) so that a set has left it when its turn comes again."""
+    return max(1, -(-2 * l2_bytes // max(1, bytes_per_call)))
+
+
+def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0) -> Timing:
+    """GPU time of a call replayed from a CUDA graph: no launch overhead, no gaps that a host would leave.
+
+    calls: the same call over different buffers, `rotations` of them, so that no replayed call finds its inputs in the L2 cache.
+    The graph goes around them until it holds about `target_ms` of work; the samples are replays divided by the calls in them.
+    """
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        once = _between_events(lambda: [call() for call in calls]) / len(calls)
+        turns = max(1, round(target_ms / max(once, 1e-3) / len(calls)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(turns):
+                for call in calls:
+                    call()
+        graph.replay()
+        per_replay = turns * len(calls)
+        samples = [_between_events(graph.replay) / per_replay for _ in range(rounds)]
+    return summarise(samples, "graph")
+
+
+def _between_events(call: Call) -> float:
+    """Milliseconds of GPU time from before to after one call on the current stream."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int = 11) -> Timing:
+    """CPU time per call until the call returns: what an eager caller pays, in ms (`us` for microseconds).
+
+    Method: wait until the device is idle, note the time, make `calls` calls without waiting for any, note the time, then wait
+    again. No call waits for the GPU, because the launches stay below the depth of the stream's queue (`calls` is cut to
+    QUEUE_DEPTH). The first repetition is thrown away; the figure is the median of the others. Garbage collection is off while
+    the clock runs. On the CPU, where a call finishes before it returns, this equals the wall time.
+    """
+    calls = max(1, min(calls, QUEUE_DEPTH))
+    samples: list[float] = []
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repetitions + 1):
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            samples.append((time.perf_counter() - start) * 1e3 / calls)
+        synchronize()
+    finally:
+        if collecting:
+            gc.enable()
+    return summarise(samples[1:], "host")

@@ -1,0 +1,44 @@
+"""The typer application: one module per command, imported here, their heavy imports made when they run."""
+
+import typer
+
+from tilefold.cli import bench, check, doctor, explain, show
+
+__all__ = ["app"]
+
+HELP = """
+Attention kernels in Triton: every variant is one fold of the online-softmax state over key/value tiles.
+
+Without a GPU the kernels run on the CPU, in Triton's interpreter, on small shapes; `explain` needs neither.
+
+Exit codes: 0 ok, 1 a check failed, 2 wrong usage or an impossible request.
+"""
+
+EPILOG = "Start with `tilefold doctor` (what works here), then `tilefold demo` (a real model) and `tilefold check`."
+
+app = typer.Typer(
+    name="tilefold",
+    help=HELP,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command(name="demo", epilog=show.EPILOG)(show.demo)
+app.command(name="check", epilog=check.EPILOG)(check.check)
+app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
+app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
+app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
+    if version:
+        import tilefold
+
+        typer.echo(f"tilefold {tilefold.__version__}")
+        raise typer.Exit
+
+
+root.__doc__ = HELP

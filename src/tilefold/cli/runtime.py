@@ -1,0 +1,120 @@
+"""What every command shares: where kernels run, user errors as one red line, dtype names, output files."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
+
+__all__ = ["Runtime", "dtype_named", "pair_of", "prepare_runtime", "user_errors", "writable"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where kernels run in this process: "cuda" (also ROCm) or "cpu" (the interpreter), and a sentence that says so."""
+
+    device: str
+    note: str
+
+    @property
+    def gpu(self) -> bool:
+        """Whether that is a GPU."""
+        return self.device == "cuda"
+
+
+def prepare_runtime() -> Runtime:
+    """Choose the GPU, or Triton's interpreter where there is none; to be called before anything imports triton.
+
+    Raises DeviceError where neither can be used.
+    """
+    import torch
+
+    asked = os.environ.get("TRITON_INTERPRET")
+    if asked is None and not torch.cuda.is_available():
+        if "triton" in sys.modules and not _interpreted():
+            raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")
+        os.environ["TRITON_INTERPRET"] = "1"
+        return Runtime(
+            "cpu", "No GPU here: kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), on small shapes."
+        )
+    if _interpreted():
+        return Runtime(
+            "cpu", "TRITON_INTERPRET is set: kernels run on the CPU in Triton's interpreter, on small shapes."
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; "
+            f"unset it or set it to 1 to run on the CPU"
+        )
+    return Runtime("cuda", f"Kernels run on {torch.cuda.get_device_name()}.")
+
+
+def _interpreted() -> bool:
+    from tilefold.ops.device import interpreting
+
+    return interpreting()
+
+
+def user_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """A command that ends with one red line on standard error and exit code 2 when tilefold refuses what it was asked."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except TilefoldError as error:
+            line = " ".join(str(error).split())
+            Console(stderr=True).print(Text(f"error: {line}", style="bold red"), soft_wrap=True)
+            raise typer.Exit(2) from None
+
+    return guarded
+
+
+def dtype_named(name: str) -> str:
+    """The full name of a dtype given in full or short ("bf16"). DtypeError if unknown."""
+    found = DTYPES.get(name.lower())
+    if found is None:
+        raise DtypeError(f"dtype must be bf16, fp16 or fp32 (or their full names), got {name!r}")
+    return found
+
+
+def pair_of(text: str, name: str) -> tuple[int, int]:
+    """Two integers from "L,R". ValueRangeError otherwise."""
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueRangeError(
+            f"{name} must be two integers LEFT,RIGHT such as 255,0 (-1 is unbounded), got {text!r}"
+        ) from None
+    return left, right
+
+
+def writable(path: Path | None, name: str) -> None:
+    """Raise ValueRangeError now if an output file cannot be written later, when an hour of work would be lost."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueRangeError(f"{name} must be a file that can be written in an existing folder, got {str(path)!r}")

@@ -1,0 +1,67 @@
+"""The benchmark's cases: the published shapes, FLOPs as published, names and filters."""
+
+import pytest
+
+from tilefold.bench.cases import DENSE, SIZES, cases_of, select_cases
+from tilefold.errors import DtypeError, ValueRangeError
+
+# (D, H, N, B) of the published dense table.
+PUBLISHED = {
+    (128, 16, 16384, 1),
+    (128, 16, 4096, 4),
+    (128, 16, 1024, 16),
+    (64, 32, 16384, 1),
+    (64, 32, 4096, 4),
+    (256, 8, 16384, 1),
+}
+
+
+def test_full_dense_cases_are_the_published_shapes_causal_and_not():
+    cases = cases_of("dense")
+    shapes = {(c.problem.dim_qk, c.problem.heads, c.problem.seq_q, c.problem.batch, c.problem.causal) for c in cases}
+    assert shapes == {(*shape, causal) for shape in PUBLISHED for causal in (False, True)}
+    assert len(cases) == 12
+    assert all(c.problem.seq_q == c.problem.seq_k and c.problem.heads == c.problem.kv_heads for c in cases)
+    assert all(c.problem.heads * c.problem.dim_qk == 2048 and c.problem.batch * c.problem.seq_q == 16384 for c in cases)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_flops_follow_the_published_convention(size):
+    """Forward 4 B H N N D; the convention halves it when causal, where the exact count has the diagonal on top: N + 1 for N."""
+    for case in cases_of("dense", size):
+        p = case.problem
+        full = 4 * p.batch * p.heads * p.seq_q * p.seq_k * p.dim_qk
+        exact = full if not p.causal else full // 2 * (p.seq_q + 1) // p.seq_q
+        assert case.flops == exact
+        if p.causal and p.seq_q >= 1024:
+            assert case.flops / (full / 2) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_names_are_distinct_and_say_the_shape():
+    for size in SIZES:
+        names = [case.name for case in cases_of("dense", size)]
+        assert len(set(names)) == len(names)
+    assert cases_of("dense")[1].name == "d128_h16_n16384x1_causal"
+
+
+def test_tiny_cases_are_small_enough_for_the_interpreter():
+    assert all(case.flops < 2e7 for case in cases_of("dense", "tiny"))
+    assert set(DENSE) == set(SIZES)
+
+
+def test_filters():
+    cases = cases_of("dense")
+    chosen = select_cases(cases, "d128, causal")
+    assert {c.name for c in chosen} == {f"d128_h16_n{n}_causal" for n in ("16384x1", "4096x4", "1024x16")}
+    assert select_cases(cases, None) == cases
+    with pytest.raises(ValueRangeError, match=r"case filter 'd96' matches none of: d128_h16_n16384x1, "):
+        select_cases(cases, "d96")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueRangeError, match="family must be one of dense, got 'sparse'"):
+        cases_of("sparse")
+    with pytest.raises(ValueRangeError, match="size must be one of full, quick, tiny, got 'big'"):
+        cases_of("dense", "big")
+    with pytest.raises(DtypeError, match="dtype must be one of"):
+        cases_of("dense", "tiny", "int8")

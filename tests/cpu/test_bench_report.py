@@ -1,0 +1,163 @@
+"""Reports of made-up measurements: ratios, means, widths, and data that can be read back."""
+
+import csv
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tilefold.bench import report
+from tilefold.bench.cases import cases_of
+from tilefold.bench.judge import Verdict
+from tilefold.bench.run import Cell, Setting
+from tilefold.bench.timers import Timing
+
+SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
+RIGHT = Verdict(True, 1e-3, 2e-3, 3e-3, 6e-3)
+
+
+def timing(ms):
+    return Timing(ms, ms * 0.99, ms * 1.01, 5, "alternating")
+
+
+def measured(peers=("cudnn", "flash", "flex", "efficient", "math")):
+    """tilefold at 600 TFLOP/s, cuDNN at 750 and 480 in turn, the others at 300; FA4 missing; math without memory at 16384."""
+    cells = []
+    for turn, case in enumerate(cases_of("dense")):
+
+        def cell(name, tflops, case=case):
+            return Cell(case, name, "ok", "", RIGHT, timing(case.flops / (tflops * 1e9)))
+
+        cells.append(cell("tilefold", 600))
+        for name in peers:
+            if name == "math" and case.problem.seq_q == 16384:
+                cells.append(Cell(case, name, "no memory", "CUDA out of memory"))
+            else:
+                cells.append(cell(name, (750, 480)[turn % 2] if name == "cudnn" else 300))
+        cells.append(Cell(case, "fa4", "refused", "flash-attn-4 is not installed"))
+    return cells
+
+
+def printed(*renderables, width=100):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    for each in renderables:
+        console.print(each)
+    return console.file.getvalue()
+
+
+def test_geometric_means_are_over_the_cases_that_both_ran():
+    means = report.geometric_means(measured())
+    assert means["cudnn"] == (pytest.approx(1.0), 12)
+    assert means["flash"] == (pytest.approx(2.0), 12)
+    assert means["math"] == (pytest.approx(2.0), 6)
+    assert "fa4" not in means
+    assert "tilefold" not in means
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_tables_fit_the_terminal_and_cut_nothing(width):
+    tables = report.speed_tables(measured(), width)
+    text = printed(*tables, width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for title in ("cuDNN", "FA2", "Flex", "efficient", "math"):
+        assert sum(title in line for line in text.splitlines()) == 1
+    assert "FA4" not in text
+    assert "750 0.80x" in text
+    assert "480 1.25x" in text
+    assert "OOM" in text
+    assert len(tables) == {80: 3, 100: 2, 140: 1}[width]
+
+
+def test_a_table_without_peers():
+    (table,) = report.speed_tables(measured(peers=()))
+    assert "600" in printed(table)
+
+
+def test_wrong_and_failed_cells_are_loud_and_noted():
+    case = cases_of("dense")[0]
+    cells = [
+        Cell(case, "tilefold", "WRONG", "max error 1", Verdict(False, 1.0, 1e-3, 1.0, 1e-3)),
+        Cell(case, "flash", "failed", "RuntimeError: boom"),
+        Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
+    ]
+    text = printed(*report.speed_tables(cells))
+    assert "WRONG" in text
+    assert "failed" in text
+    assert "x" not in text.splitlines()[1].replace("16384 x 1", "")  # no ratio to a wrong result
+    assert report.notes_of(cells) == ["tilefold: WRONG: max error 1", "FA2: failed: RuntimeError: boom"]
+    assert report.geometric_means(cells) == {}
+
+
+def test_equal_notes_are_said_once():
+    assert report.notes_of(measured()) == [
+        "math (6 cases): no memory: CUDA out of memory",
+        "FA4: flash-attn-4 is not installed",
+    ]
+
+
+def test_details_show_host_and_graph_only_where_measured():
+    cells = measured()
+    text = printed(report.detail_table(cells))
+    assert "host us" not in text
+    assert "graph us" not in text
+    with_host = Cell(cells[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
+    text = printed(report.detail_table([with_host]))
+    assert "host us" in text
+    assert "21.3" in text
+    assert "graph us" not in text
+
+
+@pytest.mark.parametrize(("ms", "unit"), [(1.0, "TFLOP/s"), (1e4, "GFLOP/s"), (1e9, "MFLOP/s")])
+def test_units_follow_the_fastest(ms, unit):
+    case = cases_of("dense")[0]
+    cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(ms))
+    assert report.unit_of([cell])[1] == unit
+
+
+def test_csv_has_a_row_per_cell():
+    cells = measured()
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(cells, SETTING))))
+    assert len(rows) == len(cells)
+    first = rows[0]
+    assert float(first["tflops"]) == pytest.approx(600)
+    assert (first["commit"], first["device"], first["torch"], first["triton"]) == (
+        "abc123",
+        "NVIDIA H200",
+        "2.11.0",
+        "3.6.0",
+    )
+    assert float(rows[1]["tilefold_speedup"]) == pytest.approx(0.8)
+    assert rows[-1]["ms"] == ""
+
+
+def test_json_can_be_read_even_where_an_error_is_infinite():
+    broken = Cell(cases_of("dense")[0], "tilefold", "WRONG", "x", Verdict(False, float("inf"), 0.0, float("nan"), 0.0))
+    document = json.loads(report.to_json([broken], SETTING))
+    assert document["setting"]["device"] == "NVIDIA H200"
+    assert document["rows"][0]["max_abs_error"] is None
+    document = json.loads(report.to_json(measured(), SETTING))
+    assert document["geometric_means"]["flash"] == {"tilefold_speedup": pytest.approx(2.0), "cases": 12}
+
+
+def test_markdown_says_where_it_was_measured():
+    text = report.to_markdown(measured(), SETTING)
+    lines = text.splitlines()
+    assert lines[0] == "| D, H | N x B | mask | tilefold ms | tilefold | cuDNN | FA2 | Flex | efficient | math | FA4 |"
+    assert len({line.count("|") for line in lines[:15]}) == 1
+    assert "750 (0.80x)" in lines[2]
+    assert "NVIDIA H200, 2026-11-21, tilefold abc123, torch 2.11.0, triton 3.6.0." in text
+
+
+def test_results_only_grow(tmp_path):
+    folder = tmp_path / "results"
+    path = report.append_results(folder, measured(), SETTING)
+    before = path.read_text()
+    assert path == folder / "dense.jsonl"
+    assert report.append_results(folder, measured(), SETTING) == path
+    after = path.read_text()
+    assert after.startswith(before)
+    rows = [json.loads(line) for line in after.splitlines()]
+    assert len(rows) == 2 * len(measured())
+    assert rows[0]["case"] == "d128_h16_n16384x1"

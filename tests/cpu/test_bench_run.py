@@ -1,0 +1,200 @@
+"""Running cases with implementations that are made up: what is wrong is not timed, what fails does not stop the others."""
+
+import pytest
+import torch
+
+from tilefold import reference
+from tilefold.bench.cases import Case, cases_of
+from tilefold.bench.judge import Judge, sampled_rows
+from tilefold.bench.peers import IMPLEMENTATIONS, Implementation, Prepared, implementations_named, make_inputs
+from tilefold.bench.run import Options, commit, first_line, run_case, setting_of
+from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.plan.problem import AttentionProblem
+
+CASE = Case("dense", AttentionProblem(2, 80, 80, 2, 1, 16, 16, dtype="float32", causal=True))
+FAST = Options(rounds=2, rep_ms=1.0)
+
+
+def right(inputs):
+    p = inputs.problem
+    out = reference.attention(inputs.q, inputs.k, inputs.v, causal=p.causal)[0].to(inputs.q.dtype)
+    return Prepared(lambda: out)
+
+
+def made_up(name, prepare, refuses=lambda problem, device: None):
+    return Implementation(name, name.title(), "made up", refuses, prepare)
+
+
+def run(*implementations, options=FAST):
+    steps = []
+    cells = run_case(CASE, implementations, "cpu", options, lambda case, what: steps.append(what))
+    return {cell.implementation: cell for cell in cells}, steps
+
+
+def test_a_right_output_is_timed_a_wrong_one_is_not():
+    calls = []
+
+    def wrong(inputs):
+        out = right(inputs).call() + 1e-3
+
+        def call():
+            calls.append(1)
+            return out
+
+        return Prepared(call)
+
+    cells, steps = run(made_up("good", right), made_up("bad", wrong))
+    good, bad = cells["good"], cells["bad"]
+    assert (good.status, good.verdict.ok) == ("ok", True)
+    assert good.timing.method == "alternating"
+    assert good.flops_per_s == pytest.approx(CASE.flops / (good.timing.ms * 1e-3))
+    assert (bad.status, bad.timing, bad.flops_per_s) == ("WRONG", None, None)
+    assert bad.note.startswith("max error 1.00e-03 (limit ")
+    assert len(calls) == 1
+    assert steps == ["Good", "Bad", "timing"]
+
+
+def test_nan_outside_the_sampled_rows_is_found():
+    def prepare(inputs):
+        out = right(inputs).call().clone()
+        row = next(r for r in range(80) if r not in sampled_rows(80))
+        out[1, row, 0, 3] = float("nan")
+        return Prepared(lambda: out)
+
+    cell = run(made_up("holes", prepare))[0]["holes"]
+    assert (cell.status, cell.note.split(";")[0]) == ("WRONG", "output is not finite")
+
+
+def failing(error):
+    def prepare(inputs):
+        raise error
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "note"),
+    [
+        (RuntimeError("No available kernel. Aborting execution."), "refused", "RuntimeError: No available kernel."),
+        (Unsupported("head dim 257"), "refused", "head dim 257"),
+        (torch.OutOfMemoryError("out of memory\nlong story"), "no memory", "out of memory"),
+        (ZeroDivisionError("division by zero"), "failed", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note):
+    cells, _ = run(made_up("broken", failing(error)), made_up("good", right))
+    assert cells["broken"].status == status
+    assert cells["broken"].note.startswith(note)
+    assert "\n" not in cells["broken"].note
+    assert cells["good"].status == "ok"
+
+
+def test_a_refusal_is_not_even_prepared():
+    refused = made_up("elsewhere", failing(AssertionError()), lambda problem, device: f"not on {device}")
+    assert run(refused)[0]["elsewhere"].note == "not on cpu"
+
+
+def test_host_cost_on_request():
+    cell = run(made_up("good", right), options=Options(rounds=1, rep_ms=1.0, host=True, graph=True))[0]["good"]
+    assert cell.host.method == "host"
+    assert cell.graph is None  # graphs are CUDA's
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (7, 0), (3, 5)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(90, 90), (70, 100), (100, 70), (1, 33)])
+def test_the_judge_agrees_with_the_whole_reference(seq_q, seq_k, causal, window):
+    problem = AttentionProblem(2, seq_q, seq_k, 4, 2, 16, 8, dtype="float32", causal=causal, window=window)
+    inputs = make_inputs(problem, "cpu")
+    judge = Judge(inputs, count=20)
+    want = reference.attention(inputs.q, inputs.k, inputs.v, causal=causal, window=window)[0]
+    torch.testing.assert_close(judge.want, want[:, judge.rows], rtol=1e-12, atol=1e-12)
+    verdict = judge.verdict(want.float())
+    assert verdict.ok
+    assert verdict.max_error <= verdict.max_limit
+
+
+def test_sampled_rows_keep_both_ends():
+    rows = sampled_rows(5000)
+    assert rows[0] == 0
+    assert rows[-1] == 4999
+    assert rows == sorted(set(rows))
+    assert len(rows) == 64
+    assert sampled_rows(7) == list(range(7))
+
+
+def test_inputs_are_normal_never_zero_and_repeatable():
+    problem = cases_of("dense", "tiny")[0].problem
+    first, again, other = make_inputs(problem, "cpu"), make_inputs(problem, "cpu"), make_inputs(problem, "cpu", seed=1)
+    assert first.q.equal(again.q)
+    assert not first.q.equal(other.q)
+    assert first.q.shape == (1, 128, 1, 128)
+    assert first.k.float().std().item() == pytest.approx(1.0, abs=0.05)
+    assert not first.k.equal(first.v)
+
+
+@pytest.mark.parametrize("name", ["flash", "math"])
+@pytest.mark.parametrize(("kv_heads", "causal", "seq_q"), [(4, False, 50), (4, True, 50), (2, True, 50), (2, True, 1)])
+def test_torch_peers_give_the_reference(name, kv_heads, causal, seq_q):
+    problem = AttentionProblem(2, seq_q, 50, 4, kv_heads, 16, 16, dtype="float32", causal=causal)
+    peer = IMPLEMENTATIONS[name]
+    assert peer.refuses(problem, "cpu") is None
+    inputs = make_inputs(problem, "cpu")
+    prepared = peer.prepare(inputs)
+    with prepared.context():
+        out = prepared.call()
+    assert out.shape == inputs.q.shape
+    assert Judge(inputs).verdict(out).ok
+
+
+def test_torch_peers_get_views_of_the_inputs(monkeypatch):
+    seen = {}
+
+    def spy(q, k, v, **options):
+        seen.update(q=q, k=k, v=v, **options)
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    inputs = make_inputs(CASE.problem, "cpu")
+    out = IMPLEMENTATIONS["cudnn"].prepare(inputs).call()
+    assert seen["is_causal"] is True
+    assert seen["enable_gqa"] is True
+    for name in ("q", "k", "v"):
+        given = getattr(inputs, name)
+        assert seen[name].data_ptr() == given.data_ptr()
+        assert seen[name].shape[1:3] == (given.shape[2], given.shape[1])
+    assert out.data_ptr() == inputs.q.data_ptr()
+    assert out.shape == inputs.q.shape
+
+
+def test_every_peer_says_why_it_is_not_available():
+    plain, unequal = CASE.problem, AttentionProblem(1, 8, 16, 1, 1, 16, 16, causal=True)
+    half = AttentionProblem(1, 8, 8, 1, 1, 16, 16)
+    for name in ("cudnn", "efficient", "flex"):
+        assert "GPU" in IMPLEMENTATIONS[name].refuses(half, "cpu")
+    assert IMPLEMENTATIONS["fa4"].refuses(half, "cpu") in ("flash-attn-4 is not installed", "needs a GPU")
+    assert "float16 and bfloat16" in IMPLEMENTATIONS["flash"].refuses(plain, "cuda")
+    assert "top left" in IMPLEMENTATIONS["math"].refuses(unequal, "cpu")
+    packed = AttentionProblem(1, 8, 8, 1, 1, 16, 16, varlen=True)
+    assert all(each.refuses(packed, "cpu") for each in IMPLEMENTATIONS.values())
+
+
+def test_peers_by_name():
+    assert [each.name for each in implementations_named(("math", "flash", "math"))] == ["tilefold", "math", "flash"]
+    assert [each.name for each in implementations_named(("none",))] == ["tilefold"]
+    with pytest.raises(ValueRangeError, match=r"peers must be from cudnn, .* got 'fa3'"):
+        implementations_named(("fa3",))
+
+
+def test_setting_says_where_and_with_what():
+    setting = setting_of("cpu")
+    assert (setting.backend, setting.torch) == ("interpreter", torch.__version__)
+    assert setting.triton.startswith("3.")
+    assert setting.date.endswith("+00:00")
+    assert setting.commit == commit()
+
+
+def test_first_line_is_short():
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("x" * 500))) == 160

@@ -1,0 +1,91 @@
+"""`tilefold bench`: options, files, exit codes; the whole of it once in the interpreter on tiny shapes."""
+
+import csv
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tilefold.bench import peers
+from tilefold.bench.peers import Implementation, Prepared
+from tilefold.cli.app import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_quick_dense_with_every_output(tmp_path):
+    files = {kind: tmp_path / f"dense.{kind}" for kind in ("csv", "json", "markdown")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    result = run(
+        *(
+            "dense",
+            "--quick",
+            "--case",
+            "d32",
+            "--dtype",
+            "fp16",
+            "--peers",
+            "flash,math,cudnn",
+            "--rounds",
+            "1",
+            "--host",
+        ),
+        *options,
+        *("--results", str(tmp_path / "results")),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Times in the interpreter say nothing about a GPU" in result.output
+    assert "cuDNN: needs a GPU" in result.output
+    assert "host us" in result.output
+    rows = list(csv.DictReader(files["csv"].open()))
+    assert [row["implementation"] for row in rows] == ["tilefold", "flash", "math", "cudnn"] * 2
+    assert {row["status"] for row in rows if row["implementation"] != "cudnn"} == {"ok"}
+    document = json.loads(files["json"].read_text())
+    assert document["setting"]["backend"] == "interpreter"
+    assert set(document["geometric_means"]) == {"flash", "math"}
+    assert files["markdown"].read_text().startswith("| D, H | N x B |")
+    assert len((tmp_path / "results" / "dense.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.interpreter
+def test_full_sizes_are_refused_without_a_gpu():
+    result = run("dense")
+    assert result.exit_code == 2
+    assert "error: the full cases of 'dense' need a GPU" in result.output
+    assert "--quick" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sparse", "--quick"], "family must be one of dense, got 'sparse'"),
+        (
+            ["dense", "--quick", "--peers", "fa3"],
+            "peers must be from cudnn, flash, fa4, flex, efficient, math (or none)",
+        ),
+        (["dense", "--quick", "--case", "d96"], "case filter 'd96' matches none of"),
+        (["dense", "--quick", "--dtype", "int4"], "dtype must be bf16, fp16 or fp32"),
+        (["dense", "--quick", "--csv", "/nowhere/at/all.csv"], "--csv must be a file that can be written"),
+    ],
+)
+def test_user_errors_are_one_line_and_nothing_is_measured(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"error: {message}" in result.output
+    assert "Traceback" not in result.output
+    assert "measuring" not in result.output
+
+
+@pytest.mark.interpreter
+def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
+    zeros = Implementation(
+        "tilefold", "tilefold", "", lambda problem, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
+    )
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
+    result = run("dense", "--quick", "--case", "d32,causal", "--peers", "none")
+    assert result.exit_code == 1
+    assert "tilefold: WRONG: max error" in result.output

@@ -1,0 +1,110 @@
+"""`tilefold check`: the cases reach every kernel and option, a wrong result is exit code 1."""
+
+import pytest
+from typer.testing import CliRunner
+
+import tilefold
+from tilefold.cli import check
+from tilefold.cli.app import app
+from tilefold.cli.check_cases import BOX, POINTERS, VARLEN, CheckCase, arguments, check_cases
+from tilefold.cli.runtime import Runtime
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def test_cases_cover_every_kernel_option_and_dtype():
+    for quick in (False, True):
+        cases = check_cases(quick, gpu=False)
+        assert {case.kernel for case in cases} >= {POINTERS, BOX, VARLEN}
+        assert {option for case in cases for option in case.options} >= {"alibi", "bias", "mask", "sinks", "dead"}
+        assert {case.dtype for case in cases} >= {"float16", "bfloat16"}
+        assert len({case.title for case in cases}) == len(cases)
+    assert {case.dim_qk for case in cases} <= {case.dim_qk for case in check_cases(False, gpu=False)}
+    assert {1, 40, 64, 128, 192, 256} <= {case.dim_qk for case in check_cases(False, gpu=False)}
+
+
+def test_a_gpu_gets_longer_odd_lengths():
+    small, large = check_cases(False, gpu=False), check_cases(False, gpu=True)
+    assert large[0].lengths == tuple((9 * q, 9 * k) for q, k in small[0].lengths)
+    assert large[0].lengths[0][0] % 2 == 1
+
+
+def test_arguments_are_the_same_every_time():
+    case = CheckCase("x", options=("alibi", "bias", "mask", "sinks"), cap=2.0, lengths=((9, 12),))
+    (q, k, v), packing, options = arguments(case, "cpu")
+    again = arguments(case, "cpu")
+    assert q.equal(again[0][0])
+    assert packing == {}
+    assert (q.shape, k.shape, v.shape) == ((1, 9, 2, 64), (1, 12, 2, 64), (1, 12, 2, 64))
+    assert options["bias"].shape == (1, 2, 9, 12)
+    assert options["mask"].equal(again[2]["mask"])
+
+
+def test_packed_arguments():
+    (q, k, _), packing, _ = arguments(CheckCase("x", VARLEN, lengths=((3, 4), (0, 2))), "cpu")
+    assert (q.shape[0], k.shape[0]) == (3, 6)
+    assert packing["cu_seqlens_q"].tolist() == [0, 3, 3]
+    assert packing["cu_seqlens_k"].tolist() == [0, 4, 6]
+    assert (packing["max_seqlen_q"], packing["max_seqlen_k"]) == (3, 4)
+
+
+@pytest.mark.interpreter
+def test_the_quick_check_passes_in_the_interpreter():
+    result = run("--quick")
+    assert result.exit_code == 0, result.output
+    assert "WRONG" not in result.output
+    assert "…" not in result.output
+    assert "agree with fp64 (attention_forward, attention_forward_box, attention_forward_varlen)" in result.output
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    monkeypatch.setattr(
+        check, "check_cases", lambda quick, gpu: (CheckCase("only", lengths=((8, 8),), dim_qk=16, dim_v=16),)
+    )
+
+
+def test_a_wrong_result_is_exit_code_1(monkeypatch, one_case):
+    honest = tilefold.attention
+
+    def off(*tensors, **options):
+        out, lse = honest(*tensors, **options)
+        return out + 0.1, lse
+
+    monkeypatch.setattr(tilefold, "attention", off)
+    result = run()
+    assert result.exit_code == 1
+    assert "1 of 1 cases are WRONG." in result.output
+
+
+def test_a_wrong_lse_is_found_too(monkeypatch, one_case):
+    honest = tilefold.attention
+
+    def off(*tensors, **options):
+        out, lse = honest(*tensors, **options)
+        return out, lse + 0.5
+
+    monkeypatch.setattr(tilefold, "attention", off)
+    result = run()
+    assert result.exit_code == 1
+    assert "only: lse: WRONG" in result.output
+
+
+def test_a_crash_is_a_wrong_case_and_the_others_go_on(monkeypatch):
+    calls = []
+
+    def run_check(case, device):
+        calls.append(case.title)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error\nlong story")
+        return check.Result(case, POINTERS, True)
+
+    monkeypatch.setattr(check, "run_check", run_check)
+    cases = (CheckCase("first"), CheckCase("second"))
+    from rich.console import Console
+
+    results = check.run_all(cases, Runtime("cpu", ""), Console(quiet=True))
+    assert [result.ok for result in results] == [False, True]
+    assert results[0].note == "RuntimeError: CUDA error"

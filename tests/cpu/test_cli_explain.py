@@ -1,0 +1,71 @@
+"""`tilefold explain`: the plan as text and as JSON, for any device, and errors that name the option's value."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tilefold.cli.app import app
+from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, device_named, plan_attention
+
+DECODE = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--q", "1", "--kv", "8192", "--dim", "128"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def test_the_decode_step_of_the_readme():
+    result = run("--device", "h200", *DECODE)
+    problem = AttentionProblem(1, 1, 8192, 28, 4, 128, 128)
+    assert result.exit_code == 0
+    assert result.output == str(plan_attention(problem, device_named("h200"))) + "\n"
+
+
+@pytest.mark.parametrize("device", sorted(DEVICES))
+def test_json_is_the_plan_on_every_device(device):
+    result = run("--device", device, *DECODE, "--json")
+    assert result.exit_code == 0
+    json.loads(result.output)
+    plan = AttentionPlan.from_json(result.output)
+    assert plan == plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), device_named(device))
+
+
+def test_every_option_reaches_the_problem():
+    result = run(
+        *("--heads", "8", "--q", "64", "--dim", "80", "--dim-v", "96", "--dtype", "fp16", "--causal"),
+        *("--window", "31,0", "--softcap", "--alibi", "--bias", "--mask", "--sinks", "--varlen", "--json"),
+    )
+    problem = AttentionPlan.from_json(result.output).problem
+    assert problem == AttentionProblem(
+        *(1, 64, 64, 8, 8, 80, 96),
+        dtype="float16",
+        causal=True,
+        window=(31, 0),
+        varlen=True,
+        score_mods=("softcap", "alibi", "bias"),
+        mask_mods=("mask",),
+        sinks=True,
+        descriptors=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--device", "h300"], "device must be one of h200, h100, "),
+        (["--kv-heads", "5"], "kv_heads must divide heads, got kv_heads=5 and heads=28"),
+        (["--window", "wide"], "--window must be two integers LEFT,RIGHT"),
+        (["--window", "3,-7"], "window must be (left, right) with sides of at least 0"),
+        (["--dtype", "int8"], "dtype must be bf16, fp16 or fp32"),
+        (["--dim", "512"], "256"),
+        (["--heads", "0"], "heads must be at least 1"),
+    ],
+)
+def test_an_impossible_request_is_one_red_line_and_exit_code_2(change, message):
+    result = run(*DECODE, *change)
+    assert result.exit_code == 2
+    assert result.output.startswith("error: ")
+    assert message in result.output
+    assert result.output.count("\n") == 1
+    assert "Traceback" not in result.output

@@ -1,0 +1,89 @@
+"""The timers and the command line on a GPU: figures agree with one another, outputs are checked, files are written."""
+
+import json
+
+import pytest
+import torch
+
+from tilefold.bench import timers
+from tilefold.bench.cases import Case, cases_of
+from tilefold.bench.peers import DEFAULT_PEERS, implementations_named
+from tilefold.bench.run import Options, run_case
+from tilefold.plan.problem import AttentionProblem
+
+pytestmark = pytest.mark.no_poison
+
+
+@pytest.fixture
+def products():
+    """Calls that multiply different 2048 x 2048 matrices."""
+
+    def product():
+        a = torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+        return lambda: a @ a
+
+    return [product() for _ in range(4)]
+
+
+def test_events_and_graph_agree_on_a_call_that_fills_the_gpu(products):
+    by_events, by_graph = timers.time_events(products[0]), timers.time_graph(products)
+    assert by_events.method == "events"
+    assert by_graph.method == "graph"
+    assert 0.3 < by_graph.ms / by_events.ms < 1.5
+
+
+def test_host_time_does_not_wait_for_the_gpu():
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+
+    def call():
+        return a @ a
+
+    host = timers.time_host(call, torch.cuda.synchronize, calls=20, repetitions=3)
+    assert host.ms < timers.time_events(call).ms / 2
+
+
+def test_alternating_samples_every_call(products):
+    found = timers.time_alternating(
+        {str(i): lambda call=call: timers.event_samples(call, 1, 5) for i, call in enumerate(products)}, rounds=3
+    )
+    assert all(timing.ms > 0 and timing.samples == 3 for timing in found.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_available_implementation_is_right_and_timed(causal):
+    case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
+    implementations = implementations_named((*DEFAULT_PEERS["cuda"], "efficient", "math"))
+    options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
+    cells = {cell.implementation: cell for cell in run_case(case, implementations, "cuda", options, lambda *_: None)}
+    assert not [cell for cell in cells.values() if cell.status not in ("ok", "refused")]
+    ours = cells["tilefold"]
+    assert ours.status == "ok"
+    assert ours.timing.ms > 0
+    assert ours.host.us > 0
+    assert ours.graph is not None, ours.note
+    assert cells["flash"].status == cells["math"].status == "ok"
+
+
+def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
+    case = cases_of("dense")[1]
+    (cell,) = run_case(case, implementations_named(("none",)), "cuda", Options(rounds=1, rep_ms=5.0), lambda *_: None)
+    assert cell.status == "ok", cell.note
+
+
+def test_the_command_line(tmp_path):
+    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
+    from tilefold.cli.app import app
+
+    def run(*arguments):
+        return testing.CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+    assert run("doctor").exit_code == 0
+    assert run("explain", "--device", "here", "--heads", "8", "--q", "128", "--dim", "64").exit_code == 0
+    checked = run("check", "--quick")
+    assert checked.exit_code == 0, checked.output
+    figures = tmp_path / "figures.json"
+    timed = run(
+        "bench", "dense", "--quick", "--case", "d64", "--peers", "flash", "--rounds", "1", "--json", str(figures)
+    )
+    assert timed.exit_code == 0, timed.output
+    assert json.loads(figures.read_text())["setting"]["backend"] in ("cuda", "hip")
