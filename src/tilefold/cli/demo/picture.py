@@ -35,8 +35,8 @@ def write(report: Report, path: Path) -> None:
 def _draw(axes: Any, heat: HeatMap) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    scale = LinearSegmentedColormap.from_list("tilefold", [tuple(part / 255 for part in stop) for stop in STOPS])
-    scale.set_bad("#e4e4e4")
+    stops = [tuple(part / 255 for part in stop) for stop in STOPS]
+    scale = LinearSegmentedColormap.from_list("tilefold", stops).with_extremes(bad="#e4e4e4")
     values = [[float("nan") if value is None else value for value in row] for row in heat.values]
     image = axes.imshow(values, cmap=scale, vmin=heat.low, vmax=heat.high)
     axes.set_xticks(range(len(heat.columns)), heat.columns, rotation=90)
