@@ -160,7 +160,8 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_NO_GRADIENT = "an input requires a gradient, but this release has the forward pass only: call under torch.no_grad(), or detach() the inputs"
+_NO_GRADIENT = "an input requires a gradient, but this release has the forward pass only: "
+    "call under torch.no_grad(), or detach() the inputs"
 
 
 def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import prefix, qkv, rand, relative
 
 import tilefold
+from cases import prefix, qkv, rand, relative
 from tilefold.ops.library import attention_op
 
 pytestmark = pytest.mark.no_poison
@@ -66,7 +66,9 @@ def test_compile_with_dynamic_lengths(device):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(
+        lambda q, k, v: tilefold.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=count
+    )
     for sq, sk in ((20, 33), (25, 40), (40, 60)):
         q, k, v = qkv(2, sq, sk, 4, 2, 32, device=device)
         assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, causal=True))
@@ -77,7 +79,9 @@ def test_plan_travels_through_the_dispatcher(device):
     torch._dynamo.reset()
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
     plan = tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16)
-    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: tilefold.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, plan=plan))
 
 

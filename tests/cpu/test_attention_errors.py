@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import dilated, qkv, relative
 
 import tilefold
+from cases import dilated, qkv, relative
 from tilefold import DeviceError, DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops import launch
 
@@ -54,19 +54,49 @@ def bad_calls(device):
     yield ValueRangeError, "window sides must be at least 0", (q, k, v), {"window": (-2, 0)}
     yield ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'", (q, k, v), {"layout": "sbhd"}
     yield ShapeError, "bias has shape (2, 4, 20, 1)", (q, k, v), {"bias": torch.zeros(2, 4, 20, 1, device=device)}
-    yield ShapeError, "dimension 1 (heads) is 3, should be 4 or 1 as in q", (q, k, v), {"bias": torch.zeros(2, 3, 20, 33, device=device)}
+    yield (
+        ShapeError,
+        "dimension 1 (heads) is 3, should be 4 or 1 as in q",
+        (q, k, v),
+        {"bias": torch.zeros(2, 3, 20, 33, device=device)},
+    )
     yield ShapeError, "bias has 2 dimensions", (q, k, v), {"bias": torch.zeros(20, 33, device=device)}
     yield DtypeError, "bias has dtype bool", (q, k, v), {"bias": torch.ones(2, 4, 20, 33, device=device) > 0}
-    yield DtypeError, "mask has dtype float32, accepted: bool", (q, k, v), {"mask": torch.ones(2, 4, 20, 33, device=device)}
-    yield ShapeError, "alibi_slopes has shape (3,), expected [heads]", (q, k, v), {"alibi_slopes": torch.ones(3, device=device)}
+    yield (
+        DtypeError,
+        "mask has dtype float32, accepted: bool",
+        (q, k, v),
+        {"mask": torch.ones(2, 4, 20, 33, device=device)},
+    )
+    yield (
+        ShapeError,
+        "alibi_slopes has shape (3,), expected [heads]",
+        (q, k, v),
+        {"alibi_slopes": torch.ones(3, device=device)},
+    )
     yield DtypeError, "alibi_slopes has dtype float16", (q, k, v), {"alibi_slopes": half(4, device=device)}
     yield ShapeError, "sinks has shape (2,), expected [heads]", (q, k, v), {"sinks": torch.ones(2, device=device)}
     yield DeviceError, "sinks is on meta", (q, k, v), {"sinks": torch.ones(4, device="meta")}
-    yield DtypeError, "score_mod must be a @triton.jit function of (score, batch, head,", (q, k, v), {"score_mod": lambda s, *a: s}
+    yield (
+        DtypeError,
+        "score_mod must be a @triton.jit function of (score, batch, head,",
+        (q, k, v),
+        {"score_mod": lambda s, *a: s},
+    )
     yield DtypeError, "mask_mod must be a @triton.jit function", (q, k, v), {"mask_mod": tilefold.attention}
     yield DtypeError, "score_args must be a tuple, got list", (q, k, v), {"score_mod": relative, "score_args": [1]}
-    yield DtypeError, "mask_args[0] must be a tensor, an int or a float, got str", (q, k, v), {"mask_mod": dilated, "mask_args": ("2",)}
-    yield DeviceError, "score_args[0] is on meta", (q, k, v), {"score_mod": relative, "score_args": (torch.ones(4, device="meta"), 1)}
+    yield (
+        DtypeError,
+        "mask_args[0] must be a tensor, an int or a float, got str",
+        (q, k, v),
+        {"mask_mod": dilated, "mask_args": ("2",)},
+    )
+    yield (
+        DeviceError,
+        "score_args[0] is on meta",
+        (q, k, v),
+        {"score_mod": relative, "score_args": (torch.ones(4, device="meta"), 1)},
+    )
     yield ValueRangeError, "score_args were given without score_mod", (q, k, v), {"score_args": (1,)}
     yield DtypeError, "plan must be an AttentionPlan or None, got str", (q, k, v), {"plan": "fast"}
     yield Unsupported, "an input requires a gradient", (q.clone().requires_grad_(), k, v), {}
@@ -95,8 +125,20 @@ def test_bad_varlen(device):
         (ValueRangeError, "max_seqlen_k must be at least 0, got -1", (q, k, v), (cu, cu, 20, -1), {}),
         (ShapeError, "cu_seqlens_q is empty", (q, k, v), (cu[:0], cu[:0], 20, 20), {}),
         (DeviceError, "cu_seqlens_k is on meta", (q, k, v), (cu, cu.to("meta"), 20, 20), {}),
-        (ShapeError, "bias has shape (2, 2, 20, 30)", (q, k, v), good, {"bias": torch.zeros(2, 2, 20, 30, device=device)}),
-        (ShapeError, "alibi_slopes has shape (3, 2)", (q, k, v), good, {"alibi_slopes": torch.zeros(3, 2, device=device)}),
+        (
+            ShapeError,
+            "bias has shape (2, 2, 20, 30)",
+            (q, k, v),
+            good,
+            {"bias": torch.zeros(2, 2, 20, 30, device=device)},
+        ),
+        (
+            ShapeError,
+            "alibi_slopes has shape (3, 2)",
+            (q, k, v),
+            good,
+            {"alibi_slopes": torch.zeros(3, 2, device=device)},
+        ),
     ):
         with pytest.raises(error) as caught:
             tilefold.attention_varlen(*tensors, *where, **options)

@@ -5,9 +5,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import judge, rand
 
 import tilefold
+from cases import judge, rand
 from tilefold import reference
 from tilefold.device.state import state_finish, state_init, state_init_sink, state_merge, state_step
 
@@ -39,7 +39,7 @@ def fold_kernel(S, V, P, Which, ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.
     """State i folds the tiles t with Which[t] == i of scores S [T, ROWS, KEYS] and values V [T, KEYS, DIM], in order."""
     o_r, o_d, o_n = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
     acc, m, l = state_init(ROWS, DIM)
-    for t in range(0, tl.load(Which)):
+    for t in range(tl.load(Which)):
         if tl.load(Which + 1 + t) == tl.program_id(0):
             s = tl.load(S + t * ROWS * KEYS + o_r[:, None] * KEYS + o_n[None, :])
             v = tl.load(V + t * KEYS * DIM + o_n[:, None] * DIM + o_d[None, :])

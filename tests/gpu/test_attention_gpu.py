@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from cases import check, judge, qkv, rand
 
 import tilefold
+from cases import check, judge, qkv, rand
 from tilefold import reference
 
 DEVICE = torch.device("cuda")
@@ -31,7 +31,9 @@ def test_planned_mods(dim):
 
 def test_planned_varlen():
     lengths_q, lengths_k = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
-    cu_q, cu_k = (torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k))
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k)
+    )
     for dim in (64, 128):
         q = rand(sum(lengths_q), 8, dim, dtype=torch.bfloat16, device=DEVICE)
         k, v = (rand(sum(lengths_k), 2, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -56,7 +58,11 @@ def test_one_compilation_serves_all_lengths():
 
     run(2, 300, 400, 4, 2, 0.1, (100, 10))
     before = compiled()
-    for args in ((1, 301, 1000, 8, 8, 0.2, (7, 3)), (3, 1, 1, 16, 2, 1.0, (0, 0)), (2, 4096, 777, 2, 2, 0.5, (5000, 1))):
+    for args in (
+        (1, 301, 1000, 8, 8, 0.2, (7, 3)),
+        (3, 1, 1, 16, 2, 1.0, (0, 0)),
+        (2, 4096, 777, 2, 2, 0.5, (5000, 1)),
+    ):
         run(*args)
     assert compiled() == before
 

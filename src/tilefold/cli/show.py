@@ -28,8 +28,8 @@ Exit code 1 if a result differs from PyTorch's by more than the tolerance.
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences.")] = False,
-    layer: Annotated[int, typer.Option(min=0, help="The layer of the heat map, from 0.")] = 0,
-    head: Annotated[int, typer.Option(min=0, help="The head of the heat map, from 0.")] = 0,
+    layer: Annotated[int, typer.Option(min=0, help="The layer of the heat map, from 0.")] = 3,
+    head: Annotated[int, typer.Option(min=0, help="The head of the heat map, from 0.")] = 1,
     sentence: Annotated[int, typer.Option(min=0, help="The sentence of the heat map, from 0.")] = 0,
 ) -> None:
     """Embed real sentences with a small trained model whose attention layers run through tilefold.
