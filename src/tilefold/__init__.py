@@ -17,6 +17,7 @@ from .errors import (
     Unsupported,
     ValueRangeError,
 )
+from .types import constant
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan, AttentionProblem, plan_attention
@@ -37,6 +38,7 @@ __all__ = [
     "attention",
     "attention_plan",
     "attention_varlen",
+    "constant",
     "plan_attention",
 ]
 

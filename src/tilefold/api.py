@@ -8,7 +8,7 @@ from .errors import Unsupported
 from .ops import attention as _ops
 from .ops.attention import Call, Packed
 from .ops.library import dispatched
-from .types import Layout, ModArgs, ModFunction, Window
+from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan
@@ -29,13 +29,13 @@ def attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    score_mod: ModFunction | None = None,
+    score_mod: ModFunction | Constant | None = None,
     score_args: ModArgs = (),
-    mask_mod: ModFunction | None = None,
+    mask_mod: ModFunction | Constant | None = None,
     mask_args: ModArgs = (),
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: "AttentionPlan | None" = None,
+    plan: "AttentionPlan | Constant | None" = None,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -60,6 +60,7 @@ def attention(
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: an `AttentionPlan` to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.
+            Inside torch.compile, pass score_mod, mask_mod and plan as `tilefold.constant(...)`, made outside.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.
@@ -95,12 +96,12 @@ def attention_varlen(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    score_mod: ModFunction | None = None,
+    score_mod: ModFunction | Constant | None = None,
     score_args: ModArgs = (),
-    mask_mod: ModFunction | None = None,
+    mask_mod: ModFunction | Constant | None = None,
     mask_args: ModArgs = (),
     return_lse: bool = False,
-    plan: "AttentionPlan | None" = None,
+    plan: "AttentionPlan | Constant | None" = None,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -142,7 +143,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     if "cu_seqlens_q" in options:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         options["packed"] = Packed(*(options.pop(name) for name in names))
-    prepared = _ops.prepare(q, k, v, Call(**options))
+    prepared = _ops.prepare(q, k, v, _resolved(Call(**options)))
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
@@ -152,18 +153,31 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager; through torch's dispatcher when something traces."""
-    if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and type(q) not in _PLAIN_TENSORS):
+    if torch.compiler.is_compiling() or (type(q) not in _PLAIN_TENSORS and isinstance(q, torch.Tensor)):
         return dispatched(q, k, v, call)
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, call):
         raise Unsupported(_NO_GRADIENT)
-    return _ops.forward(q, k, v, call)
+    return _ops.forward(q, k, v, _resolved(call))
+
+
+def _resolved(call: Call) -> Call:
+    """The call with the objects that its `Constant`s name."""
+    if isinstance(call.score_mod, Constant) or isinstance(call.mask_mod, Constant) or isinstance(call.plan, Constant):
+        names = ("score_mod", "mask_mod", "plan")
+        hooks = {n: getattr(call, n) for n in names}
+        return call._replace(**{n: h.value if isinstance(h, Constant) else h for n, h in hooks.items()})
+    return call
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_NO_GRADIENT = "an input requires a gradient, but this release has the forward pass only: "
+_NO_GRADIENT = (
+    "an input requires a gradient, but this release has the forward pass only: "
     "call under torch.no_grad(), or detach() the inputs"
+)
 
 
 def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    inputs: tuple[Any, ...] = (q, k, v, call.bias, call.sinks, call.alibi_slopes, *tuple(call.score_args or ()))
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes):
+        if t is not None and getattr(t, "requires_grad", False):
+            return True
+    return any(getattr(t, "requires_grad", False) for t in call.score_args) if call.score_args else False

@@ -20,9 +20,9 @@ OPTIONS = {
         "sinks": rand(4, device=device),
     },
     "hooks": lambda device: {
-        "score_mod": relative,
+        "score_mod": tilefold.constant(relative),
         "score_args": (rand(4, 9, device=device), 4),
-        "mask_mod": prefix,
+        "mask_mod": tilefold.constant(prefix),
         "mask_args": (3,),
     },
 }
@@ -78,11 +78,31 @@ def test_compile_with_dynamic_lengths(device):
 def test_plan_travels_through_the_dispatcher(device):
     torch._dynamo.reset()
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
-    plan = tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16)
+    plan = tilefold.constant(tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16))
     compiled = torch.compile(
         lambda q, k, v: tilefold.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, plan=plan))
+
+
+def test_bare_hooks_are_refused_inside_compile(device):
+    torch._dynamo.reset()
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
+    table = rand(4, 9, device=device)
+
+    def layer(q, k, v):
+        return tilefold.attention(q, k, v, score_mod=relative, score_args=(table, 4))
+
+    with pytest.raises(Exception, match=r"tilefold.constant"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+
+
+def test_constants_in_eager_calls(device):
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4)}
+    named = {**hook, "score_mod": tilefold.constant(relative)}
+    assert torch.equal(tilefold.attention(q, k, v, **named), tilefold.attention(q, k, v, **hook))
+    assert tilefold.attention_plan(q, k, v, **named) == tilefold.attention_plan(q, k, v, **hook)
 
 
 def test_errors_come_at_trace_time(device):

@@ -119,7 +119,7 @@ SEEDS = st.integers(0, 2**31)
 def test_merge_is_commutative_associative_with_identity(seed, device):
     s, v = scores(3, seed, device)
     p = fold(s, v, [0, 1, 2], 3)
-    assert torch.equal(merge(p, 0, 1), merge(p, 1, 0))
+    same(merge(p, 0, 1), merge(p, 1, 0))  # to rounding: a compiler fuses one of the two products into the sum
     for i in range(3):
         assert torch.equal(merge(p, i, -1), p[i : i + 1])
         assert torch.equal(merge(p, -1, i), p[i : i + 1])
@@ -174,7 +174,7 @@ def test_attention_over_two_shards_merges_to_the_whole(cut, seed, device):
     merged = join(*(tilefold.attention(q, *half, return_lse=True) for half in halves))
     plain = join(*(reference.attention(q, *half, dtype=torch.float32) for half in halves))
     for got, want, baseline, what in zip(merged, reference.attention(q, k, v), plain, ("out", "lse"), strict=True):
-        judge(got, want, baseline, f"merged {what}")
+        judge(got, want, baseline, f"{what}, merged")
 
 
 def join(a, b):

@@ -90,7 +90,7 @@ def test_cuda_graph_replays_with_changed_inputs(dim):
         oracle = reference.attention(q, k, v, causal=True, sinks=sinks)
         plain = reference.attention(q, k, v, causal=True, sinks=sinks, dtype=torch.bfloat16)
         judge(out, oracle[0], plain[0], "graph out")
-        judge(lse, oracle[1], plain[1].float(), "graph lse")
+        judge(lse, oracle[1], plain[1].float(), "lse of graph")
 
 
 def test_varlen_graph_with_changed_offsets():

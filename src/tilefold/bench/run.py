@@ -86,7 +86,9 @@ def setting_of(device: str) -> Setting:
 
 @functools.cache
 def commit() -> str:
-    """The short commit of the checkout that holds this file, "+" appended if files differ from it; "unknown" outside one."""
+    """The short commit of the checkout that holds this file, "+" appended if files differ from it.
+
+    Outside a checkout: what TILEFOLD_COMMIT says, or "unknown"."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -100,7 +102,7 @@ def commit() -> str:
             "+" if git("status", "--porcelain", "--untracked-files=no") else ""
         )
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("TILEFOLD_COMMIT", "unknown")
 
 
 def version() -> str:

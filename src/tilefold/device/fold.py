@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .mods import mask, modify
+from .mods import causal, mask, modify, window
+from .ranges import CAUSAL, WINDOW
 from .state import LOG2E, state_step
 
 
@@ -20,9 +21,10 @@ def fold_tiles(
     v_side,
     score_mods,
     mask_mods,
-    band_mods,
+    band,
     LOCATE: tl.constexpr,
     FETCH: tl.constexpr,
+    KIND: tl.constexpr,
     EDGE: tl.constexpr,
     EMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -33,8 +35,8 @@ def fold_tiles(
 ):
     """Fold tiles lo..hi into state = (acc, m, l).  q [M, BLOCK_QK]; place = (batch, head, q_index [M, 1], (seq_q, seq_k)).
 
-    EDGE tiles are cut at the sequence's end and by band_mods (causal, window); interior tiles are not.  score_mods and
-    mask_mods apply to both."""
+    EDGE tiles are cut at the sequence's end and by the band (KIND of device.ranges; band = (left, right)); interior tiles are
+    not.  score_mods and mask_mods apply to both."""
     acc, m, l = state
     for i in tl.range(lo, hi):
         rows, cols, live = LOCATE(i, source, BLOCK_N)
@@ -47,7 +49,10 @@ def fold_tiles(
             s = modify(s * scale, place, kv_index, score_mods)
         if EDGE:
             s = tl.where(live[None, :], s, float("-inf"))
-            s = mask(s, place, kv_index, band_mods)
+            if KIND == CAUSAL:
+                s = mask(s, place, kv_index, ((causal, ()),))
+            elif KIND == WINDOW:
+                s = mask(s, place, kv_index, ((window, band),))
         s = mask(s, place, kv_index, mask_mods)
         # [N, BLOCK_V]
         v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)
@@ -67,10 +72,10 @@ def fold_range(
     v_side,
     score_mods,
     mask_mods,
-    band_mods,
+    band,
     LOCATE: tl.constexpr,
     FETCH: tl.constexpr,
-    LEFT_EDGE: tl.constexpr,
+    KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DIM_QK: tl.constexpr,
@@ -80,11 +85,11 @@ def fold_range(
 ):
     """Edge, interior, edge: the tiles of a range as device.ranges gives it."""
     lo, full_lo, full_hi, hi = tiles
-    if LEFT_EDGE:
-        state = fold_tiles(q, state, lo, full_lo, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
-                           LOCATE, FETCH, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
-    state = fold_tiles(q, state, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
-                       LOCATE, FETCH, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
-    state = fold_tiles(q, state, full_hi, hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band_mods,
-                       LOCATE, FETCH, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    if KIND == WINDOW:
+        state = fold_tiles(q, state, lo, full_lo, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
+                           LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    state = fold_tiles(q, state, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
+                       LOCATE, FETCH, KIND, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    state = fold_tiles(q, state, full_hi, hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
+                       LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
     return state

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_range
-from ..device.ranges import WINDOW, range_of_tile
+from ..device.ranges import range_of_tile
 from ..device.source import fetch_box, fetch_rows, locate_box, locate_rows
 from ..device.state import state_finish, state_init, state_init_sink
 from ..device.tile import load_rows, store_rows, widen
@@ -86,7 +86,6 @@ def attention_forward(
     stride_oh,
     score_mods,
     mask_mods,
-    band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -115,10 +114,10 @@ def attention_forward(
         (V + i_b * stride_vb + i_k * stride_vh, stride_vn),
         score_mods,
         mask_mods,
-        band_mods,
+        (left, right),
         locate_rows,
         fetch_rows,
-        KIND == WINDOW,
+        KIND,
         EMULATE,
         BLOCK_N,
         DIM_QK,
@@ -153,7 +152,6 @@ def attention_forward_box(
     stride_oh,
     score_mods,
     mask_mods,
-    band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -181,10 +179,10 @@ def attention_forward_box(
         (V, i_b.to(tl.int32), i_k),
         score_mods,
         mask_mods,
-        band_mods,
+        (left, right),
         locate_box,
         fetch_box,
-        KIND == WINDOW,
+        KIND,
         EMULATE,
         BLOCK_N,
         DIM_QK,
@@ -223,7 +221,6 @@ def attention_forward_varlen(
     stride_oh,
     score_mods,
     mask_mods,
-    band_mods,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -258,10 +255,10 @@ def attention_forward_varlen(
         (V + first_k * stride_vn + i_k * stride_vh, stride_vn),
         score_mods,
         mask_mods,
-        band_mods,
+        (left, right),
         locate_rows,
         fetch_rows,
-        KIND == WINDOW,
+        KIND,
         EMULATE,
         BLOCK_N,
         DIM_QK,

@@ -12,7 +12,7 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..types import Layout, ModArgs, ModFunction, Window
+from ..types import Constant, Layout, ModArgs, ModFunction, Window
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -24,7 +24,6 @@ __all__ = ["Call", "Packed", "Prepared", "example_launch", "forward", "prepare",
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a window side that never cuts; sums with positions stay inside int32
 CACHE_LIMIT = 4096
-NO_MODS: tuple[Any, ...] = ()
 
 _OPTIONS = (
     TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
@@ -75,12 +74,12 @@ class Call(NamedTuple):
     bias: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    score_mod: ModFunction | None = None
+    score_mod: ModFunction | Constant | None = None
     score_args: ModArgs = ()
-    mask_mod: ModFunction | None = None
+    mask_mod: ModFunction | Constant | None = None
     mask_args: ModArgs = ()
     packed: Packed | None = None
-    plan: "AttentionPlan | None" = None
+    plan: "AttentionPlan | Constant | None" = None
 
 
 @dataclass(slots=True)
@@ -92,7 +91,6 @@ class Prepared:
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
     strides: tuple[int, ...] = ()
-    band: tuple[Any, ...] = ()
     softcap: float = 0.0
     boxes: "tuple[Box, ...]" = ()
     aligned: bool = True
@@ -268,7 +266,7 @@ def _check_mods(call: Call, device: torch.device) -> None:
             if args:
                 raise ValueRangeError(f"{name}_args were given without {name}_mod")
             continue
-        if not hasattr(fn, "arg_names") or len(fn.arg_names) != 6:
+        if len(getattr(fn, "arg_names", ())) != 6:
             raise DtypeError(
                 f"{name}_mod must be a @triton.jit function of (score, batch, head, q_index, kv_index, args), got {fn!r}"
             )
@@ -323,17 +321,17 @@ def _bind(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    from ..device import mods, ranges
+    from ..device import ranges
     from ..kernels import attention_forward as kernels
     from .launch import Launcher
 
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     if window == (-1, -1):
-        kind, band = ranges.FULL, NO_MODS
+        kind = ranges.FULL
     elif window == (-1, 0):
-        kind, band = ranges.CAUSAL, ((mods.causal, ()),)
+        kind = ranges.CAUSAL
     else:
-        kind, band = ranges.WINDOW, ((mods.window, (left, right)),)
+        kind = ranges.WINDOW
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
     lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
     q_strides, k_strides, v_strides = (_row_strides(t, call.layout) for t in (q, k, v))
@@ -361,7 +359,6 @@ def _bind(
         lse_shape=lse_shape,
         scalars=(scale, *lengths, heads, group, left, right),
         strides=q_strides + (() if box else k_strides + v_strides) + out_strides,
-        band=band,
         softcap=softcap,
         boxes=boxes,
         aligned=all(t.data_ptr() % 16 == 0 for t in _tensors(q, k, v, call)),
@@ -408,7 +405,7 @@ def _arguments(
         score, masks = _mods(p.softcap, call)
         if call.packed is not None:
             tensors += call.packed[:2]
-    return (*tensors, *p.scalars, *p.strides, score, masks, p.band)
+    return (*tensors, *p.scalars, *p.strides, score, masks)
 
 
 def _mods(softcap: float, call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

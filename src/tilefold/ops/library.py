@@ -1,7 +1,8 @@
 """tilefold's operators in torch's dispatcher, so that torch.compile, FakeTensor and tracing see one opaque op.
 
 Eager calls do not pass here: the dispatcher would cost more than the launch.  An operator's schema cannot hold functions,
-so a call's hooks (score_mod, mask_mod, plan) travel as the key of a record that this module keeps.
+so a call's hooks (score_mod, mask_mod, plan) travel as the key of a record that this module keeps, and inside a compiled
+function they have to be `Constant`s, whose names a tracer can read.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import Unsupported
-from ..types import Layout, ModArgs, ModFunction
+from ..types import Constant, Layout, ModArgs, ModFunction, constant
 from .attention import Call, Packed, forward, shapes_of
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
     left, right = (-1 if side is None else side for side in call.window or (None, None))
     score_tensors, score_numbers = _apart(call.score_args)
     mask_tensors, mask_numbers = _apart(call.mask_args)
-    hooks = _key_of_hooks(call.score_mod, score_numbers, call.mask_mod, mask_numbers, call.plan)
+    hooks = ""
+    if call.score_mod is not None or call.mask_mod is not None or call.plan is not None:
+        names = tuple(_named(hook) for hook in (call.score_mod, call.mask_mod, call.plan))
+        hooks = _key_of_hooks(names, score_numbers, mask_numbers)
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
     result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, score_tensors + mask_tensors, cu_q, cu_k,
                         max_q, max_k, call.causal, left, right, call.scale, float(call.softcap), call.layout, hooks)  # fmt: skip
@@ -126,22 +130,35 @@ def _apart(args: ModArgs) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
     return tensors, tuple(None if isinstance(a, torch.Tensor) else a for a in args)
 
 
-def _key_of_hooks(
-    score_mod: ModFunction | None,
-    score_args: ModArgs,
-    mask_mod: ModFunction | None,
-    mask_args: ModArgs,
-    plan: "AttentionPlan | None",
-) -> str:
-    """Keep the hooks and return their key; the same hooks give the same key."""
-    if score_mod is None and mask_mod is None and plan is None:
+def _named(hook: Any) -> str:
+    """The key of a hook's `Constant`."""
+    if hook is None:
         return ""
-    identity = (id(score_mod), score_args, id(mask_mod), mask_args, id(plan))
+    if isinstance(hook, Constant):
+        return hook.key
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            "inside torch.compile, score_mod, mask_mod and plan have to be passed as tilefold.constant(...), made outside it"
+        )
+    return constant(hook).key
+
+
+def _key_of_hooks(names: tuple[str, ...], score_numbers: ModArgs, mask_numbers: ModArgs) -> str:
+    """Keep the hooks and return their key; the same hooks give the same key."""
+    identity = (names, tuple(map(_typed, score_numbers)), tuple(map(_typed, mask_numbers)))
     if identity not in _KEYS:
-        slots = [tuple(_Slot() if a is None else a for a in args) for args in (score_args, mask_args)]
+        score_args, mask_args = (
+            tuple(_Slot() if a is None else a for a in numbers) for numbers in (score_numbers, mask_numbers)
+        )
+        score_mod, mask_mod, plan = (Constant(name).value if name else None for name in names)
         _KEYS[identity] = key = str(next(_NUMBERS))
-        _HOOKS[key] = (score_mod, slots[0], mask_mod, slots[1], plan)
+        _HOOKS[key] = (score_mod, score_args, mask_mod, mask_args, plan)
     return _KEYS[identity]
+
+
+def _typed(number: Any) -> Any:
+    """1, 1.0 and True are equal, but not the same argument."""
+    return type(number), number
 
 
 # What torch.compiler.assume_constant_result sets; calling it here would import torch._dynamo, and with it Triton.

@@ -43,8 +43,10 @@ class Comparison:
         )
 
 
-def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor) -> Comparison:
-    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain` (PyTorch's result in the same dtype), all of one shape."""
+def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: float = 0.0) -> Comparison:
+    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain` (PyTorch's result in the same dtype), all of one shape.
+
+    unit: a size below which rounding does not shrink with the result; 1 for logarithms, whose errors act as factors."""
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
     exact = oracle.detach().double().flatten()
@@ -54,7 +56,10 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor) -> Com
     if not bool(finite.any()):
         return Comparison(0.0, 0.0, 0.0, 0.0, same)
     size = exact[finite].abs()
-    rounding = size * torch.finfo(got.dtype).eps / 2 + size.max() * ROUNDINGS * torch.finfo(torch.float32).eps / 2
+    rounding = (
+        size * torch.finfo(got.dtype).eps / 2
+        + size.max().clamp_min(unit) * ROUNDINGS * torch.finfo(torch.float32).eps / 2
+    )
     error = torch.where(g.isfinite(), (g - exact).abs(), 0.0)[finite]
     base = torch.where(p.isfinite(), (p - exact).abs(), 0.0)[finite]
     norm = exact[finite].norm().clamp_min(torch.finfo(got.dtype).tiny)

@@ -44,7 +44,10 @@ def layer_errors(calls: Sequence[LayerCall], layers: int) -> list[LayerError]:
         exact = [_oracle(call, torch.float64) for call in mine]
         plain = [_oracle(call, call.q.dtype) for call in mine]
         got = [(call.out, call.lse) for call in mine]
-        out, lse = (reference.compare(_flat(got, side), _flat(exact, side), _flat(plain, side)) for side in (0, 1))
+        out, lse = (
+            reference.compare(_flat(got, side), _flat(exact, side), _flat(plain, side), unit=float(side))
+            for side in (0, 1)
+        )
         found.append(LayerError(layer, out, lse, sum(call.seconds for call in mine)))
     return found
 
