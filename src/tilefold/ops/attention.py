@@ -132,12 +132,12 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 
 def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
-    tensors = (_facts(q), _facts(k), _facts(v))
+    # The types too: 1 == True == 1.0, but causal=1 is refused.
+    plain = (_facts(q), _facts(k), _facts(v), call[:5], type(call[0]), type(call[1]), type(call[2]), type(call[3]))
     if _is_plain(call):
-        return tensors, call[:5]
+        return plain
     return (
-        tensors,
-        call[:5],
+        plain,
         tuple(None if t is None else _facts(t) for t in call[5:9]),
         (id(call.score_mod), _facts_of_args(call.score_args), id(call.mask_mod), _facts_of_args(call.mask_args)),
         None if call.packed is None else (_facts(call.packed[0]), _facts(call.packed[1]), call.packed[2:]),
