@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilefold
 from cases import BOX, check, dilated, dilated_twin, prefix, prefix_twin, qkv, rand, relative, relative_twin
+from tilefold.device import mods
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [  # B, Sq, Sk, H, Hk, D
@@ -146,12 +149,29 @@ def test_scale(scale, device):
     check(*qkv(1, 20, 40, 2, 2, 32, device=device), scale=scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("cap", [0.5, 15.0, 50.0])
-def test_softcap(cap, device):
-    q, k, v = qkv(1, 20, 40, 2, 2, 32, device=device)
+def test_softcap(cap, dtype, device):
+    q, k, v = qkv(1, 20, 40, 2, 2, 32, dtype=dtype, device=device)
     check(q, k, v, softcap=cap, causal=True)
     check(10 * q, k, v, softcap=cap)
     check(0.01 * q, k, v, softcap=cap)
+
+
+@triton.jit
+def cap_kernel(X, Y, cap, CAP: tl.constexpr):
+    o = tl.arange(0, 4096)
+    tl.store(Y + o, CAP(tl.load(X + o), 0, 0, 0, 0, (cap,)))
+
+
+@pytest.mark.parametrize(("cap", "limit"), [(mods.softcap, 5e-7), (mods.softcap_exact, 2.5e-7)])
+def test_tanh_of_the_caps(cap, limit, device):
+    """Relative error over all magnitudes, both signs."""
+    x = torch.cat([torch.logspace(-6, 2, 2048), -torch.logspace(-6, 2, 2048)]).to(device)
+    y = torch.empty_like(x)
+    cap_kernel[(1,)](x, y, 1.0, cap)
+    want = torch.tanh(x.double())
+    assert ((y.double() - want) / want).abs().max() < limit
 
 
 @pytest.mark.parametrize("per_batch", [False, True])

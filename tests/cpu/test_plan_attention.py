@@ -120,7 +120,7 @@ def test_each_rule_fires(name: str) -> None:
 def test_tuned_tiles_fit_their_architecture() -> None:
     for key, entry in TUNED.items():
         dtype = "float32" if key.dtype_class == "float32" else "bfloat16"
-        mods = ("bias",) if key.features == "mods" else ()
+        mods = {"mods": ("alibi",), "tensors": ("bias",)}.get(key.features, ())
         problem = replace(LONG, dim_qk=key.block_qk, dim_v=key.block_v, dtype=dtype, score_mods=mods)
         problem = replace(problem, descriptors=key.loads == "box", causal=key.features == "band")
         device = next(device for device in DEVICES.values() if device.arch == key.arch)

@@ -402,20 +402,20 @@ def _arguments(
     score: tuple[Any, ...] = ()
     masks: tuple[Any, ...] = ()
     if p.softcap or not _is_plain(call):
-        score, masks = _mods(p.softcap, call)
+        score, masks = _mods(p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
     return (*tensors, *p.scalars, *p.strides, score, masks)
 
 
-def _mods(softcap: float, call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods."""
+def _mods(softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; exact: the inputs are fp32."""
     from ..device import mods
 
     score: list[Any] = []
     masks: list[Any] = []
     if softcap:
-        score.append((mods.softcap, (softcap,)))
+        score.append((mods.softcap_exact if exact else mods.softcap, (softcap,)))
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes
         score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))

@@ -70,6 +70,18 @@ TUNED: dict[TunedKey, Tuned] = {
     TunedKey(90, "half", 128, 128, "pointer", "band"): _measured(
         Tile(64, 64, 4, 3), "causal 411 TFLOP/s at N=4096 x 4, 454 at N=16384, 16 heads"
     ),
+    TunedKey(90, "half", 64, 64, "box", "mods"): _measured(
+        Tile(64, 64, 4, 3), "causal ALiBi 312 TFLOP/s (best tile 314), sinks 383 at N=4096 x 4, 16 heads"
+    ),
+    TunedKey(90, "half", 64, 64, "box", "tensors"): _measured(
+        Tile(64, 64, 4, 3), "bias 352 TFLOP/s, boolean mask 276 at N=4096 x 4, 16 heads"
+    ),
+    TunedKey(90, "half", 128, 128, "box", "mods"): _measured(
+        Tile(64, 64, 4, 3), "causal ALiBi 410 TFLOP/s, sinks 486 at N=4096 x 4, 16 heads"
+    ),
+    TunedKey(90, "half", 128, 128, "box", "tensors"): _measured(
+        Tile(128, 64, 8, 3), "bias 416 TFLOP/s, boolean mask 356 at N=4096 x 4, 16 heads"
+    ),
     TunedKey(90, "half", 256, 256, "box", "plain"): _measured(
         Tile(128, 64, 8, 2), "550 TFLOP/s at N=16384 (cuDNN 750, FA2 318), 8 heads"
     ),
@@ -89,5 +101,6 @@ def tuned_tile(problem: AttentionProblem, device: Device, loads: str) -> Tuned |
     """The measured tile for a problem on a device with the given loads, or None if nothing was measured."""
     dtype_class = "float32" if problem.dtype == "float32" else "half"
     banded = problem.causal or problem.window != (-1, -1)
-    features = "mods" if not problem.plain else "band" if banded else "plain"
+    reads = "bias" in problem.score_mods or "mask" in problem.mask_mods
+    features = "tensors" if reads else "mods" if not problem.plain else "band" if banded else "plain"
     return TUNED.get(TunedKey(device.arch, dtype_class, problem.block_qk, problem.block_v, loads, features))
