@@ -6,7 +6,7 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.attention import Call, Packed
+from .ops.call import Call, Packed
 from .ops.library import dispatched
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 

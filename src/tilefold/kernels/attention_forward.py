@@ -32,28 +32,51 @@ def place_of_program(seq_q, heads, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def initial_state(Sinks, i_h, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+def attend(
+    Q,
+    Out,
+    Lse,
+    Sinks,
+    k_side,
+    v_side,
+    i_m,
+    i_b,
+    i_h,
+    seq_q,
+    seq_k,
+    scale,
+    band,
+    stride_q,
+    stride_o,
+    score_mods,
+    mask_mods,
+    LOCATE: tl.constexpr,
+    FETCH: tl.constexpr,
+    KIND: tl.constexpr,
+    EMULATE: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at: load, fold, finish, store."""
+    q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     if Sinks is None:
-        return state_init(BLOCK_M, BLOCK_V)
+        state = state_init(BLOCK_M, BLOCK_V)
     else:
-        return state_init_sink(tl.load(Sinks + i_h).to(tl.float32), BLOCK_M, BLOCK_V)
-
-
-@triton.jit
-def place_of_rows(i_b, i_h, i_m, seq_q, seq_k, BLOCK_M: tl.constexpr):
-    """What the mods are told: batch, head, indices of the queries (inside the sequence), lengths."""
-    o_m = tl.minimum(i_m * BLOCK_M + tl.arange(0, BLOCK_M), seq_q - 1)
-    return i_b.to(tl.int32), i_h.to(tl.int32), o_m[:, None], (seq_q, seq_k)
-
-
-@triton.jit
-def write(Out, Lse, state, i_m, seq_q, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-          EMULATE: tl.constexpr):  # fmt: skip
-    """Finish the state; Out and Lse point at row 0 of this sequence and head."""
-    acc, m, l = state
+        state = state_init_sink(tl.load(Sinks + i_h).to(tl.float32), BLOCK_M, BLOCK_V)
+    # What the mods are told: batch, head, indices of the queries (inside the sequence), lengths.
+    q_index = tl.minimum(i_m * BLOCK_M + tl.arange(0, BLOCK_M), seq_q - 1)[:, None]
+    place = (i_b.to(tl.int32), i_h.to(tl.int32), q_index, (seq_q, seq_k))
+    tiles = range_of_tile(i_m, seq_q, seq_k, band[0], band[1], KIND, BLOCK_M, BLOCK_N)
+    acc, m, l = fold_range(widen(q, EMULATE), state, tiles, place, scale, (seq_k,), k_side, v_side, score_mods, mask_mods,
+                           band, LOCATE, FETCH, KIND, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
     out, lse = state_finish(acc, m, l)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    store_rows(Out, o_m.to(tl.int64), stride, o_m < seq_q, out, DIM, BLOCK_D, EMULATE)
+    store_rows(Out, o_m.to(tl.int64), stride_o, o_m < seq_q, out, DIM_V, BLOCK_V, EMULATE)
     tl.store(Lse + o_m, lse, mask=o_m < seq_q)
 
 
@@ -100,33 +123,14 @@ def attention_forward(
     Sinks [H] or None.  Grid (cdiv(Sq, BLOCK_M) * B * H,)."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = i_h // group
-    q = load_rows(
-        Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
-    )
-    state = fold_range(
-        widen(q, EMULATE),
-        initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
-        range_of_tile(i_m, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N),
-        place_of_rows(i_b, i_h, i_m, seq_q, seq_k, BLOCK_M),
-        scale,
-        (seq_k,),
-        (K + i_b * stride_kb + i_k * stride_kh, stride_kn),
-        (V + i_b * stride_vb + i_k * stride_vh, stride_vn),
-        score_mods,
-        mask_mods,
-        (left, right),
-        locate_rows,
-        fetch_rows,
-        KIND,
-        EMULATE,
-        BLOCK_N,
-        DIM_QK,
-        DIM_V,
-        BLOCK_QK,
-        BLOCK_V,
-    )
+    q = Q + i_b * stride_qb + i_h * stride_qh
     out = Out + i_b * stride_ob + i_h * stride_oh
-    write(out, Lse + (i_b * heads + i_h) * seq_q, state, i_m, seq_q, stride_om, DIM_V, BLOCK_V, BLOCK_M, EMULATE)
+    lse = Lse + (i_b * heads + i_h) * seq_q
+    k_side = (K + i_b * stride_kb + i_k * stride_kh, stride_kn)
+    v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
+    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
+           score_mods, mask_mods, locate_rows, fetch_rows,
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -165,33 +169,14 @@ def attention_forward_box(
     """attention_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
-    q = load_rows(
-        Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
-    )
-    state = fold_range(
-        widen(q, EMULATE),
-        initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
-        range_of_tile(i_m, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N),
-        place_of_rows(i_b, i_h, i_m, seq_q, seq_k, BLOCK_M),
-        scale,
-        (seq_k,),
-        (K, i_b.to(tl.int32), i_k),
-        (V, i_b.to(tl.int32), i_k),
-        score_mods,
-        mask_mods,
-        (left, right),
-        locate_box,
-        fetch_box,
-        KIND,
-        EMULATE,
-        BLOCK_N,
-        DIM_QK,
-        DIM_V,
-        BLOCK_QK,
-        BLOCK_V,
-    )
+    q = Q + i_b * stride_qb + i_h * stride_qh
     out = Out + i_b * stride_ob + i_h * stride_oh
-    write(out, Lse + (i_b * heads + i_h) * seq_q, state, i_m, seq_q, stride_om, DIM_V, BLOCK_V, BLOCK_M, EMULATE)
+    lse = Lse + (i_b * heads + i_h) * seq_q
+    k_side = (K, i_b.to(tl.int32), i_k)
+    v_side = (V, i_b.to(tl.int32), i_k)
+    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
+           score_mods, mask_mods, locate_box, fetch_box,
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -241,30 +226,11 @@ def attention_forward_varlen(
     if i_m * BLOCK_M >= seq_q:
         return
     i_k = i_h // group
-    q = load_rows(
-        Q + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK
-    )
-    state = fold_range(
-        widen(q, EMULATE),
-        initial_state(Sinks, i_h, BLOCK_M, BLOCK_V),
-        range_of_tile(i_m, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N),
-        place_of_rows(i_b, i_h, i_m, seq_q, seq_k, BLOCK_M),
-        scale,
-        (seq_k,),
-        (K + first_k * stride_kn + i_k * stride_kh, stride_kn),
-        (V + first_k * stride_vn + i_k * stride_vh, stride_vn),
-        score_mods,
-        mask_mods,
-        (left, right),
-        locate_rows,
-        fetch_rows,
-        KIND,
-        EMULATE,
-        BLOCK_N,
-        DIM_QK,
-        DIM_V,
-        BLOCK_QK,
-        BLOCK_V,
-    )
+    q = Q + first_q * stride_qm + i_h * stride_qh
     out = Out + first_q * stride_om + i_h * stride_oh
-    write(out, Lse + i_h * total_q + first_q, state, i_m, seq_q, stride_om, DIM_V, BLOCK_V, BLOCK_M, EMULATE)
+    lse = Lse + i_h * total_q + first_q
+    k_side = (K + first_k * stride_kn + i_k * stride_kh, stride_kn)
+    v_side = (V + first_k * stride_vn + i_k * stride_vh, stride_vn)
+    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
+           score_mods, mask_mods, locate_rows, fetch_rows,
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip

@@ -6,80 +6,24 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_number
-from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from ..check import check_number
+from ..errors import DtypeError
+from ..types import Layout
+from .call import Call, Packed, check_mods, is_plain, key_of, result_shapes, sizes_of, window_of
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ..plan import AttentionPlan, AttentionProblem
     from .launch import Box
 
-__all__ = ["Call", "Packed", "Prepared", "example_launch", "forward", "prepare", "shapes_of"]
+__all__ = ["Prepared", "example_launch", "forward", "prepare"]
 
-MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a window side that never cuts; sums with positions stay inside int32
 CACHE_LIMIT = 4096
-
-_OPTIONS = (
-    TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
-    TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
-    TensorSpec("mask", "batch|1 heads|1 seq_q|1 seq_k", (torch.bool,), optional=True),
-    TensorSpec("sinks", "heads", FLOATS, optional=True),
-)
-
-
-def _qkv(*dims: str) -> tuple[TensorSpec, ...]:
-    last = {"same_dtype_as": "q", "contiguous_last": True}
-    return (
-        TensorSpec("q", dims[0], FLOATS, contiguous_last=True),
-        TensorSpec("k", dims[1], FLOATS, **last),  # type: ignore[arg-type]
-        TensorSpec("v", dims[2], FLOATS, **last),  # type: ignore[arg-type]
-    )
-
-
-SPECS = {
-    "bshd": _qkv("batch seq_q heads dim_qk", "batch seq_k kv_heads dim_qk", "batch seq_k kv_heads dim_v") + _OPTIONS,
-    "bhsd": _qkv("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v") + _OPTIONS,
-    "varlen": (
-        *_qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v"),
-        TensorSpec("cu_seqlens_q", "offsets", (torch.int32,), contiguous_last=True),
-        TensorSpec("cu_seqlens_k", "offsets", (torch.int32,), contiguous_last=True),
-    ),
-}
-
-
-class Packed(NamedTuple):
-    """Where the sequences of a varlen call lie: int32 offsets [batch + 1] and the longest lengths."""
-
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    max_q: int
-    max_k: int
-
-
-class Call(NamedTuple):
-    """The keyword arguments of `attention`, as given."""
-
-    causal: bool = False
-    window: Window | None = None
-    scale: float | None = None
-    softcap: float = 0.0
-    layout: Layout = "bshd"
-    alibi_slopes: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    score_mod: ModFunction | Constant | None = None
-    score_args: ModArgs = ()
-    mask_mod: ModFunction | Constant | None = None
-    mask_args: ModArgs = ()
-    packed: Packed | None = None
-    plan: "AttentionPlan | Constant | None" = None
 
 
 @dataclass(slots=True)
@@ -115,7 +59,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The cached record of this call's shapes and options; checks everything the first time they are seen."""
     try:
-        key = _key(q, k, v, call)
+        key = key_of(q, k, v, call)
         found = _CACHE.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks will say which argument
         return _prepare(q, k, v, call)
@@ -127,56 +71,22 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     return found
 
 
-# ---------------------------------------------------------------- the key
-
-
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
-    """Everything that a Prepared record depends on."""
-    # The types too: 1 == True == 1.0, but causal=1 is refused.
-    plain = (_facts(q), _facts(k), _facts(v), call[:5], type(call[0]), type(call[1]), type(call[2]), type(call[3]))
-    if _is_plain(call):
-        return plain
-    return (
-        plain,
-        tuple(None if t is None else _facts(t) for t in call[5:9]),
-        (id(call.score_mod), _facts_of_args(call.score_args), id(call.mask_mod), _facts_of_args(call.mask_args)),
-        None if call.packed is None else (_facts(call.packed[0]), _facts(call.packed[1]), call.packed[2:]),
-        id(call.plan),
-    )
-
-
-def _is_plain(call: Call) -> bool:
-    """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    return call[5:] == (None, None, None, None, None, (), None, (), None, None)
-
-
-def _facts(t: torch.Tensor) -> Any:
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0
-
-
-def _facts_of_args(args: ModArgs) -> Any:
-    """Integers decide a compilation (1 and multiples of 16 are special), floats do not."""
-    return tuple(
-        _facts(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
-    )
-
-
 # ---------------------------------------------------------------- the first time
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ..plan import AttentionPlan, plan_attention
 
-    sizes = _sizes(q, k, v, call)
-    window = _window(call.window, call.causal)
+    sizes = sizes_of(q, k, v, call)
+    window = window_of(call.window, call.causal)
     scale = (
         1.0 / math.sqrt(max(1, sizes["dim_qk"])) if call.scale is None else check_number("scale", call.scale, above=0.0)
     )
     softcap = check_number("softcap", call.softcap, low=0.0)
-    _check_mods(call, q.device)
+    check_mods(call, q.device)
     if call.plan is not None and not isinstance(call.plan, AttentionPlan):
         raise DtypeError(f"plan must be an AttentionPlan or None, got {type(call.plan).__name__}")
-    out_shape, lse_shape = _shapes(call, sizes)
+    out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=(call.score_mod, call.mask_mod, call.plan))
@@ -187,89 +97,6 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         plan = call.plan
         plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
-
-
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
-    """Check every tensor; the sizes of all named dimensions."""
-    tensors = {"q": q, "k": k, "v": v, **call._asdict()}
-    if call.packed is None:
-        if call.layout not in ("bshd", "bhsd"):
-            raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
-        sizes = bind(SPECS[call.layout], tensors)
-    else:
-        tensors |= {"cu_seqlens_q": call.packed.cu_q, "cu_seqlens_k": call.packed.cu_k}
-        for name, value in (("max_seqlen_q", call.packed.max_q), ("max_seqlen_k", call.packed.max_k)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise DtypeError(f"{name} must be an int, got {type(value).__name__}")
-            check_number(name, value, low=0)
-        sizes = bind(SPECS["varlen"], tensors)
-        if sizes["offsets"] < 1:
-            raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
-        sizes |= {"batch": sizes["offsets"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
-        bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
-    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ShapeError(
-            f"q has {heads} heads and k has {kv_heads}: the heads of q must be a multiple of those of k and v"
-        )
-    for name, dim in (("q and k", sizes["dim_qk"]), ("v", sizes["dim_v"])):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise Unsupported(f"{name} have head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
-    return sizes
-
-
-def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out and lse, after the checks that need no device."""
-    _window(call.window, call.causal)
-    return _shapes(call, _sizes(q, k, v, call))
-
-
-def _shapes(call: Call, sizes: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    heads, seq_q = sizes["heads"], sizes["seq_q"]
-    if call.packed is not None:
-        return (sizes["total_q"], heads, sizes["dim_v"]), (heads, sizes["total_q"])
-    rows = (seq_q, heads) if call.layout == "bshd" else (heads, seq_q)
-    return (sizes["batch"], *rows, sizes["dim_v"]), (sizes["batch"], heads, seq_q)
-
-
-def _window(window: Window | None, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for unbounded; causal bounds the right at 0."""
-    if not isinstance(causal, bool):
-        raise DtypeError(f"causal must be a bool, got {causal!r}")
-    if window is None:
-        left = right = -1
-    else:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise DtypeError(f"window must be None or a pair (left, right), got {window!r}")
-        left, right = (-1 if side is None else side for side in window)
-        for side in (left, right):
-            if isinstance(side, bool) or not isinstance(side, int):
-                raise DtypeError(f"window must hold integers or None, got {window!r}")
-            if side < -1:
-                raise ValueRangeError(f"window sides must be at least 0 (or -1 or None for unbounded), got {window!r}")
-    return (left, 0) if causal else (left, right)
-
-
-def _check_mods(call: Call, device: torch.device) -> None:
-    for name, fn, args in (
-        ("score", call.score_mod, call.score_args),
-        ("mask", call.mask_mod, call.mask_args),
-    ):
-        if not isinstance(args, tuple):
-            raise DtypeError(f"{name}_args must be a tuple, got {type(args).__name__}")
-        for i, arg in enumerate(args):
-            if not isinstance(arg, (torch.Tensor, int, float)):
-                raise DtypeError(f"{name}_args[{i}] must be a tensor, an int or a float, got {type(arg).__name__}")
-            if isinstance(arg, torch.Tensor) and arg.device != device:
-                raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
-        if fn is None:
-            if args:
-                raise ValueRangeError(f"{name}_args were given without {name}_mod")
-            continue
-        if len(getattr(fn, "arg_names", ())) != 6:
-            raise DtypeError(
-                f"{name}_mod must be a @triton.jit function of (score, batch, head, q_index, kv_index, args), got {fn!r}"
-            )
 
 
 def _problem(
@@ -401,7 +228,7 @@ def _arguments(
     tensors: tuple[Any, ...] = (q, kk, vv, out, lse, call.sinks)
     score: tuple[Any, ...] = ()
     masks: tuple[Any, ...] = ()
-    if p.softcap or not _is_plain(call):
+    if p.softcap or not is_plain(call):
         score, masks = _mods(p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
@@ -473,9 +300,9 @@ def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[
         packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
         plan=plan,
     )
-    sizes = _sizes(q, k, v, call)
-    shapes = _shapes(call, sizes)
-    prepared = _bind(q, k, v, call, sizes, _window(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
+    sizes = sizes_of(q, k, v, call)
+    shapes = result_shapes(call, sizes)
+    prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
     out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
     args = _arguments(prepared, q, k, v, out, lse, call)
     return prepared.launcher.fn, args, prepared.launcher.keywords

@@ -13,7 +13,8 @@ import torch
 
 from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, ModFunction, constant
-from .attention import Call, Packed, forward, shapes_of
+from .attention import forward
+from .call import Call, Packed, shapes_of
 
 if TYPE_CHECKING:
     from ..plan import AttentionPlan
