@@ -48,3 +48,10 @@ def range_of_tile(i_m, seq_q, seq_k, left, right, KIND: tl.constexpr, BLOCK_M: t
         return range_window(q_first, q_last, left, right, seq_k, BLOCK_N)
     else:
         return range_full(seq_k, BLOCK_N)
+
+
+@triton.jit
+def range_share(tiles, i_split, splits):
+    """(lo, hi) of the i-th of `splits` even shares of 0..tiles; shares differ by at most one tile and may be empty."""
+    n = tiles.to(tl.int64)
+    return (n * i_split // splits).to(tl.int32), (n * (i_split + 1) // splits).to(tl.int32)

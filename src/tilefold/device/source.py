@@ -69,3 +69,37 @@ def fetch_box(
     """By the copy engine, side = (descriptor of [B, H, N, D], batch, head); it fills with 0 past the tensor's end."""
     descriptor, i_b, i_h = side
     return widen(descriptor.load([i_b, i_h, rows, 0]).reshape(BLOCK_N, BLOCK_D), EMULATE)
+
+
+@triton.jit
+def listed_block(i, source, BLOCK_N: tl.constexpr):
+    """source = (list, sizes or None, length, BLOCK), BLOCK a multiple of N: tile i's KV block, and its first row in it."""
+    TILES: tl.constexpr = source[3] // BLOCK_N
+    return tl.load(source[0] + i // TILES), i % TILES * BLOCK_N
+
+
+@triton.jit
+def live_in_block(block, o_n, cols, source):
+    """Keys of the sequence that the block's size counts."""
+    live = cols < source[2]
+    if source[1] is not None:
+        live = live & (o_n < tl.load(source[1] + block))
+    return live
+
+
+@triton.jit
+def locate_listed(i, source, BLOCK_N: tl.constexpr):
+    """Tile i of the blocks that a list names, by pointers."""
+    block, first = listed_block(i, source, BLOCK_N)
+    o_n = first + tl.arange(0, BLOCK_N)
+    cols = block * source[3] + o_n
+    return cols.to(tl.int64), cols, live_in_block(block, o_n, cols, source)
+
+
+@triton.jit
+def locate_listed_box(i, source, BLOCK_N: tl.constexpr):
+    """Tile i of the blocks that a list names, for a descriptor."""
+    block, first = listed_block(i, source, BLOCK_N)
+    o_n = first + tl.arange(0, BLOCK_N)
+    cols = block * source[3] + o_n
+    return block * source[3] + first, cols, live_in_block(block, o_n, cols, source)

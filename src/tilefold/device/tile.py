@@ -16,7 +16,7 @@ def widen(x, EMULATE: tl.constexpr):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
     """fp32 -> storage type, to nearest even.  The interpreter truncates to bf16, so EMULATE rounds by hand first."""
-    if EMULATE:
+    if EMULATE and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x).to(DTYPE)

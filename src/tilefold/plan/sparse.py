@@ -1,0 +1,211 @@
+"""The plan of block-sparse attention: tile, loads and splits for lists of KV blocks."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
+from tilefold.plan import serialise
+from tilefold.plan.device import Device
+from tilefold.plan.limits import BOX, MAX_GRID, Tile, box_refusal, programs_per_sm, require_supported, tile_violation
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
+
+POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
+MAX_SPLITS = 128
+MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class SparseProblem:
+    """What is asked: the dense problem that the lists thin out, and the lists' shape.
+
+    attention: lengths, heads, dims, dtype and mods, as for the dense kernel. block_q, block_k: tokens per query and KV block.
+    capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
+    """
+
+    attention: AttentionProblem
+    block_q: int
+    block_k: int
+    capacity: int
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 16 or value & (value - 1):
+                raise ValueRangeError(f"{name} must be a power of two of at least 16, got {value!r}")
+        if type(self.capacity) is not int or self.capacity < 0:
+            raise ShapeError(f"capacity must be an integer of at least 0, got {self.capacity!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
+
+    kernel: "sparse_forward" (pointer loads) or "sparse_forward_box" (K and V by tensor descriptors). block_m rows of one query
+    block per program, block_n keys per step; splits: shares of each list, folded apart and merged by `combine` if more than 1.
+    Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
+    """
+
+    problem: SparseProblem
+    device: Device
+    kernel: str
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    rule: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        fault = _violation(self.problem, self.device, self.kernel, self.tile, self.splits)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+    @property
+    def tile(self) -> Tile:
+        """The tile as one value."""
+        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs: query tiles x heads x batch, and splits."""
+        return (_programs(self.problem, self.block_m), self.splits, 1)
+
+    def __str__(self) -> str:
+        n = self.problem.attention
+        return (
+            f"Sparse attention plan for {self.device.title}\n"
+            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
+            f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
+            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}\n"
+            f"  kernel    {self.kernel}, tile {self.tile}\n"
+            f"  grid      {self.grid[0]} programs x {self.splits} {'split' if self.splits == 1 else 'splits'} on "
+            f"{self.device.sms} SMs\n"
+            f"  rule      {self.rule}. {self.reason}"
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "SparsePlan":
+        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
+        return serialise.from_json(cls, text)
+
+    def with_tile(self, **fields: int | str) -> "SparsePlan":
+        """The plan with other tile fields, kernel or splits; PlanError names the field that does not fit."""
+        return replace(self, rule="override", reason="The caller chose these fields.", **fields)  # type: ignore[arg-type]
+
+    def check(self, problem: SparseProblem, device: Device) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
+        for field in ("block_q", "block_k", "capacity", "masked"):
+            made, asked = getattr(self.problem, field), getattr(problem, field)
+            if made != asked:
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        for field in AttentionProblem.__dataclass_fields__:
+            made, asked = getattr(self.problem.attention, field), getattr(problem.attention, field)
+            if made != asked and field != "descriptors":
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
+            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
+        fault = _violation(problem, device, self.kernel, self.tile, self.splits)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+
+@lru_cache(maxsize=4096)
+def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
+    """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+    require_supported(problem.attention, device)
+    kernel = BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL
+    faults = []
+    for tile in _tiles(problem, device):
+        fault = _violation(problem, device, kernel, tile, 1)
+        if fault is None:
+            return _with_splits(problem, device, kernel, tile)
+        faults.append(f"{tile}: {fault[1]}")
+    raise Unsupported(f"no tile fits {device.name} for this sparse problem ({'; '.join(faults)})")
+
+
+def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int:
+    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 85 % of the best reachable one.
+
+    items: programs without splitting; slots: programs that run at once.  A share holds at least MIN_KEYS keys.  The efficiency is
+    that of the waves times that of the uneven shares, which differ by up to one tile."""
+    top = max(1, min(MAX_SPLITS, tiles * keys_per_tile // MIN_KEYS, tiles))
+
+    def efficiency(splits: int) -> float:
+        waves, share = items * splits / slots, tiles / splits
+        return waves / math.ceil(waves) * share / math.ceil(share)
+
+    if items == 0 or tiles == 0 or items >= slots:
+        return 1
+    best = max(efficiency(s) for s in range(1, top + 1))
+    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.85 * best)
+
+
+def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
+    items = _programs(problem, tile.block_m)
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), tile))
+    tiles = problem.capacity * (problem.block_k // tile.block_n)
+    splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
+    if splits == 1:
+        rule, reason = "lists", "There are enough query tiles to fill the device; each program folds its whole list."
+    else:
+        rule = "split-lists"
+        reason = f"{items} query tiles leave most of {slots} places idle; {splits} shares of each list fill them."
+    return SparsePlan(
+        problem, device, kernel, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, splits, rule, reason
+    )
+
+
+def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
+    """Best first; every tile divides its blocks."""
+    rows, keys = min(problem.block_q, 64), min(problem.block_k, 64)
+    width = max(problem.attention.block_qk, problem.attention.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    if problem.attention.dtype == "float32":
+        small = min(keys, 32 if width <= 64 else 16)
+        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
+    narrow = min(keys, 32)
+    return (Tile(rows, keys, 4, 3), Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
+
+
+def _programs(problem: SparseProblem, block_m: int) -> int:
+    n = problem.attention
+    return -(-n.seq_q // block_m) * n.batch * n.heads
+
+
+def _dense(kernel: str) -> str:
+    """The dense kernel with the same loads, whose limits hold."""
+    return BOX if kernel == BOX_KERNEL else "attention_forward"
+
+
+def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
+    if problem.masked:
+        return "rows of V past a block's valid tokens may hold anything, and a box would read them"
+    if device.backend == "interpreter":
+        return "the interpreter gains nothing from descriptors"
+    return box_refusal(problem.attention, device)
+
+
+def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that is broken, or None."""
+    if kernel not in (POINTER_KERNEL, BOX_KERNEL):
+        return "kernel", f"must be {POINTER_KERNEL!r} or {BOX_KERNEL!r}, got {kernel!r}"
+    if kernel == BOX_KERNEL and problem.masked:
+        return "kernel", f"{kernel} needs blocks that are valid throughout"
+    for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
+        if size < 1 or block % size:
+            return name, f"must divide the block of {block} tokens, got {size}"
+    if not 1 <= splits <= MAX_SPLITS:
+        return "splits", f"must be between 1 and {MAX_SPLITS}, got {splits}"
+    if _programs(problem, tile.block_m) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} programs"
+    return tile_violation(problem.attention, device, _dense(kernel), tile)
