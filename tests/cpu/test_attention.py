@@ -1,6 +1,7 @@
 """Dense forward attention against the fp64 oracle: lengths, heads, dims, dtypes, masks, strides, mods, empty inputs."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -206,6 +207,8 @@ def test_sinks(device):
     for sinks in (rand(4, device=device), torch.tensor([30.0, -30.0, 0.0, float("-inf")], device=device)):
         check(q, k, v, sinks=sinks, causal=True)
     check(q, k, v, sinks=rand(4, dtype=torch.bfloat16, device=device))
+    check(q, k, v, sinks=rand(8, device=device)[::2])
+    check(q, k, v, sinks=rand(1, device=device).expand(4))
 
 
 def test_score_mod(device):
@@ -264,6 +267,25 @@ def test_nan_stays_in_its_rows(device):
     out = tilefold.attention(q, k, v, causal=True)
     assert not out[0, :19].isnan().any()
     assert out[0, 19].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_survives_a_softcap(dtype, device):
+    q, k, v = qkv(1, 20, 40, 2, 2, 16, dtype=dtype, device=device)
+    q[0, 3, 1] = float("nan")
+    out = tilefold.attention(q, k, v, softcap=5.0)
+    assert out[0, 3, 1].isnan().all()
+    assert out.isnan().sum() == 16
+
+
+@pytest.mark.parametrize("side", [10**9, 2**30, 2**31 - 1, 2**31, sys.maxsize, 2**70])
+def test_enormous_windows(side, device):
+    """A side beyond every length is no bound at all."""
+    q, k, v = qkv(1, 40, 50, 2, 2, 16, device=device)
+    for window in ((side, side), (None, side), (side, 0), (3, side)):
+        clipped = tuple(None if w == side else w for w in window)
+        assert torch.equal(tilefold.attention(q, k, v, window=window), tilefold.attention(q, k, v, window=clipped))
+        check(q, k, v, window=window)
 
 
 def test_infinite_scores(device):
