@@ -105,7 +105,7 @@ def window(score, batch, head, q_index, kv_index, args):
 
 @triton.jit
 def keep(score, batch, head, q_index, kv_index, args):
-    """mask[batch, head, q, kv] is true; args = (mask as uint8, its four strides, 0 where it is broadcast)."""
+    """mask[batch, head, q, kv] is true; args = (mask, its four strides, 0 where it is broadcast)."""
     return tl.load(element_pointers(batch, head, q_index, kv_index, args)) != 0
 
 

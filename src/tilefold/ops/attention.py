@@ -49,6 +49,7 @@ class Prepared:
     boxes: "tuple[Box, ...]" = ()
     plain: bool = True  # no mods and no packed offsets among the arguments
     launch: Any = None
+    mods: Any = None  # the module device.mods, which `import tilefold` does not load
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
 
 
@@ -158,7 +159,7 @@ def _bind(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    from ..device import ranges
+    from ..device import mods, ranges
     from ..kernels import attention_forward as kernels
     from .launch import Launch
 
@@ -199,6 +200,7 @@ def _bind(
         softcap=softcap,
         boxes=boxes,
         plain=is_plain(call) and not softcap,
+        mods=mods,
         launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
         keep=(call.score_mod, call.mask_mod, call.plan),
     )
@@ -238,16 +240,14 @@ def _arguments(
     score: tuple[Any, ...] = ()
     masks: tuple[Any, ...] = ()
     if not p.plain:
-        score, masks = mods_of(p.softcap, call, q.dtype == torch.float32)
+        score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
     return (*tensors, *p.scalars, *p.strides, score, masks)
 
 
-def mods_of(softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods; exact: the inputs are fp32."""
-    from ..device import mods
-
+def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
     score: list[Any] = []
     masks: list[Any] = []
     if softcap:
@@ -260,14 +260,17 @@ def mods_of(softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], t
     if call.score_mod is not None:
         score.append((call.score_mod, call.score_args))
     if call.mask is not None:
-        masks.append((mods.keep, (call.mask.view(torch.uint8), *_broadcast_strides(call.mask))))
+        masks.append((mods.keep, (call.mask, *_broadcast_strides(call.mask))))
     if call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
     return tuple(score), tuple(masks)
 
 
 def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+    """The four strides of a bias or mask, 0 where a dimension of size 1 is broadcast."""
+    b, h, q, k = t.stride()
+    shape = t.shape
+    return b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, q if shape[2] > 1 else 0, k
 
 
 # ---------------------------------------------------------------- without a GPU
