@@ -1,8 +1,8 @@
 """Block-sparse attention's parts: the index of which blocks see which, and the predicates that make one."""
 
-from . import tree  # registers the record, nothing else
 from .index import BlockIndex
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
+from .tree import register
 
 __all__ = [
     "BlockIndex",
@@ -12,6 +12,7 @@ __all__ = [
     "causal_blocks",
     "dilated",
     "sliding_tile",
-    "tree",
     "video_window",
 ]
+
+register()

@@ -7,7 +7,7 @@ from torch.utils import _pytree
 
 from .index import BlockIndex
 
-__all__: list[str] = []
+__all__ = ["register"]
 
 
 def _flatten(index: BlockIndex) -> tuple[list[Any], tuple[int, int, int, int]]:
@@ -25,4 +25,6 @@ def _unflatten(leaves: Iterable[Any], geometry: tuple[int, int, int, int]) -> Bl
     return index
 
 
-_pytree.register_pytree_node(BlockIndex, _flatten, _unflatten)
+def register() -> None:
+    """Once, when `tilefold.sparse` is imported."""
+    _pytree.register_pytree_node(BlockIndex, _flatten, _unflatten)
