@@ -18,7 +18,16 @@ st = hypothesis.strategies
 given = hypothesis.given
 
 I32 = torch.int32
-READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "repeat_interleave.Tensor")
+READS = (
+    "index.Tensor",
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "repeat_interleave.Tensor",
+)
 
 
 class NoReads(TorchDispatchMode):
@@ -309,6 +318,23 @@ def test_no_value_is_read_on_the_host(name: str, no_reads: None) -> None:
     assert BUILDERS[name](tensors).indices.dtype == I32
 
 
+@pytest.mark.no_poison
+def test_flex_reads_no_value_either(no_reads: None) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, blocks = torch.full((1, 2, 3), 1, dtype=I32), torch.arange(4, dtype=I32).expand(1, 2, 3, 4)
+    mask = BlockMask.from_kv_blocks(counts, blocks, counts + 1, blocks.flip(-1), BLOCK_SIZE=64, compute_q_blocks=False)
+    index = BlockIndex.from_flex(mask, capacity=3)
+    with torch.utils._python_dispatch._disable_current_modes():
+        assert torch.equal(index.indices, torch.tensor([0, 2, 3], dtype=I32).expand(1, 2, 3, 3))
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), bool, lambda t: t.tolist(), torch.nonzero, lambda t: t[t > 0]])
+def test_the_guard_sees_reads(read: Any, no_reads: None) -> None:
+    with pytest.raises(AssertionError, match="on the host"):
+        read(torch.ones(1))
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_shapes_follow_from_shapes(name: str) -> None:
     """Under FakeTensor there are no values at all: as in a captured graph, where they come only with a replay."""
@@ -391,6 +417,20 @@ def test_the_transpose_is_kept_until_the_tensors_change() -> None:
     index.counts.zero_()
     assert int(index.transpose().counts.sum()) == 0
     assert index.transpose() is index.transpose()
+
+
+def test_a_transpose_is_kept_only_where_its_record_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture computes has values only after a replay, so a record from outside must not keep it."""
+    now = {"capturing": False}
+    monkeypatch.setattr("tilefold.sparse.index._capturing", lambda _: now["capturing"])
+    outside = BlockIndex.from_map(random_map(1, 2, 3, 4))
+    now["capturing"] = True
+    captured = outside.transpose()
+    inside = BlockIndex.from_map(random_map(1, 2, 3, 4))
+    assert inside.transpose() is inside.transpose()
+    now["capturing"] = False
+    assert outside.transpose() is not captured
+    assert outside.transpose() is outside.transpose()
 
 
 def test_the_transpose_of_inference_tensors() -> None:
