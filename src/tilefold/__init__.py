@@ -21,12 +21,14 @@ from .types import constant
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan, AttentionProblem, plan_attention
+    from .sparse import BlockIndex
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionPlan",
     "AttentionProblem",
+    "BlockIndex",
     "DeviceError",
     "DtypeError",
     "LayoutError",
@@ -44,10 +46,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The planner and the references load when first used."""
+    """The planner, the index of blocks and the references load when first used."""
     if name in ("AttentionPlan", "AttentionProblem", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
-    if name in ("plan", "reference"):
+    if name == "BlockIndex":
+        return importlib.import_module(".sparse", __name__).BlockIndex
+    if name in ("plan", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

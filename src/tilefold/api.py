@@ -7,7 +7,7 @@ import torch
 from .errors import Unsupported
 from .ops import attention as _ops
 from .ops.call import Call, Packed
-from .ops.library import dispatched
+from .ops.library import dispatched, is_traced
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def attention(
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
-        q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN in a masked value may.
+        q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
+        may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
@@ -113,7 +114,7 @@ def attention_varlen(
             The values are not read on the host: they must be ascending and within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         max_seqlen_q: at least the longest query sequence; rows beyond it are not computed.
-        max_seqlen_k: at least the longest key sequence; used for planning only.
+        max_seqlen_k: at least the longest key sequence: planning, and the last dimension of bias and mask.
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].
         The other arguments are those of `attention`; masks are aligned to the bottom right of each sequence.
@@ -140,10 +141,13 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
     options.pop("return_lse", None)
-    if "cu_seqlens_q" in options:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        options["packed"] = Packed(*(options.pop(name) for name in names))
-    prepared = _ops.prepare(q, k, v, _resolved(Call(**options)))
+    packed = {name: options.pop(name, None) for name in _PACKED}
+    if any(value is not None for value in packed.values()):
+        options["packed"] = Packed(*packed.values())
+    for name in options:
+        if name not in Call._fields:
+            raise TypeError(f"attention_plan() got an unexpected keyword argument {name!r}")
+    prepared = _ops.prepare(q, k, v, _resolved(_tidy(Call(**options))))
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
@@ -151,13 +155,22 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     return prepared.plan
 
 
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager; through torch's dispatcher when something traces."""
-    if torch.compiler.is_compiling() or (type(q) not in _PLAIN_TENSORS and isinstance(q, torch.Tensor)):
+    call = _tidy(call)
+    if is_traced(q, k, v, call):
         return dispatched(q, k, v, call)
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, call):
         raise Unsupported(_NO_GRADIENT)
     return _ops.forward(q, k, v, _resolved(call))
+
+
+def _tidy(call: Call) -> Call:
+    """A window given as a list is a pair too."""
+    return call._replace(window=tuple(call.window)) if isinstance(call.window, list) else call
 
 
 def _resolved(call: Call) -> Call:
@@ -169,7 +182,6 @@ def _resolved(call: Call) -> Call:
     return call
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NO_GRADIENT = (
     "an input requires a gradient, but this release has the forward pass only: "
     "call under torch.no_grad(), or detach() the inputs"
@@ -177,7 +189,16 @@ _NO_GRADIENT = (
 
 
 def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes):
-        if t is not None and getattr(t, "requires_grad", False):
+    args = call.score_args if type(call.score_args) is tuple else ()
+    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
+        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
             return True
-    return any(getattr(t, "requires_grad", False) for t in call.score_args) if call.score_args else False
+    return False
+
+
+def _in_forward_mode() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None

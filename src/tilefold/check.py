@@ -2,16 +2,18 @@
 
     SPEC = (
         TensorSpec("q", "batch seq_q heads dim_qk", FLOATS),
-        TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k|1", FLOATS, optional=True),
+        TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
     )
     sizes = bind(SPEC, {"q": q, "bias": None})      # {"batch": 2, "seq_q": 128, ...}
 
-The first tensor that mentions a dimension sets its size, later ones have to agree; `name|1` also accepts 1 (broadcast);
-a number stands for itself.  The first specified tensor sets the device.  Nothing here reads a tensor's values.
+The first tensor that mentions a dimension sets its size, later ones have to agree; `name|1` also accepts 1
+(broadcast).  The first specified tensor sets the device.  Nothing here reads a tensor's values.
 """
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -63,6 +65,10 @@ def bind(
             raise DtypeError(f"{spec.name} must be a torch.Tensor{_or_none(spec)}, got {type(value).__name__}")
         first = first or (spec.name, value)
         _check_dtype(spec, value, tensors)
+        if value.layout != torch.strided or value.is_nested:
+            raise LayoutError(f"{spec.name} must be a dense strided tensor, got layout {value.layout}")
+        if value.is_neg():
+            raise LayoutError(f"{spec.name} is a lazy negation; call {spec.name}.resolve_neg() first")
         if value.device != first[1].device:
             raise DeviceError(f"{spec.name} is on {value.device}, but {first[0]} is on {first[1].device}")
         _bind_shape(spec, value, sizes, origin)
@@ -74,18 +80,21 @@ def bind(
     return sizes
 
 
+LARGEST = 1e30  # numbers go into fp32 arithmetic; beyond this, or below its inverse, products leave its range
+
+
 def check_number(name: str, value: object, *, low: float | None = None, above: float | None = None) -> float:
-    """A finite real number, at least `low` or greater than `above`; raises DtypeError or ValueRangeError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A real number that fp32 arithmetic can hold, at least `low` or greater than `above`; DtypeError or ValueRangeError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise DtypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
-        raise ValueRangeError(f"{name} must be finite, got {value!r}")
-    if low is not None and number < low:
+    given: Any = value  # compared as it is: an int too large for a float is out of range, not an overflow
+    if low is not None and not given >= low:
         raise ValueRangeError(f"{name} must be at least {low:g}, got {value!r}")
-    if above is not None and number <= above:
+    if above is not None and not given > above:
         raise ValueRangeError(f"{name} must be greater than {above:g}, got {value!r}")
-    return number
+    if given != 0 and not 1 / LARGEST <= abs(given) <= LARGEST:
+        raise ValueRangeError(f"{name} must be between {1 / LARGEST:g} and {LARGEST:g} in size, got {value!r}")
+    return float(given)
 
 
 def _or_none(spec: TensorSpec) -> str:
@@ -119,7 +128,7 @@ def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], or
         name, _, broadcast = dim.partition("|")
         if broadcast and size == 1:
             continue
-        expected = int(name) if name.isdigit() else sizes.get(name)
+        expected = sizes.get(name)
         if expected is None:
             sizes[name], origin[name] = size, spec.name
         elif size != expected:

@@ -1,7 +1,11 @@
 """Frozen records and aliases that users of tilefold hold or pass."""
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
+
+from .errors import DtypeError, Unsupported
 
 __all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Window", "constant"]
 
@@ -25,7 +29,12 @@ class Constant(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The object that `constant` was given."""
+        """The object that `constant` was given; Unsupported if this process has not named it."""
+        if self.key not in _CONSTANTS:
+            raise Unsupported(
+                f"this graph uses {self.key!r}, which this process does not know: call tilefold.constant(...) on the same object "
+                f"before running it"
+            )
         return _CONSTANTS[self.key]
 
 
@@ -35,7 +44,18 @@ _CONSTANTS: dict[str, Any] = {}
 def constant(value: Any) -> Constant:
     """Name a mod function or a plan, so that it can be passed inside torch.compile: `score_mod=tilefold.constant(fn)`.
 
-    Make it once, outside the compiled function: the object is kept for good.  Eager calls take it too."""
-    key = f"{getattr(value, '__name__', type(value).__name__)}@{id(value):x}"
+    Make it once, outside the compiled function: the object is kept for good.  The name follows from the object's source or
+    value, so a graph that was exported with it runs in another process that has named the same object.  Eager calls take it."""
+    if isinstance(value, Constant):
+        return value
+    name = getattr(value, "__name__", type(value).__name__)
+    if callable(value):
+        function = getattr(value, "fn", value)
+        text = getattr(value, "cache_key", None) or f"{inspect.getsource(function)} {function.__module__}"
+    elif hasattr(value, "to_json"):
+        text = value.to_json()
+    else:
+        raise DtypeError(f"constant() takes a mod function or a plan, got {value!r}")
+    key = f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     _CONSTANTS[key] = value
     return Constant(key)

@@ -1,7 +1,9 @@
 """Bad input: every refusal names the argument, what was given and what is accepted, and nothing is launched."""
 
+import numpy as np
 import pytest
 import torch
+import triton
 
 import tilefold
 from cases import dilated, qkv, relative
@@ -14,7 +16,12 @@ def nothing_is_launched(monkeypatch):
     def refuse(*args):
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(launch.Launcher, "__call__", refuse)
+    monkeypatch.setattr(launch.Launch, "__call__", refuse)
+
+
+@triton.jit
+def five_arguments(score, batch, head, q_index, kv_index):
+    return score
 
 
 def half(*shape, device="cpu"):
@@ -44,7 +51,10 @@ def bad_calls(device):
     yield LayoutError, "v needs a contiguous last dimension", (q, k, half(2, 33, 2, 64, device=device)[..., ::2]), {}
     for value in (0.0, -1.0):
         yield ValueRangeError, f"scale must be greater than 0, got {value}", (q, k, v), {"scale": value}
-    yield ValueRangeError, "scale must be finite, got nan", (q, k, v), {"scale": float("nan")}
+    yield ValueRangeError, "scale must be greater than 0, got nan", (q, k, v), {"scale": float("nan")}
+    for value in (1e-46, 1e39, float("inf"), 10**400):
+        yield ValueRangeError, "scale must be between 1e-30 and 1e+30 in size", (q, k, v), {"scale": value}
+    yield ValueRangeError, "softcap must be between 1e-30 and 1e+30", (q, k, v), {"softcap": 1e-50}
     yield DtypeError, "scale must be a number, got '1'", (q, k, v), {"scale": "1"}
     yield ValueRangeError, "softcap must be at least 0, got -3", (q, k, v), {"softcap": -3}
     yield DtypeError, "softcap must be a number, got None", (q, k, v), {"softcap": None}
@@ -52,6 +62,8 @@ def bad_calls(device):
     yield DtypeError, "window must be None or a pair (left, right), got 5", (q, k, v), {"window": 5}
     yield DtypeError, "window must hold integers or None", (q, k, v), {"window": (1.5, 2)}
     yield ValueRangeError, "window sides must be at least 0", (q, k, v), {"window": (-2, 0)}
+    yield DtypeError, "window must hold integers or None", (q, k, v), {"window": (True, 1)}
+    yield DtypeError, "window must be None or a pair", (q, k, v), {"window": ()}
     yield ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'", (q, k, v), {"layout": "sbhd"}
     yield ShapeError, "bias has shape (2, 4, 20, 1)", (q, k, v), {"bias": torch.zeros(2, 4, 20, 1, device=device)}
     yield (
@@ -98,6 +110,26 @@ def bad_calls(device):
         {"score_mod": relative, "score_args": (torch.ones(4, device="meta"), 1)},
     )
     yield ValueRangeError, "score_args were given without score_mod", (q, k, v), {"score_args": (1,)}
+    yield DtypeError, "score_args must be a tuple, got float", (q, k, v), {"score_mod": relative, "score_args": 1.0}
+    yield DtypeError, "score_args must be a tuple, got Tensor", (q, k, v), {"score_mod": relative, "score_args": q}
+    yield (
+        DtypeError,
+        "mask_args[0] must be a tensor, an int or a float, got bool",
+        (q, k, v),
+        {"mask_mod": dilated, "mask_args": (True,)},
+    )
+    yield ValueRangeError, "mask_args[0] must fit 64 bits", (q, k, v), {"mask_mod": dilated, "mask_args": (2**70,)}
+    yield DtypeError, "score_mod takes 5 arguments", (q, k, v), {"score_mod": five_arguments}
+    for name in ("bias", "mask", "sinks", "alibi_slopes"):
+        yield (
+            DtypeError,
+            f"{name} must be a torch.Tensor or None, got ndarray",
+            (q, k, v),
+            {name: np.ones((1, 1, 20, 33))},
+        )
+    lazy = torch.view_as_complex(torch.randn(2, 4, 20, 33, 2, device=device)).conj().imag
+    yield LayoutError, "bias is a lazy negation", (q, k, v), {"bias": lazy}
+    yield LayoutError, "q must be a dense strided tensor", (q.to_sparse(), k, v), {}
     yield DtypeError, "plan must be an AttentionPlan or None, got str", (q, k, v), {"plan": "fast"}
     yield Unsupported, "an input requires a gradient", (q.clone().requires_grad_(), k, v), {}
     bias = torch.zeros(2, 4, 20, 33, device=device).requires_grad_()
@@ -110,6 +142,29 @@ def test_bad_calls(device):
             tilefold.attention(*tensors, **options)
         assert text in str(caught.value), str(caught.value)
         assert isinstance(caught.value, tilefold.TilefoldError)
+
+
+def test_bad_calls_on_a_warm_cache(device, monkeypatch):
+    """Values that compare equal to good ones are refused after the good call too."""
+    q, k, v = qkv(1, 20, 20, 2, 2, 16, device=device)
+    flat = [t[0] for t in (q, k, v)]
+    cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, args: None)
+    tilefold.attention(q, k, v, causal=True, window=(1, 1), scale=1.0, softcap=0.0)
+    tilefold.attention_varlen(*flat, cu, cu, 20, 20)
+    for bad in ({"causal": 1}, {"window": (1.0, 1)}, {"window": (True, 1)}, {"scale": True}, {"softcap": False}):
+        with pytest.raises(DtypeError):
+            tilefold.attention(q, k, v, **{"causal": True, "window": (1, 1), "scale": 1.0, "softcap": 0.0, **bad})
+    with pytest.raises(DtypeError, match="max_seqlen_q must be an int, got float"):
+        tilefold.attention_varlen(*flat, cu, cu, 20.0, 20)
+
+
+def test_forward_mode_gradients_are_refused(device):
+    q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(Unsupported, match="an input requires a gradient"):
+            tilefold.attention(dual, k, v)
 
 
 def test_bad_varlen(device):

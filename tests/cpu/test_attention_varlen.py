@@ -86,3 +86,12 @@ def test_equals_dense(device):
     same, same_lse = tilefold.attention(*dense, causal=True, return_lse=True, plan=plan)
     assert torch.equal(same.view_as(out), out)
     assert torch.equal(same_lse.transpose(0, 1).reshape_as(lse), lse)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("offsets", [[0, 30], [0, 20, 10, 27], [-1, 27]])
+def test_offsets_are_checked_in_the_interpreter(offsets):
+    (q, k, v), (cu, _, _, _) = packed([20, 7], [20, 7])
+    bad = torch.tensor(offsets, dtype=torch.int32)
+    with pytest.raises(tilefold.ValueRangeError, match="cu_seqlens_q must ascend"):
+        tilefold.attention_varlen(q, k, v, bad, bad, 20, 20)

@@ -33,6 +33,7 @@ def mask(score, place, kv_index, mods):
     batch, head, q_index, extent = place
     for i in tl.static_range(len(mods)):
         keep = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
+        tl.static_assert(keep.dtype == tl.int1, "a mask_mod has to return booleans (a comparison), not scores")
         score = tl.where(keep, score, float("-inf"))
     return score
 
@@ -47,7 +48,8 @@ def softcap(score, batch, head, q_index, kv_index, args):
     tanh(x) / x is a quotient of polynomials in x^2, fitted on [0, 8] in relative error (1.9e-8; fp32 rounding dominates); past
     8 tanh is 1 to 2e-7.  One reciprocal an element, where (1 - e) / (1 + e) with e = exp(-2x) takes an exponential as well."""
     cap = args[0]
-    x = tl.minimum(tl.maximum(score / cap, -8.0), 8.0)
+    x = tl.maximum(score / cap, -8.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 8.0, propagate_nan=tl.PropagateNan.ALL)
     u = x * x
     p = 1.0 + u * (0.129792333 + u * (0.00298587279 + u * (9.87875683e-6 + u * (-1.47044998e-8 + u * 2.35093126e-11))))
     q = 1.0 + u * (0.463125497 + u * (0.0240279697 + u * 0.000237204717))
@@ -103,7 +105,7 @@ def window(score, batch, head, q_index, kv_index, args):
 
 @triton.jit
 def keep(score, batch, head, q_index, kv_index, args):
-    """mask[batch, head, q, kv] is true; args = (mask as uint8, its four strides, 0 where it is broadcast)."""
+    """mask[batch, head, q, kv] is true; args = (mask, its four strides, 0 where it is broadcast)."""
     return tl.load(element_pointers(batch, head, q_index, kv_index, args)) != 0
 
 

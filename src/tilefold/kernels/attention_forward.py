@@ -19,7 +19,7 @@ from ..device.state import state_finish, state_init, state_init_sink
 from ..device.tile import load_rows, store_rows, widen
 
 # Lengths and counts never specialise a compilation.  Row strides do: a multiple of 16 gives 16-byte loads.
-RUNTIME = ["scale", "seq_q", "seq_k", "max_q", "total_q", "heads", "group", "left", "right"]
+RUNTIME = ["scale", "seq_q", "seq_k", "max_q", "total_q", "heads", "group", "left", "right", "stride_sinks"]
 
 
 @triton.jit
@@ -37,6 +37,7 @@ def attend(
     Out,
     Lse,
     Sinks,
+    stride_sinks,
     k_side,
     v_side,
     i_m,
@@ -67,7 +68,7 @@ def attend(
     if Sinks is None:
         state = state_init(BLOCK_M, BLOCK_V)
     else:
-        state = state_init_sink(tl.load(Sinks + i_h).to(tl.float32), BLOCK_M, BLOCK_V)
+        state = state_init_sink(tl.load(Sinks + i_h * stride_sinks).to(tl.float32), BLOCK_M, BLOCK_V)
     # What the mods are told: batch, head, indices of the queries (inside the sequence), lengths.
     q_index = tl.minimum(i_m * BLOCK_M + tl.arange(0, BLOCK_M), seq_q - 1)[:, None]
     place = (i_b.to(tl.int32), i_h.to(tl.int32), q_index, (seq_q, seq_k))
@@ -95,6 +96,7 @@ def attention_forward(
     group,
     left,
     right,
+    stride_sinks,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -128,8 +130,8 @@ def attention_forward(
     lse = Lse + (i_b * heads + i_h) * seq_q
     k_side = (K + i_b * stride_kb + i_k * stride_kh, stride_kn)
     v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
-    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
-           score_mods, mask_mods, locate_rows, fetch_rows,
+    attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
+           stride_qm, stride_om, score_mods, mask_mods, locate_rows, fetch_rows,
            KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -148,6 +150,7 @@ def attention_forward_box(
     group,
     left,
     right,
+    stride_sinks,
     stride_qb,
     stride_qm,
     stride_qh,
@@ -174,8 +177,8 @@ def attention_forward_box(
     lse = Lse + (i_b * heads + i_h) * seq_q
     k_side = (K, i_b.to(tl.int32), i_k)
     v_side = (V, i_b.to(tl.int32), i_k)
-    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
-           score_mods, mask_mods, locate_box, fetch_box,
+    attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
+           stride_qm, stride_om, score_mods, mask_mods, locate_box, fetch_box,
            KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -196,6 +199,7 @@ def attention_forward_varlen(
     group,
     left,
     right,
+    stride_sinks,
     stride_qm,
     stride_qh,
     stride_kn,
@@ -231,6 +235,6 @@ def attention_forward_varlen(
     lse = Lse + i_h * total_q + first_q
     k_side = (K + first_k * stride_kn + i_k * stride_kh, stride_kn)
     v_side = (V + first_k * stride_vn + i_k * stride_vh, stride_vn)
-    attend(q, out, lse, Sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right), stride_qm, stride_om,
-           score_mods, mask_mods, locate_rows, fetch_rows,
+    attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
+           stride_qm, stride_om, score_mods, mask_mods, locate_rows, fetch_rows,
            KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip

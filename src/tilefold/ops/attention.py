@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..check import check_number
 from ..errors import DtypeError
 from ..types import Layout
-from .call import Call, Packed, check_mods, is_plain, key_of, result_shapes, sizes_of, window_of
+from .call import (
+    UNBOUNDED,
+    Call,
+    Packed,
+    check_hooks,
+    check_offsets,
+    check_options,
+    is_plain,
+    key_of,
+    result_shapes,
+    sizes_of,
+    window_of,
+)
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -22,7 +33,6 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 
 __all__ = ["Prepared", "example_launch", "forward", "prepare"]
 
-UNBOUNDED = 1 << 30  # a window side that never cuts; sums with positions stay inside int32
 CACHE_LIMIT = 4096
 
 
@@ -37,9 +47,9 @@ class Prepared:
     strides: tuple[int, ...] = ()
     softcap: float = 0.0
     boxes: "tuple[Box, ...]" = ()
-    aligned: bool = True
-    launcher: Any = None
-    device: int = -1
+    plain: bool = True  # no mods and no packed offsets among the arguments
+    launch: Any = None
+    mods: Any = None  # the module device.mods, which `import tilefold` does not load
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
 
 
@@ -52,7 +62,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.plan is not None:
-        prepared.launcher(_arguments(prepared, q, k, v, out, lse, call), prepared.device, prepared.aligned)
+        if call.packed is not None and interpreting():
+            check_offsets(call.packed, q.shape[0], k.shape[0])
+        prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
     return out, lse
 
 
@@ -61,7 +73,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     try:
         key = key_of(q, k, v, call)
         found = _CACHE.get(key)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks will say which argument
+    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
         found = _prepare(q, k, v, call)
@@ -77,20 +89,19 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ..plan import AttentionPlan, plan_attention
 
+    check_options(call)
     sizes = sizes_of(q, k, v, call)
     window = window_of(call.window, call.causal)
-    scale = (
-        1.0 / math.sqrt(max(1, sizes["dim_qk"])) if call.scale is None else check_number("scale", call.scale, above=0.0)
-    )
-    softcap = check_number("softcap", call.softcap, low=0.0)
-    check_mods(call, q.device)
+    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+    softcap = float(call.softcap)
+    check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, AttentionPlan):
         raise DtypeError(f"plan must be an AttentionPlan or None, got {type(call.plan).__name__}")
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=(call.score_mod, call.mask_mod, call.plan))
-    problem = _problem(q, k, v, call, sizes, window)
+    problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
         plan = plan_attention(problem, device)
     else:
@@ -99,7 +110,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
 
 
-def _problem(
+def problem_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
 ) -> "AttentionProblem":
     from ..plan import AttentionProblem
@@ -148,9 +159,9 @@ def _bind(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    from ..device import ranges
+    from ..device import mods, ranges
     from ..kernels import attention_forward as kernels
-    from .launch import Launcher
+    from .launch import Launch
 
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     if window == (-1, -1):
@@ -161,15 +172,15 @@ def _bind(
         kind = ranges.WINDOW
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
     lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
-    q_strides, k_strides, v_strides = (_row_strides(t, call.layout) for t in (q, k, v))
-    out_strides = _row_strides(torch.empty(out_shape, device="meta"), call.layout)
+    q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
+    out_strides = head_strides(torch.empty(out_shape, device="meta"), call.layout)
     box = plan.kernel == "attention_forward_box"
     sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
-    boxes = tuple(_box(t, call.layout, sizes, plan.block_n, block_d) for t, block_d in sides)
+    boxes = tuple(describe_box(t, call.layout, sizes, plan.block_n, block_d) for t, block_d in sides)
     constants = {
         "KIND": kind.value,
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": max(q_strides) * plan.block_m >= 1 << 31,
+        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
         "DIM_V": sizes["dim_v"],
         "BLOCK_M": plan.block_m,
@@ -184,29 +195,29 @@ def _bind(
         plan=plan,
         out_shape=out_shape,
         lse_shape=lse_shape,
-        scalars=(scale, *lengths, heads, group, left, right),
+        scalars=(scale, *lengths, heads, group, left, right, 0 if call.sinks is None else call.sinks.stride(0)),
         strides=q_strides + (() if box else k_strides + v_strides) + out_strides,
         softcap=softcap,
         boxes=boxes,
-        aligned=all(t.data_ptr() % 16 == 0 for t in _tensors(q, k, v, call)),
-        launcher=Launcher(getattr(kernels, plan.kernel), plan.grid, constants, options),
-        device=q.device.index if q.device.type == "cuda" else -1,
+        plain=is_plain(call) and not softcap,
+        mods=mods,
+        launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
         keep=(call.score_mod, call.mask_mod, call.plan),
     )
 
 
-def _row_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     """(batch, row, head), or (row, head) of a packed tensor."""
     if t.dim() == 3:
         return t.stride(0), t.stride(1)
     return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
 
 
-def _box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, block_d: int) -> "Box":
+def describe_box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, block_d: int) -> "Box":
     """The descriptor of [B, Hkv, Sk, D]; the stride of a dimension of size 1 means nothing and may be invalid: use one row's."""
     from .launch import Box
 
-    stride_b, stride_n, stride_h = _row_strides(t, layout)
+    stride_b, stride_n, stride_h = head_strides(t, layout)
     shape = [sizes["batch"], sizes["kv_heads"], sizes["seq_k"], t.shape[-1]]
     step = 16 // t.element_size()
     row = -(-t.shape[-1] // step) * step
@@ -228,17 +239,15 @@ def _arguments(
     tensors: tuple[Any, ...] = (q, kk, vv, out, lse, call.sinks)
     score: tuple[Any, ...] = ()
     masks: tuple[Any, ...] = ()
-    if p.softcap or not is_plain(call):
-        score, masks = _mods(p.softcap, call, q.dtype == torch.float32)
+    if not p.plain:
+        score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
     return (*tensors, *p.scalars, *p.strides, score, masks)
 
 
-def _mods(softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods; exact: the inputs are fp32."""
-    from ..device import mods
-
+def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
     score: list[Any] = []
     masks: list[Any] = []
     if softcap:
@@ -251,20 +260,17 @@ def _mods(softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tup
     if call.score_mod is not None:
         score.append((call.score_mod, call.score_args))
     if call.mask is not None:
-        masks.append((mods.keep, (call.mask.view(torch.uint8), *_broadcast_strides(call.mask))))
+        masks.append((mods.keep, (call.mask, *_broadcast_strides(call.mask))))
     if call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
     return tuple(score), tuple(masks)
 
 
-def _tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> list[torch.Tensor]:
-    """Every tensor that the kernel reads."""
-    found = [q, k, v, *call[5:9], *call.score_args, *call.mask_args, *(call.packed or ())]
-    return [t for t in found if isinstance(t, torch.Tensor)]
-
-
 def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+    """The four strides of a bias or mask, 0 where a dimension of size 1 is broadcast."""
+    b, h, q, k = t.stride()
+    shape = t.shape
+    return b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, q if shape[2] > 1 else 0, k
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -305,4 +311,4 @@ def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[
     prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
     out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
     args = _arguments(prepared, q, k, v, out, lse, call)
-    return prepared.launcher.fn, args, prepared.launcher.keywords
+    return prepared.launch.fn, args, prepared.launch.keywords

@@ -1,5 +1,6 @@
 """A call of attention as given: its record, the key that decides everything that follows from it, and its checks."""
 
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,9 +12,26 @@ from ..types import Constant, Layout, ModArgs, ModFunction, Window
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan
 
-__all__ = ["Call", "Packed", "check_mods", "is_plain", "key_of", "result_shapes", "shapes_of", "sizes_of", "window_of"]
+__all__ = [
+    "UNBOUNDED",
+    "Call",
+    "Packed",
+    "check_hooks",
+    "check_integer",
+    "check_offsets",
+    "check_options",
+    "facts_of",
+    "facts_of_args",
+    "is_plain",
+    "key_of",
+    "result_shapes",
+    "shapes_of",
+    "sizes_of",
+    "window_of",
+]
 
 MAX_HEAD_DIM = 256
+UNBOUNDED = (1 << 30) - 1  # a window side that never cuts; its sum with two positions fits int32
 
 _OPTIONS = (
     TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
@@ -78,31 +96,52 @@ class Call(NamedTuple):
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
     # The types too: 1 == True == 1.0, but causal=1 is refused.
-    plain = (_facts(q), _facts(k), _facts(v), call[:5], type(call[0]), type(call[1]), type(call[2]), type(call[3]))
+    window = call.window
+    kinds = (
+        type(call.causal),
+        type(call.scale),
+        type(call.softcap),
+        None if window is None else tuple(map(type, window)),
+    )
+    plain = (facts_of(q), facts_of(k), facts_of(v), call[:5], kinds)
     if is_plain(call):
         return plain
+    packed = call.packed
     return (
         plain,
-        tuple(None if t is None else _facts(t) for t in call[5:9]),
-        (id(call.score_mod), _facts_of_args(call.score_args), id(call.mask_mod), _facts_of_args(call.mask_args)),
-        None if call.packed is None else (_facts(call.packed[0]), _facts(call.packed[1]), call.packed[2:]),
+        tuple(None if t is None else facts_of(t) for t in call[5:9]),
+        (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
+        None if packed is None else (facts_of(packed[0]), facts_of(packed[1]), packed[2:], *map(type, packed[2:])),
         id(call.plan),
     )
 
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    return call[5:] == (None, None, None, None, None, (), None, (), None, None)
+    _, _, _, _, _, slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan = call
+    return (
+        slopes is None
+        and bias is None
+        and mask is None
+        and sinks is None
+        and score_mod is None
+        and mask_mod is None
+        and packed is None
+        and plan is None
+        and score_args == ()
+        and mask_args == ()
+    )
 
 
-def _facts(t: torch.Tensor) -> Any:
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0
+def facts_of(t: torch.Tensor) -> Any:
+    """What of a tensor decides checks, plan and compilation."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
 
 
-def _facts_of_args(args: ModArgs) -> Any:
+def facts_of_args(args: ModArgs) -> Any:
     """Integers decide a compilation (1 and multiples of 16 are special), floats do not."""
-    return tuple(
-        _facts(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
+    return type(args), tuple(
+        facts_of(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
     )
 
 
@@ -113,15 +152,9 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> d
     """Check every tensor; the sizes of all named dimensions."""
     tensors = {"q": q, "k": k, "v": v, **call._asdict()}
     if call.packed is None:
-        if call.layout not in ("bshd", "bhsd"):
-            raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
         sizes = bind(SPECS[call.layout], tensors)
     else:
         tensors |= {"cu_seqlens_q": call.packed.cu_q, "cu_seqlens_k": call.packed.cu_k}
-        for name, value in (("max_seqlen_q", call.packed.max_q), ("max_seqlen_k", call.packed.max_k)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise DtypeError(f"{name} must be an int, got {type(value).__name__}")
-            check_number(name, value, low=0)
         sizes = bind(SPECS["varlen"], tensors)
         if sizes["offsets"] < 1:
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
@@ -140,7 +173,7 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> d
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse, after the checks that need no device."""
-    window_of(call.window, call.causal)
+    check_options(call)
     return result_shapes(call, sizes_of(q, k, v, call))
 
 
@@ -152,41 +185,79 @@ def result_shapes(call: Call, sizes: dict[str, int]) -> tuple[tuple[int, ...], t
     return (sizes["batch"], *rows, sizes["dim_v"]), (sizes["batch"], heads, seq_q)
 
 
+def check_options(call: Call) -> None:
+    """Everything that is wrong with a call whatever its tensors; plain Python that torch.compile can trace."""
+    window_of(call.window, call.causal)
+    if call.scale is not None:
+        check_number("scale", call.scale, above=0.0)
+    check_number("softcap", call.softcap, low=0.0)
+    if call.layout not in ("bshd", "bhsd"):
+        raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
+    if call.packed is not None:
+        if call.layout != "bshd":
+            raise ValueRangeError(f"layout must be left alone for packed sequences, got {call.layout!r}")
+        for name, value in (("max_seqlen_q", call.packed.max_q), ("max_seqlen_k", call.packed.max_k)):
+            check_integer(name, value)
+            if isinstance(value, int) and value < 0:
+                raise ValueRangeError(f"{name} must be at least 0, got {value}")
+    _check_mod("score", call.score_mod, call.score_args)
+    _check_mod("mask", call.mask_mod, call.mask_args)
+
+
+def check_integer(name: str, value: object) -> None:
+    """An int, or one that a tracer does not know yet; not a bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DtypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
 def window_of(window: Window | None, causal: bool) -> tuple[int, int]:
     """(left, right) with -1 for unbounded; causal bounds the right at 0."""
     if not isinstance(causal, bool):
         raise DtypeError(f"causal must be a bool, got {causal!r}")
     if window is None:
-        left = right = -1
-    else:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise DtypeError(f"window must be None or a pair (left, right), got {window!r}")
-        left, right = (-1 if side is None else side for side in window)
-        for side in (left, right):
-            if isinstance(side, bool) or not isinstance(side, int):
-                raise DtypeError(f"window must hold integers or None, got {window!r}")
-            if side < -1:
-                raise ValueRangeError(f"window sides must be at least 0 (or -1 or None for unbounded), got {window!r}")
+        return (-1, 0) if causal else (-1, -1)
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise DtypeError(f"window must be None or a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
+            raise DtypeError(f"window must hold integers or None, got {window!r}")
+        if isinstance(side, int) and side < -1:
+            raise ValueRangeError(f"window sides must be at least 0 (or -1 or None for unbounded), got {window!r}")
+    left, right = (-1 if side is None or (isinstance(side, int) and side >= UNBOUNDED) else side for side in window)
     return (left, 0) if causal else (left, right)
 
 
-def check_mods(call: Call, device: torch.device) -> None:
-    for name, fn, args in (
-        ("score", call.score_mod, call.score_args),
-        ("mask", call.mask_mod, call.mask_args),
-    ):
-        if not isinstance(args, tuple):
-            raise DtypeError(f"{name}_args must be a tuple, got {type(args).__name__}")
+def _check_mod(name: str, fn: object, args: object) -> None:
+    if not isinstance(args, tuple):
+        raise DtypeError(f"{name}_args must be a tuple, got {type(args).__name__}")
+    for i, arg in enumerate(args):
+        if isinstance(arg, bool) or not isinstance(arg, (torch.Tensor, int, float, torch.SymInt)):
+            raise DtypeError(f"{name}_args[{i}] must be a tensor, an int or a float, got {type(arg).__name__}")
+        if isinstance(arg, int) and not -(1 << 63) <= arg < 1 << 63:
+            raise ValueRangeError(f"{name}_args[{i}] must fit 64 bits, got {arg}")
+    if fn is None and len(args) > 0:
+        raise ValueRangeError(f"{name}_args were given without {name}_mod")
+
+
+def check_hooks(call: Call, device: torch.device) -> None:
+    """The mods are Triton functions, and their tensors on q's device."""
+    for name, fn, args in (("score", call.score_mod, call.score_args), ("mask", call.mask_mod, call.mask_args)):
         for i, arg in enumerate(args):
-            if not isinstance(arg, (torch.Tensor, int, float)):
-                raise DtypeError(f"{name}_args[{i}] must be a tensor, an int or a float, got {type(arg).__name__}")
             if isinstance(arg, torch.Tensor) and arg.device != device:
                 raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
         if fn is None:
-            if args:
-                raise ValueRangeError(f"{name}_args were given without {name}_mod")
             continue
-        if len(getattr(fn, "arg_names", ())) != 6:
-            raise DtypeError(
-                f"{name}_mod must be a @triton.jit function of (score, batch, head, q_index, kv_index, args), got {fn!r}"
-            )
+        signature = "(score, batch, head, q_index, kv_index, args)"
+        parameters = getattr(fn, "arg_names", None)
+        if parameters is None or hasattr(fn, "configs"):
+            raise DtypeError(f"{name}_mod must be a @triton.jit function of {signature}, got {fn!r}")
+        if len(parameters) != 6:
+            raise DtypeError(f"{name}_mod takes {len(parameters)} arguments, it has to take 6: {signature}")
+
+
+def check_offsets(packed: Packed, total_q: int, total_k: int) -> None:
+    """The values of cu_seqlens: only in the interpreter, where reading them costs nothing and wrong ones end the process."""
+    for name, offsets, total in (("cu_seqlens_q", packed.cu_q, total_q), ("cu_seqlens_k", packed.cu_k, total_k)):
+        values = offsets.tolist()
+        if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
+            raise ValueRangeError(f"{name} must ascend from at least 0 to at most {total}, got {values}")

@@ -16,7 +16,7 @@ __all__ = ["device_of", "interpreting"]
 
 
 def interpreting() -> bool:
-    """Do kernels run in Triton's interpreter?  Decided by TRITON_INTERPRET when Triton is first imported."""
+    """Do kernels run in Triton's interpreter?  Set TRITON_INTERPRET before the first call: Triton reads it when imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -28,10 +28,22 @@ def device_of(device: torch.device) -> "Device":
         return device_named("interpreter")
     if device.type != "cuda":
         raise DeviceError(
-            f"tensors are on {device}; tilefold runs on CUDA and ROCm GPUs, or on the CPU when TRITON_INTERPRET=1 is set before "
-            f"tilefold is first used"
+            f"tensors are on {device}; tilefold runs on CUDA and ROCm GPUs, or on the CPU in Triton's interpreter: "
+            f"start Python with TRITON_INTERPRET=1"
         )
     return _probe(device.index if device.index is not None else torch.cuda.current_device())
+
+
+# What drivers call the devices whose records hold exactly; every other model is probed and says whose rates it borrows.
+DRIVER_NAMES = {
+    "NVIDIA B200": "b200",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "AMD Instinct MI300X": "mi300x",
+}
 
 
 @functools.cache
@@ -41,12 +53,12 @@ def _probe(index: int) -> "Device":
 
     properties = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
-    name = properties.name.lower().replace(" ", "")
-    known = next((d for d in DEVICES.values() if d.backend == ("hip" if hip else "cuda") and d.name in name), None)
+    known = DEVICES.get(DRIVER_NAMES.get(properties.name, ""))
     arch: int | str = properties.gcnArchName.split(":")[0] if hip else properties.major * 10 + properties.minor
     base = known or _relative("hip" if hip else "cuda", arch)
     changes: dict[str, object] = {"sms": properties.multi_processor_count, "arch": arch}
     if known is None:
+        name = properties.name.lower().removeprefix("nvidia ").replace(" ", "-")
         changes |= {"name": name, "title": properties.name, "source": f"probed; rates of {base.title}"}
     for field, attribute in (
         ("smem_per_block", "shared_memory_per_block_optin"),
@@ -54,9 +66,10 @@ def _probe(index: int) -> "Device":
         ("registers_per_sm", "regs_per_multiprocessor"),
         ("threads_per_sm", "max_threads_per_multi_processor"),
         ("l2_bytes", "L2_cache_size"),
+        ("warp_size", "warp_size"),
     ):
         value = getattr(properties, attribute, 0)
-        if value and not hip:
+        if value and (not hip or field == "warp_size"):
             changes[field] = value
     return replace(base, **changes)  # type: ignore[arg-type]
 

@@ -1,9 +1,8 @@
-"""The one launcher: a kernel bound to everything about a call that decides its compilation.
+"""The one launcher: kernels compiled once for everything that decides their compilation, launched without Triton's dispatch.
 
-The first launch goes through Triton's own dispatch, which specialises and compiles.  Later launches with the same
-Launcher reuse the compiled kernel and skip that dispatch (about two thirds of the host time of a launch), provided that
-every pointer is 16-byte aligned, as at the first launch, and that no profiler has hooked the launches; otherwise they take
-the long way again, which is always right.
+The first launch goes through Triton's own dispatch, which specialises and compiles.  Later launches reuse the compiled
+kernel and skip that dispatch (about two thirds of the host time of a launch), also from calls of other lengths, as long as
+what Triton specialises on is the same: dtypes, 16-byte alignment, integers that are 1 or multiples of 16, functions, constants.
 """
 
 from collections.abc import Mapping
@@ -14,55 +13,92 @@ import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..errors import DeviceError
 from .device import interpreting
 
-__all__ = ["Box", "Launcher"]
+__all__ = ["Box", "Launch"]
+
+_COMPILED: dict[
+    Any, tuple[Any, Any]
+] = {}  # specialisation -> compiled kernel, and the function that keeps its id alive
 
 
-class Launcher:
-    """fn[grid](*args, **constants, **options) with the compiled kernel kept.
+class Launch:
+    """fn[grid](*args, **constants, **options) on `device`, for args that Triton specialises alike.
 
-    All integers among the args must be the same at every call of one Launcher: they decide the compilation.  Tensors may
-    change if their dtypes do not."""
+    Tensors may change from call to call if dtype and 16-byte alignment do not; the class of every integer has to stay."""
 
-    __slots__ = ("_compiled", "_tail", "fn", "grid", "keywords")
+    __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords")
 
     def __init__(
-        self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any]
+        self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any], device: int
     ) -> None:
         self.fn = fn
         self.grid = grid
+        self.device = device
         self.keywords = {**constants, **options}
         self._tail = tuple(constants[name] for name in fn.arg_names if name in constants)
         self._compiled: Any = None
 
-    def __call__(self, args: tuple[Any, ...], device: int, aligned: bool) -> None:
-        """Launch on the current stream of CUDA device `device` (ignored in the interpreter); aligned: every pointer is."""
-        compiled = self._compiled
-        if compiled is None or not aligned or _hooked():
-            self._launch_by_triton(args, device, aligned)
-            return
-        current = torch.cuda.current_device()
-        if current != device:
-            with torch.cuda.device(device):
-                self._launch(compiled, args, device)
+    def __call__(self, args: tuple[Any, ...]) -> None:
+        """Launch on the current stream of the device (in the interpreter: run)."""
+        if self._compiled is None or _hooked():
+            self._first(args)
+        elif torch.cuda.current_device() == self.device:
+            self._launch(args)
         else:
-            self._launch(compiled, args, device)
+            with torch.cuda.device(self.device):
+                self._launch(args)
 
-    def _launch(self, compiled: Any, args: tuple[Any, ...], device: int) -> None:
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self._tail
-        )
+    def _launch(self, args: tuple[Any, ...]) -> None:
+        run, stream = self._compiled, triton.runtime.driver.active.get_current_stream(self.device)
+        run.run(*self.grid, stream, run.function, run.packed_metadata, None, None, None, *args, *self._tail)
 
-    def _launch_by_triton(self, args: tuple[Any, ...], device: int, aligned: bool) -> None:
+    def _first(self, args: tuple[Any, ...]) -> None:
+        """Through Triton, unless another call of the same specialisation has been there."""
         if interpreting():
+            if isinstance(self.fn, triton.JITFunction):
+                raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
             self.fn[self.grid](*args, **self.keywords)
             return
-        with torch.cuda.device(device):
-            compiled = self.fn[self.grid](*args, **self.keywords)
-        if aligned:
-            self._compiled = compiled
+        key = (self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args))
+        found = _COMPILED.get(key)
+        if found is not None and not _hooked():
+            self._compiled = found[0]
+            self(args)
+            return
+        with torch.cuda.device(self.device):
+            self._compiled = self.fn[self.grid](*args, **self.keywords)
+        _COMPILED[key] = (self._compiled, args_functions(args))
+
+
+def _specialisations(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+    """What of the args decides a compilation; parameters that fn does not specialise count by their type alone."""
+    return [_class(arg, param.do_not_specialize) for arg, param in zip(args, fn.params, strict=False)]
+
+
+def _class(arg: Any, by_type: bool = False) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, tuple):
+        return tuple(_class(item) for item in arg)
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, tuple(arg.block_shape)
+    if type(arg) is int:
+        wide = not -(1 << 31) <= arg < 1 << 31
+        return ("int", wide) if by_type else ("int", wide, arg == 1, arg % 16 == 0)
+    return id(arg) if callable(arg) else type(arg)
+
+
+def args_functions(args: tuple[Any, ...]) -> list[Any]:
+    """The functions among the args: kept, so that their ids stay theirs."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, tuple):
+            found += args_functions(arg)
+        elif callable(arg) and not isinstance(arg, torch.Tensor):
+            found.append(arg)
+    return found
 
 
 class Box:
@@ -84,5 +120,6 @@ class Box:
 
 
 def _hooked() -> bool:
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    """Has a profiler hooked the launches?  Then they take Triton's way, which calls it."""
+    runtime = knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))

@@ -1,33 +1,24 @@
 """tilefold's operators in torch's dispatcher, so that torch.compile, FakeTensor and tracing see one opaque op.
 
-Eager calls do not pass here: the dispatcher would cost more than the launch.  An operator's schema cannot hold functions,
-so a call's hooks (score_mod, mask_mod, plan) travel as the key of a record that this module keeps, and inside a compiled
-function they have to be `Constant`s, whose names a tracer can read.
+Eager calls do not pass here: the dispatcher would cost more than the launch.  An operator's schema cannot hold functions or
+mixed tuples, so the hooks (score_mod, mask_mod, plan) travel by the names of their `Constant`s, and the args of the mods as three
+lists with a word that says how they interleave: "tif|t" is score_args (tensor, int, float) and mask_args (tensor,).
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import Unsupported
-from ..types import Constant, Layout, ModArgs, ModFunction, constant
+from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
-from .call import Call, Packed, shapes_of
+from .call import Call, Packed, check_options, shapes_of
 
 if TYPE_CHECKING:
-    from ..plan import AttentionPlan
+    pass
 
-__all__ = ["attention_op", "dispatched"]
-
-_HOOKS: "dict[str, tuple[ModFunction | None, ModArgs, ModFunction | None, ModArgs, AttentionPlan | None]]" = {}
-_KEYS: dict[Any, str] = {}
-_NUMBERS = itertools.count()
-
-
-class _Slot:
-    """Stands in a kept args tuple where a tensor of the call goes."""
+__all__ = ["attention_op", "dispatched", "is_traced"]
 
 
 @torch.library.custom_op("tilefold::attention", mutates_args=())
@@ -39,7 +30,6 @@ def attention_op(
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    mod_tensors: Sequence[torch.Tensor],
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -51,10 +41,17 @@ def attention_op(
     softcap: float,
     layout: str,
     hooks: str,
+    mod_tensors: Sequence[torch.Tensor],
+    mod_ints: Sequence[int],
+    mod_floats: Sequence[float],
+    mod_order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or a kept key."""
-    return forward(q, k, v, _call(alibi_slopes, bias, mask, sinks, mod_tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                  max_seqlen_k, causal, window_left, window_right, scale, softcap, layout, hooks))  # fmt: skip
+    """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
+    the constants score_mod, mask_mod and plan with | between, an empty name where there is none."""
+    mods = _with_hooks(hooks, mod_tensors, mod_ints, mod_floats, mod_order)
+    call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                 window_left, window_right, scale, softcap, layout)  # fmt: skip
+    return forward(q, k, v, call._replace(**mods))
 
 
 @attention_op.register_fake
@@ -66,10 +63,24 @@ def _(
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
     mod_tensors: Sequence[torch.Tensor],
-    *rest: Any,
+    mod_ints: Sequence[int],
+    mod_floats: Sequence[float],
+    mod_order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(alibi_slopes, bias, mask, sinks, mod_tensors, *rest)
+    call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                 window_left, window_right, scale, softcap, layout)  # fmt: skip
     out_shape, lse_shape = shapes_of(q, k, v, call)
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -86,7 +97,6 @@ def _call(
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    mod_tensors: Sequence[torch.Tensor],
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     max_q: int,
@@ -97,38 +107,57 @@ def _call(
     scale: float | None,
     softcap: float,
     layout: str,
-    hooks: str,
 ) -> Call:
-    score_mod, score_args, mask_mod, mask_args, plan = _HOOKS[hooks] if hooks else (None, (), None, (), None)
-    tensors = iter(mod_tensors)
-    score_args, mask_args = (
-        tuple(next(tensors) if isinstance(a, _Slot) else a for a in args) for args in (score_args, mask_args)
-    )
     packed = None if cu_q is None or cu_k is None else Packed(cu_q, cu_k, max_q, max_k)
-    order = cast("Layout", layout)
-    return Call(causal, (left, right), scale, softcap, order, alibi_slopes, bias, mask, sinks, score_mod, score_args,
-                mask_mod, mask_args, packed, plan)  # fmt: skip
+    return Call(
+        causal, (left, right), scale, softcap, cast("Layout", layout), alibi_slopes, bias, mask, sinks, packed=packed
+    )
+
+
+def _with_hooks(
+    hooks: str,
+    tensors: Sequence[torch.Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    order: str,
+) -> dict[str, Any]:
+    """The fields of a Call that the hooks and the args of their mods fill."""
+    if not hooks:
+        return {}
+    left = {"t": iter(tensors), "i": iter(ints), "f": iter(floats)}
+    score_args, mask_args = (_interleaved(kinds, left) for kinds in order.split("|"))
+    score_mod, mask_mod, plan = (Constant(name).value if name else None for name in hooks.split("|"))
+    return {
+        "score_mod": score_mod,
+        "score_args": score_args,
+        "mask_mod": mask_mod,
+        "mask_args": mask_args,
+        "plan": plan,
+    }
+
+
+def _interleaved(kinds: str, left: dict[str, Iterator[Any]]) -> ModArgs:
+    return tuple(next(left[kind]) for kind in kinds)
 
 
 def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as ops.attention.forward, through the dispatcher."""
+    check_options(call)
     left, right = (-1 if side is None else side for side in call.window or (None, None))
-    score_tensors, score_numbers = _apart(call.score_args)
-    mask_tensors, mask_numbers = _apart(call.mask_args)
     hooks = ""
     if call.score_mod is not None or call.mask_mod is not None or call.plan is not None:
-        names = tuple(_named(hook) for hook in (call.score_mod, call.mask_mod, call.plan))
-        hooks = _key_of_hooks(names, score_numbers, mask_numbers)
+        hooks = f"{_named(call.score_mod)}|{_named(call.mask_mod)}|{_named(call.plan)}"
+    args = (*call.score_args, *call.mask_args)
+    order = "".join(map(_kind, call.score_args)) + "|" + "".join(map(_kind, call.mask_args))
+    tensors, ints, floats = ([a for a in args if _kind(a) == kind] for kind in "tif")
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
-    result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, score_tensors + mask_tensors, cu_q, cu_k,
-                        max_q, max_k, call.causal, left, right, call.scale, float(call.softcap), call.layout, hooks)  # fmt: skip
+    result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, cu_q, cu_k, max_q, max_k, call.causal,
+                          left, right, call.scale, call.softcap, call.layout, hooks, tensors, ints, floats, order)  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
 
-def _apart(args: ModArgs) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """The tensors among args, and args with None in their places."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return tensors, tuple(None if isinstance(a, torch.Tensor) else a for a in args)
+def _kind(arg: Any) -> str:
+    return "t" if isinstance(arg, torch.Tensor) else "f" if isinstance(arg, float) else "i"
 
 
 def _named(hook: Any) -> str:
@@ -144,23 +173,16 @@ def _named(hook: Any) -> str:
     return constant(hook).key
 
 
-def _key_of_hooks(names: tuple[str, ...], score_numbers: ModArgs, mask_numbers: ModArgs) -> str:
-    """Keep the hooks and return their key; the same hooks give the same key."""
-    identity = (names, tuple(map(_typed, score_numbers)), tuple(map(_typed, mask_numbers)))
-    if identity not in _KEYS:
-        score_args, mask_args = (
-            tuple(_Slot() if a is None else a for a in numbers) for numbers in (score_numbers, mask_numbers)
-        )
-        score_mod, mask_mod, plan = (Constant(name).value if name else None for name in names)
-        _KEYS[identity] = key = str(next(_NUMBERS))
-        _HOOKS[key] = (score_mod, score_args, mask_mod, mask_args, plan)
-    return _KEYS[identity]
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _typed(number: Any) -> Any:
-    """1, 1.0 and True are equal, but not the same argument."""
-    return type(number), number
-
-
-# What torch.compiler.assume_constant_result sets; calling it here would import torch._dynamo, and with it Triton.
-_key_of_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def is_traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
+    """Does something watch this call that has to see an operator: a compiler, a dispatch mode, functorch, a tensor subclass?"""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or getattr(q, "is_meta", False):
+        return True
+    for t in (q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks):
+        if t is not None and type(t) not in _PLAIN_TENSORS and isinstance(t, torch.Tensor):
+            return True
+    return False

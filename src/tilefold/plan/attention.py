@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
@@ -91,6 +92,10 @@ class AttentionPlan:
 
     def __str__(self) -> str:
         return explain(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
 
     @property
     def tile(self) -> Tile:
@@ -218,12 +223,9 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     if 0 < programs < device.sms:
         tiles = -(-problem.seq_k // choice.tile.block_n)
         filled = min(device.sms, programs * max(1, tiles))
-        found.append(
-            Rejected(
-                "split-KV",
-                f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release.",
-            )
-        )
+        if filled > programs:
+            why = f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release."
+            found.append(Rejected("split-KV", why))
     if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and device.backend != "interpreter":
         found.append(
             Rejected(

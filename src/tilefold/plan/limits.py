@@ -53,7 +53,7 @@ class Tile:
 
 def uses_wgmma(problem: AttentionProblem, device: Device, tile: Tile) -> bool:
     """Whether products read both operands from shared memory (wgmma, tcgen05): sm_90 and newer, 64 rows, 4 warps."""
-    takes = device.generation >= 90 and problem.dtype != "float32"
+    takes = 90 <= device.generation < 120 and problem.dtype != "float32"
     return takes and tile.block_m >= 64 and tile.num_warps >= 4
 
 

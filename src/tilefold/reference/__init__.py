@@ -1,6 +1,7 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions."""
 
 from .attention import attention, attention_varlen
+from .sparse import sparse_attention
 from .tolerance import Comparison, compare
 
-__all__ = ["Comparison", "attention", "attention_varlen", "compare"]
+__all__ = ["Comparison", "attention", "attention_varlen", "compare", "sparse_attention"]

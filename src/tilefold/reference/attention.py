@@ -58,7 +58,7 @@ def attention(
         s = score_mod(s, i_b, i_h, i_q, i_k, (*score_args, seq_q, seq_k))
 
     keep = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device)
-    left, right = (None if w in (None, -1) else w for w in (window or (None, None)))
+    left, right = (None if w in (None, -1) or w > seq_q + seq_k else w for w in (window or (None, None)))
     if causal:
         keep &= i_k <= position
     if left is not None:

@@ -62,6 +62,12 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     sentences = chosen(options.quick)
     if not 0 <= options.sentence < len(sentences):
         raise ValueRangeError(f"sentence must be 0 to {len(sentences) - 1}, got {options.sentence}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueRangeError(
+            f"out must be a folder that can be written, got {options.out} ({error.strerror})"
+        ) from None
     columns = (
         BarColumn(30),
         TextColumn("{task.percentage:>3.0f}%"),
@@ -75,7 +81,6 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             tokens = tokenize(tokenizer, [sentence.text for sentence in sentences])
         report = examine(encoder, tokens, sentences, options, clock)
         with clock.stage("write the page and the picture"):
-            options.out.mkdir(parents=True, exist_ok=True)
             files = (options.out / "demo.html", options.out / "demo.png")
             picture.write(report, files[1])
             files[0].write_text(page.render(report), encoding="utf-8")

@@ -1,0 +1,68 @@
+"""fp64 oracle of block-sparse attention: the lists written out as an element mask of the dense oracle."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .attention import attention
+
+if TYPE_CHECKING:
+    from ..sparse import BlockIndex
+
+__all__ = ["element_mask", "sparse_attention"]
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    mask: torch.Tensor | None = None,
+    layout: str = "bshd",
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of every query over the keys of the KV blocks that `index` lists for its block, computed in `dtype`.
+
+    q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; out [B, Sq, H, Dv], lse [B, H, Sq] natural log, of `dtype`.
+     The other options (scale, softcap, bias, mask, sinks, causal, window, score_mod, mask_mod, ...) are those of
+    `reference.attention` and narrow or change what is listed.  Reads the lists on the host; differentiable in q, k, v,
+    bias and sinks.
+
+    Raises ValueError if the lengths, batch or heads of q and k are not those of the index."""
+    rows = 1 if layout == "bshd" else 2
+    batch, heads = q.shape[0], q.shape[3 - rows]
+    if (q.shape[rows], k.shape[rows]) != (index.seq_q, index.seq_k):
+        raise ValueError(
+            f"q and k have {q.shape[rows]} and {k.shape[rows]} tokens, the index is for {index.seq_q} and {index.seq_k}"
+        )
+    keep = element_mask(index, batch, heads).to(q.device)
+    keep = keep if mask is None else keep & mask
+    return attention(q, k, v, mask=keep, layout=layout, dtype=dtype, **options)
+
+
+def element_mask(index: "BlockIndex", batch: int, heads: int) -> torch.Tensor:
+    """bool [batch, heads, seq_q, seq_k] on the CPU: true where the query's block lists the key's block and both are
+    valid tokens."""
+    lists = index.indices.cpu().expand(batch, heads, -1, -1)
+    counts = index.counts.cpu().expand(batch, heads, -1).tolist()
+    blocks = torch.zeros(batch, heads, lists.shape[2], -(-index.seq_k // index.block_k), dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            for row, count in enumerate(counts[b][h]):
+                blocks[b, h, row, lists[b, h, row, :count].long()] = True
+    i, j = torch.arange(index.seq_q), torch.arange(index.seq_k)
+    keep = blocks[:, :, i // index.block_q][:, :, :, j // index.block_k]
+    valid_q = _valid(index.query_sizes, i, index.block_q)
+    valid_k = _valid(index.block_sizes, j, index.block_k)
+    return keep & valid_q[..., :, None] & valid_k[..., None, :]
+
+
+def _valid(sizes: torch.Tensor | None, token: torch.Tensor, block: int) -> torch.Tensor:
+    """bool [B or 1, H or 1, tokens]: true before the block's number of valid tokens."""
+    if sizes is None:
+        return torch.ones(1, 1, len(token), dtype=torch.bool)
+    sizes = sizes.cpu()
+    sizes = sizes[:, None] if sizes.dim() == 2 else sizes.expand(*(1,) * (3 - sizes.dim()), *sizes.shape)
+    return token % block < sizes[..., token // block]

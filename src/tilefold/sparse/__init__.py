@@ -1,0 +1,18 @@
+"""Block-sparse attention's parts: the index of which blocks see which, and the predicates that make one."""
+
+from .index import BlockIndex
+from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
+from .tree import register
+
+__all__ = [
+    "BlockIndex",
+    "Predicate",
+    "all_of",
+    "any_of",
+    "causal_blocks",
+    "dilated",
+    "sliding_tile",
+    "video_window",
+]
+
+register()

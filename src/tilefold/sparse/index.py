@@ -1,0 +1,390 @@
+"""BlockIndex: which KV blocks each query block attends, as a frozen record of lists on the device."""
+
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DtypeError, ShapeError, ValueRangeError
+from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
+from .validate import check_columns, check_lists, check_record, check_tensor, check_whole, check_within_capacity
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .predicates import Predicate
+
+__all__ = ["BlockIndex"]
+
+_BLOCK = 64
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockIndex:
+    """For every query block the list of KV blocks that it attends; every tensor may be shared over batch and heads by
+    a size of 1.
+
+    Args:
+        indices: int32 [batch or 1, heads or 1, Q blocks, capacity], contiguous last dimension: KV block numbers,
+            distinct within a list, in any order (the order of the fold).  Entries past a row's count are never meant
+            and should be in range.
+        counts: int32 [batch or 1, heads or 1, Q blocks], 0 to capacity: how many entries of each row are meant.
+        block_q, block_k: tokens per query and per KV block, powers of two, at least 16.
+        seq_q, seq_k: tokens; Q blocks = ceil(seq_q / block_q) and KV blocks = ceil(seq_k / block_k): the last block
+            may be a tail.
+        block_sizes: valid tokens at the start of each KV block, int32 [KV blocks], [batch or 1, KV blocks] or [batch
+            or 1, heads or 1, KV blocks], 0 to block_k; None: all.  Block j always begins at token j * block_k; never
+            more than seq_k allows is read.
+        query_sizes: the same for query blocks; a query past it is a row without a live key.
+        check: read all values on the host and raise ValueRangeError naming the row that breaks this contract.  Without
+            it no value is ever read on the host, and a number out of range is the caller's error.
+
+    Heads are those of the queries.  The record copies nothing; its tensors should not change after it is made (changed
+    in place by torch, the cached transpose is made anew; changed by a kernel, make a new record).  All constructors
+    depend on shapes alone: with a fixed capacity they run under CUDA-graph capture and in
+    torch.compile(fullgraph=True).  A pytree node: its tensors are the leaves.
+
+    Memory: 4 bytes * (Q blocks * (capacity + 1)) * batch * heads, each counted 1 where shared.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError: naming the field.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
+    block_sizes: torch.Tensor | None = None
+    query_sizes: torch.Tensor | None = None
+    check: InitVar[bool] = False
+    _kept: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, check: bool) -> None:
+        check_record(self)
+        self._kept["captured"] = _capturing(self.indices)
+        if check:
+            self.validate()
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.seq_q // self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.seq_k // self.block_k)
+
+    @property
+    def capacity(self) -> int:
+        """The most blocks that a list can hold."""
+        return self.indices.shape[3]
+
+    @property
+    def batch(self) -> int:
+        """The batch size, 1 if every tensor is shared over the batch."""
+        return self._common(0)
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads, 1 if every tensor is shared over them."""
+        return self._common(1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def geometry(self) -> tuple[int, int, int, int]:
+        """(block_q, block_k, seq_q, seq_k), all in tokens: with `tensors()` the whole record."""
+        return self.block_q, self.block_k, self.seq_q, self.seq_k
+
+    def _common(self, axis: int) -> int:
+        shapes = [self.indices.shape, self.counts.shape]
+        shapes += [sizes_by_row(t).shape for t in (self.block_sizes, self.query_sizes) if t is not None]
+        return next((shape[axis] for shape in shapes if shape[axis] != 1), 1)
+
+    def __repr__(self) -> str:
+        sizes = [name for name in ("block_sizes", "query_sizes") if getattr(self, name) is not None]
+        return (
+            f"BlockIndex(batch {self.batch}, heads {self.heads}, {self.q_blocks} x {self.kv_blocks} blocks of "
+            f"{self.block_q} x {self.block_k} tokens, lengths {self.seq_q} x {self.seq_k}, capacity {self.capacity}"
+            f"{''.join(f', {name}' for name in sizes)}, on {self.device})"
+        )
+
+    # ------------------------------------------------------------ as tensors
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(indices, counts, block_sizes, query_sizes): what an operator's schema can carry, beside `geometry`."""
+        return self.indices, self.counts, self.block_sizes, self.query_sizes
+
+    def with_tensors(
+        self,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+    ) -> "BlockIndex":
+        """A record of the same geometry over other tensors."""
+        return BlockIndex(indices, counts, *self.geometry, block_sizes, query_sizes)
+
+    def to(self, device: torch.device | str) -> "BlockIndex":
+        """The record on another device; itself if it is there."""
+        if torch.device(device) == self.device:
+            return self
+        indices, counts, *sizes = self.tensors()
+        return self.with_tensors(
+            indices.to(device), counts.to(device), *(None if t is None else t.to(device) for t in sizes)
+        )
+
+    def expand(self, batch: int, heads: int) -> "BlockIndex":
+        """Views with batch and heads in full and stride 0 where shared: indices [B, H, Q blocks, capacity], sizes [B,
+        H, blocks].
+
+        Nothing is copied.  Raises ShapeError if the lists are for another batch size or number of heads."""
+        for name, mine, wanted in (("batch", self.batch, batch), ("heads", self.heads, heads)):
+            if mine not in (1, wanted):
+                raise ShapeError(f"index has {name} {mine}, expected {wanted}, or 1 to share its lists")
+        both = (self.block_sizes, self.query_sizes)
+        sizes = (None if t is None else sizes_by_row(t).expand(batch, heads, -1) for t in both)
+        return self.with_tensors(
+            self.indices.expand(batch, heads, -1, -1), self.counts.expand(batch, heads, -1), *sizes
+        )
+
+    def validate(self) -> "BlockIndex":
+        """Itself, after reading every value on the host: ValueRangeError names the first row that breaks the contract."""
+        check_lists(self)
+        return self
+
+    # ------------------------------------------------------------ map and transpose
+
+    def to_map(self) -> torch.Tensor:
+        """bool [batch or 1, heads or 1, Q blocks, KV blocks], true where the block is listed.
+
+        Memory beside the result: 13 bytes a list entry and a second byte a map element."""
+        return lists_to_map(self.indices, self.counts, self.kv_blocks)
+
+    def transpose(self) -> "BlockIndex":
+        """The index of KV block to query blocks: lists [batch or 1, heads or 1, KV blocks, Q blocks], ascending,
+        lengths and sizes swapped.  Transposing twice gives the same lists, ascending.
+
+        On the device, deterministic, no host synchronisation; kept on the record until its tensors change.  Memory: 4
+        bytes a map element (Q blocks * KV blocks * batch * heads, each counted 1 where shared) for the result, and 10
+        more plus 13 a list entry while it is made.  Kept only when it belongs with the record: both made eagerly, or
+        both while capturing a CUDA graph; under torch.compile it is part of the graph."""
+        if torch.compiler.is_compiling():
+            return self._transposed()
+        versions = tuple(None if t is None or t.is_inference() else t._version for t in self.tensors())
+        kept = self._kept.get("transposed")
+        if kept is not None and kept[0] == versions:
+            return kept[1]  # type: ignore[no-any-return]
+        result = self._transposed()
+        if _capturing(self.indices) == self._kept["captured"]:
+            self._kept["transposed"] = versions, result
+        return result
+
+    def _transposed(self) -> "BlockIndex":
+        indices, counts, _ = map_to_lists(self.to_map().transpose(-1, -2), self.q_blocks)
+        return BlockIndex(
+            indices, counts, self.block_k, self.block_q, self.seq_k, self.seq_q, self.query_sizes, self.block_sizes
+        )
+
+    # ------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_map(
+        cls,
+        keep: torch.Tensor,
+        *,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        seq_q: int | None = None,
+        seq_k: int | None = None,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+        capacity: int | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From a bool map [batch or 1, heads or 1, Q blocks, KV blocks], true where the block is attended.
+
+        seq_q, seq_k: tokens, by default whole blocks.  capacity: room in each list, by default all KV blocks; a row
+        with more keeps its lowest ones (check=True: ValueRangeError instead).  Lists are ascending.  Memory while it
+        runs: 5 bytes a map element and 4 a list entry.  The other arguments are the record's."""
+        check_tensor("keep", keep, "batch|1 heads|1 q_blocks kv_blocks", (torch.bool,))
+        room = keep.shape[3] if capacity is None else check_whole("capacity", capacity)
+        indices, counts, wanted = map_to_lists(keep, room)
+        if check:
+            check_within_capacity(wanted, room)
+        seq_q = keep.shape[2] * block_q if seq_q is None else seq_q
+        seq_k = keep.shape[3] * block_k if seq_k is None else seq_k
+        check_columns("keep", keep, seq_k, block_k)
+        return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: torch.Tensor,
+        counts: torch.Tensor | None,
+        *,
+        seq_k: int,
+        seq_q: int | None = None,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+        sort: bool = True,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From lists in any order, int32 or int64 [batch or 1, heads or 1, Q blocks, capacity], and counts (None: all
+        are meant).
+
+        sort: put them in ascending order, which makes results independent of the given order to the last bit (16 bytes
+        a list entry while it runs); without it int32 tensors are taken as they are, uncopied.  seq_k in tokens; seq_q:
+        whole blocks by default."""
+        check_tensor("indices", indices, "batch|1 heads|1 q_blocks capacity", (torch.int32, torch.int64))
+        if counts is None:
+            counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device)
+        check_tensor(
+            "counts", counts, "batch|1 heads|1 q_blocks", (torch.int32, torch.int64), beside=("indices", indices)
+        )
+        seq_q = indices.shape[2] * block_q if seq_q is None else seq_q
+        lists, counts = as_int32(indices), as_int32(counts)
+        given = cls(lists, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
+        if not sort:
+            return given
+        return given.with_tensors(sort_lists(lists, counts, given.kv_blocks), counts, block_sizes, query_sizes)
+
+    @classmethod
+    def from_topk(
+        cls,
+        scores: torch.Tensor,
+        k: int,
+        *,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        seq_q: int | None = None,
+        seq_k: int | None = None,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """The k KV blocks of highest score for each query block; scores floating point [batch or 1, heads or 1, Q
+        blocks, KV blocks].
+
+        k from 0 to KV blocks.  Equal scores go to the lower block; -inf and NaN are never listed (a row with fewer
+        scores has a shorter list), +inf always comes first.  Lists are ascending.  Memory while it runs: 17 bytes a
+        score and 16 a list entry."""
+        floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        check_tensor("scores", scores, "batch|1 heads|1 q_blocks kv_blocks", floats)
+        if check_whole("k", k) > scores.shape[3]:
+            raise ValueRangeError(f"k is {k}, expected 0 to {scores.shape[3]}, the number of KV blocks of scores")
+        indices, counts = topk_to_lists(scores.detach(), k)
+        seq_q = scores.shape[2] * block_q if seq_q is None else seq_q
+        seq_k = scores.shape[3] * block_k if seq_k is None else seq_k
+        check_columns("scores", scores, seq_k, block_k)
+        return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
+
+    @classmethod
+    def from_csr(
+        cls,
+        crow: torch.Tensor,
+        col: torch.Tensor,
+        *,
+        seq_k: int,
+        seq_q: int | None = None,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+        capacity: int | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From compressed rows, int32 or int64, as `crow_indices()` and `col_indices()` of a torch CSR or BSR tensor
+        give them.
+
+        crow [Q blocks + 1], [heads, Q blocks + 1] or [batch, heads, Q blocks + 1]; col [entries] with the same leading
+        dimensions: each (batch, head) has its own compressed rows, all with as many entries.  Lists keep the order of
+        col (torch's is ascending).  capacity: as in `from_map`, by default min(entries, KV blocks).  Memory while it runs: 24
+        bytes a list entry."""
+        forms = "{0} / heads {0} / batch heads {0}"
+        kinds = (torch.int32, torch.int64)
+        check_tensor("crow", crow, forms.format("offsets"), kinds)
+        check_tensor("col", col, forms.format("entries"), kinds, beside=("crow", crow))
+        if crow.shape[:-1] != col.shape[:-1] or crow.shape[-1] == 0:
+            raise ShapeError(
+                f"crow has shape {tuple(crow.shape)} and col {tuple(col.shape)}: expected [..., Q blocks + 1] and [..., entries]"
+            )
+        blocks = -(-check_whole("seq_k", seq_k) // check_whole("block_k", block_k, 1))
+        room = min(col.shape[-1], blocks) if capacity is None else check_whole("capacity", capacity)
+        indices, counts, wanted = csr_to_lists(padded(crow, 3), padded(col, 3), room)
+        if check:
+            check_within_capacity(wanted, room)
+        seq_q = (crow.shape[-1] - 1) * block_q if seq_q is None else seq_q
+        return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
+
+    @classmethod
+    def from_flex(cls, mask: "BlockMask", *, capacity: int | None = None, check: bool = False) -> "BlockIndex":
+        """From FlexAttention's BlockMask: its partial and its full blocks, ascending, with its lengths and block sizes.
+
+        The element mask inside partial blocks does not come along: give it to the call as mask_mod.  capacity: as in
+        `from_map`.  Memory while it runs: that of two `to_map` and a `from_map`."""
+        if not hasattr(mask, "kv_num_blocks") or not hasattr(mask, "kv_indices"):
+            raise DtypeError(
+                f"mask must be a BlockMask of torch.nn.attention.flex_attention, got {type(mask).__name__}"
+            )
+        seq_q, seq_k = mask.seq_lengths
+        block_q, block_k = mask.BLOCK_SIZE
+        blocks = -(-seq_k // block_k)
+        keep = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            keep = keep | lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
+        return cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
+                            check=check)  # fmt: skip
+
+    @classmethod
+    def from_predicate(
+        cls,
+        predicate: "Predicate",
+        *,
+        seq_q: int,
+        seq_k: int,
+        batch: int = 1,
+        heads: int = 1,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        block_sizes: torch.Tensor | None = None,
+        query_sizes: torch.Tensor | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From a function of block coordinates (batch, head, q_block, kv_block), int64 [B, 1, 1, 1], [1, H, 1, 1], [Q
+        blocks, 1] and [1, KV blocks], to a bool tensor that broadcasts with them; see `tilefold.sparse` for ready ones.
+
+        A predicate that does not look at batch or head gives lists that are shared over them.  seq_q, seq_k in tokens;
+        capacity and memory as in `from_map`.  device: torch's default if None."""
+        sizes = [check_whole(n, v) for n, v in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k))]
+        rows, columns = (-(-s // check_whole("block", b, 1)) for s, b in ((sizes[2], block_q), (sizes[3], block_k)))
+        i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
+        keep = predicate(i_b[:, None, None, None], i_h[None, :, None, None], i_q[:, None], i_k[None, :])
+        if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.dim() > 4:
+            kind = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
+            raise DtypeError(f"predicate must return a bool tensor of at most 4 dimensions, got {kind}")
+        keep = padded(keep, 4)
+        if any(n not in (1, m) for n, m in zip(keep.shape, (batch, heads, rows, columns), strict=True)):
+            raise ShapeError(
+                f"predicate returned shape {tuple(keep.shape)}, which does not broadcast to [batch, heads, Q blocks, "
+                f"KV blocks] = {[batch, heads, rows, columns]}"
+            )
+        keep = keep.expand(*keep.shape[:2], rows, columns)
+        return cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, block_sizes=block_sizes,
+                            query_sizes=query_sizes, capacity=capacity, check=check)  # fmt: skip
+
+
+def _capturing(t: torch.Tensor) -> bool:
+    """Whether work on t's device is being recorded into a CUDA graph now, so that values come only with a replay."""
+    if torch.compiler.is_compiling() or not t.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,30 @@
+"""BlockIndex as a pytree node: torch.utils._pytree, and what builds on it, sees its tensors and can put others in their place."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import _pytree
+
+from .index import BlockIndex
+
+__all__ = ["register"]
+
+
+def _flatten(index: BlockIndex) -> tuple[list[Any], tuple[int, int, int, int]]:
+    return list(index.tensors()), index.geometry
+
+
+def _unflatten(leaves: Iterable[Any], geometry: tuple[int, int, int, int]) -> BlockIndex:
+    """Without checks: a tree may be rebuilt over anything."""
+    index = object.__new__(BlockIndex)
+    indices, counts, block_sizes, query_sizes = leaves
+    values = (indices, counts, *geometry, block_sizes, query_sizes, {"captured": False})
+    names = ("indices", "counts", "block_q", "block_k", "seq_q", "seq_k", "block_sizes", "query_sizes", "_kept")
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(index, name, value)
+    return index
+
+
+def register() -> None:
+    """Once, when `tilefold.sparse` is imported."""
+    _pytree.register_pytree_node(BlockIndex, _flatten, _unflatten)

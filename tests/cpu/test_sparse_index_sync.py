@@ -1,0 +1,146 @@
+"""No constructor of BlockIndex reads a value on the host: under guards, without values, and in one compiled graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from index_cases import random_map
+from tilefold import BlockIndex
+from tilefold.sparse import causal_blocks, video_window
+
+I32 = torch.int32
+READS = (
+    "index.Tensor",
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "repeat_interleave.Tensor",
+)
+
+
+class NoReads(TorchDispatchMode):
+    """Forbids every operator whose shape or value the host has to wait for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        assert not name.startswith(READS), f"{func} reads values on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_reads(monkeypatch: pytest.MonkeyPatch):
+    """No value of a tensor may reach Python."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a value was read on the host")
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    with NoReads():
+        yield
+    monkeypatch.undo()
+
+
+BUILDERS = {
+    "record": lambda t: BlockIndex(t["indices"], t["counts"], 64, 64, 250, 320, t["sizes"]),
+    "map": lambda t: BlockIndex.from_map(t["keep"], seq_q=250, block_sizes=t["sizes"]),
+    "map, capacity": lambda t: BlockIndex.from_map(t["keep"], capacity=2),
+    "indices": lambda t: BlockIndex.from_indices(t["indices"], t["counts"], seq_k=320, query_sizes=t["sizes"][:4]),
+    "indices without counts": lambda t: BlockIndex.from_indices(t["indices"].long(), None, seq_k=320),
+    "topk": lambda t: BlockIndex.from_topk(t["scores"], 3),
+    "csr": lambda t: BlockIndex.from_csr(t["crow"], t["col"], seq_k=320, capacity=4),
+    "predicate": lambda t: BlockIndex.from_predicate(video_window((2, 2, 1), 1), seq_q=250, seq_k=250),
+    "causal": lambda t: BlockIndex.from_predicate(causal_blocks(250, 320), seq_q=250, seq_k=320, capacity=3),
+    "transpose": lambda t: BlockIndex(t["indices"], t["counts"], 64, 64, 250, 320).transpose(),
+    "map and back": lambda t: BlockIndex.from_map(BlockIndex.from_map(t["keep"]).to_map()),
+    "expand": lambda t: BlockIndex(t["indices"], t["counts"], 64, 64, 250, 320, t["sizes"]).expand(2, 6),
+}  # fmt: skip
+
+
+def builder_inputs() -> dict[str, torch.Tensor]:
+    keep = random_map(2, 1, 4, 5)
+    index = BlockIndex.from_map(keep)
+    csr = keep[0, 0].float().to_sparse_csr()
+    return {
+        "keep": keep,
+        "indices": index.indices,
+        "counts": index.counts,
+        "sizes": torch.full((5,), 33, dtype=I32),
+        "scores": torch.randn(2, 1, 4, 5),
+        "crow": csr.crow_indices(),
+        "col": csr.col_indices(),
+    }
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_no_value_is_read_on_the_host(name: str, no_reads: None) -> None:
+    with torch.utils._python_dispatch._disable_current_modes():
+        tensors = {
+            "keep": torch.ones(2, 1, 4, 5, dtype=torch.bool),
+            "indices": torch.arange(5, dtype=I32).expand(2, 1, 4, 5),
+            "counts": torch.full((2, 1, 4), 3, dtype=I32),
+            "sizes": torch.full((5,), 33, dtype=I32),
+            "scores": torch.ones(2, 1, 4, 5),
+            "crow": torch.arange(5) * 2,
+            "col": torch.arange(8) % 5,
+        }
+    assert BUILDERS[name](tensors).indices.dtype == I32
+
+
+@pytest.mark.no_poison
+def test_flex_reads_no_value_either(no_reads: None) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, blocks = torch.full((1, 2, 3), 1, dtype=I32), torch.arange(4, dtype=I32).expand(1, 2, 3, 4)
+    mask = BlockMask.from_kv_blocks(counts, blocks, counts + 1, blocks.flip(-1), BLOCK_SIZE=64, compute_q_blocks=False)
+    index = BlockIndex.from_flex(mask, capacity=3)
+    with torch.utils._python_dispatch._disable_current_modes():
+        assert torch.equal(index.indices, torch.tensor([0, 2, 3], dtype=I32).expand(1, 2, 3, 3))
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), bool, lambda t: t.tolist(), torch.nonzero, lambda t: t[t > 0]])
+def test_the_guard_sees_reads(read: Any, no_reads: None) -> None:
+    with pytest.raises(AssertionError, match="on the host"):
+        read(torch.ones(1))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_shapes_follow_from_shapes(name: str) -> None:
+    """Under FakeTensor there are no values at all: as in a captured graph, where they come only with a replay."""
+    real = builder_inputs()
+    want = BUILDERS[name](real)
+    with FakeTensorMode() as mode:
+        got = BUILDERS[name]({key: mode.from_tensor(t) for key, t in real.items()})
+    assert got.indices.shape == want.indices.shape
+    assert got.counts.shape == want.counts.shape
+    assert got.geometry == want.geometry
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", BUILDERS)
+def test_in_one_compiled_graph(name: str) -> None:
+    real = builder_inputs()
+    want = BUILDERS[name](real)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: BUILDERS[name](t).tensors(), backend="aot_eager", fullgraph=True)
+    for mine, theirs in zip(compiled(real), want.tensors(), strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.no_poison
+def test_through_a_compiled_function() -> None:
+    """The record as an argument and as a result."""
+    torch._dynamo.reset()
+    index = BlockIndex.from_map(random_map(1, 2, 3, 4))
+    compiled = torch.compile(lambda i: i.transpose(), backend="aot_eager", fullgraph=True)
+    result = compiled(index)
+    assert isinstance(result, BlockIndex)
+    assert torch.equal(result.indices, index.transpose().indices)
