@@ -6,7 +6,7 @@ Importing it imports neither Triton nor transformers and does not touch the GPU.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_plan, attention_varlen
+from .api import attention, attention_plan, attention_varlen, sparse_attention
 from .errors import (
     DeviceError,
     DtypeError,
@@ -42,6 +42,7 @@ __all__ = [
     "attention_varlen",
     "constant",
     "plan_attention",
+    "sparse_attention",
 ]
 
 

@@ -4,16 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import Unsupported
+from .errors import DtypeError, Unsupported
 from .ops import attention as _ops
+from .ops import sparse as _sparse
 from .ops.call import Call, Packed
 from .ops.library import dispatched, is_traced
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan
+    from .plan.sparse import SparsePlan
+    from .sparse import BlockIndex
 
-__all__ = ["attention", "attention_plan", "attention_varlen"]
+__all__ = ["attention", "attention_plan", "attention_varlen", "sparse_attention"]
 
 
 def attention(
@@ -135,6 +138,59 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    score_mod: ModFunction | None = None,
+    score_args: ModArgs = (),
+    mask_mod: ModFunction | None = None,
+    mask_args: ModArgs = (),
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    plan: "SparsePlan | None" = None,
+) -> Any:
+    """Attention of each query block over the KV blocks that its list names.
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
+        k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
+        v: [batch, seq_k, kv_heads, dim_v], dtype of q.
+        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
+        causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
+        scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
+        plan: a `SparsePlan` to follow exactly; PlanError if it does not fit.
+
+    Returns:
+        out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
+        live key (an empty list, only empty blocks, a query past query_sizes) is 0 with lse -inf.  The order of a list changes
+        nothing but rounding.  Few query blocks: each list is split over the SMs and merged, the same way every run.
+
+    Raises:
+        As `attention`.  Gradients are not implemented in this release.  Inside torch.compile: Unsupported.
+
+    Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
+    """
+    from .sparse import BlockIndex
+
+    if not isinstance(index, BlockIndex):
+        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
+    if torch.compiler.is_compiling():
+        raise Unsupported("sparse_attention inside torch.compile is not implemented in this release")
+    if torch.is_grad_enabled() and _needs_gradient(q, k, v, Call(score_args=score_args)):
+        raise Unsupported(_NO_GRADIENT)
+    lists = _sparse.Lists(*index.tensors(), *index.geometry)
+    hooks = (_value_of(score_mod), score_args, _value_of(mask_mod), mask_args, _value_of(plan))
+    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks)
+    out, lse = _sparse.forward(q, k, v, call)
+    return (out, lse) if return_lse else out
+
+
 def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> "AttentionPlan":
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
@@ -173,12 +229,16 @@ def _tidy(call: Call) -> Call:
     return call._replace(window=tuple(call.window)) if isinstance(call.window, list) else call
 
 
+def _value_of(hook: Any) -> Any:
+    """What a `Constant` names; anything else as it is."""
+    return hook.value if isinstance(hook, Constant) else hook
+
+
 def _resolved(call: Call) -> Call:
     """The call with the objects that its `Constant`s name."""
     if isinstance(call.score_mod, Constant) or isinstance(call.mask_mod, Constant) or isinstance(call.plan, Constant):
-        names = ("score_mod", "mask_mod", "plan")
-        hooks = {n: getattr(call, n) for n in names}
-        return call._replace(**{n: h.value if isinstance(h, Constant) else h for n, h in hooks.items()})
+        hooks = {name: _value_of(getattr(call, name)) for name in ("score_mod", "mask_mod", "plan")}
+        return call._replace(**hooks)
     return call
 
 

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "kernels": {"device"},
     "ops": {"plan", "kernels", "device"} | LEAVES,
-    "api": {"ops", "plan"} | LEAVES,
+    "api": {"ops", "plan", "sparse"} | LEAVES,
     "reference": {"errors", "types", "sparse"},
     "sparse": {"ops", "plan"} | LEAVES,
     "nn": WORK | {"sparse"},

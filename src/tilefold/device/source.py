@@ -73,7 +73,8 @@ def fetch_box(
 
 @triton.jit
 def listed_block(i, source, BLOCK_N: tl.constexpr):
-    """source = (list, sizes or None, length, BLOCK), BLOCK a multiple of N: tile i's KV block, and its first row in it."""
+    """source = (list, sizes or None, length, BLOCK, offset of this head's sizes), BLOCK a multiple of N.
+    -> tile i's KV block, and the tile's first row in it."""
     TILES: tl.constexpr = source[3] // BLOCK_N
     return tl.load(source[0] + i // TILES), i % TILES * BLOCK_N
 
@@ -83,7 +84,7 @@ def live_in_block(block, o_n, cols, source):
     """Keys of the sequence that the block's size counts."""
     live = cols < source[2]
     if source[1] is not None:
-        live = live & (o_n < tl.load(source[1] + block))
+        live = live & (o_n < tl.load(source[1] + source[4] + block))
     return live
 
 

@@ -38,8 +38,7 @@ def attend_list(
     Lse,
     k_side,
     v_side,
-    index,
-    sizes,
+    source,
     count,
     rows_live,
     i_m,
@@ -65,14 +64,14 @@ def attend_list(
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at, over this program's share of `index`.
+    """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at, over this program's share of its list.
     rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf."""
     q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
     lo, hi = range_share(count * (KV_BLOCK // BLOCK_N), tl.program_id(1), tl.num_programs(1))
     state = state_init(BLOCK_M, BLOCK_V)
-    acc, m, l = fold_tiles(widen(q, EMULATE), state, lo, hi, place, scale, (index, sizes, seq_k, KV_BLOCK), k_side, v_side,
+    acc, m, l = fold_tiles(widen(q, EMULATE), state, lo, hi, place, scale, source, k_side, v_side,
                            score_mods, mask_mods, (0, 0), LOCATE, FETCH, FULL, MASKED, EMULATE,
                            BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
     out, lse = state_finish(acc, m, l)
@@ -84,22 +83,18 @@ def attend_list(
 
 
 @triton.jit
-def list_of_tile(Index, Count, Sizes, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih, stride_iq, stride_cb,
+def list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih, stride_iq, stride_cb,
                  stride_ch, stride_sb, stride_sh, stride_pb, stride_ph, Q_BLOCK: tl.constexpr,
                  BLOCK_M: tl.constexpr):  # fmt: skip
-    """-> this tile's list, its KV block sizes (or None), its count, and the end of the real queries of its block."""
+    """-> this tile's list, its count, the end of the real queries of its block, and where this head's KV block sizes begin."""
     i_q = (i_m * BLOCK_M) // Q_BLOCK
     index = Index + i_b * stride_ib + i_h * stride_ih + i_q.to(tl.int64) * stride_iq
     count = tl.load(Count + i_b * stride_cb + i_h * stride_ch + i_q)
-    if Sizes is None:
-        sizes = None
-    else:
-        sizes = Sizes + i_b * stride_sb + i_h * stride_sh
     if QuerySizes is None:
         end = seq_q
     else:
         end = i_q * Q_BLOCK + tl.load(QuerySizes + i_b * stride_pb + i_h * stride_ph + i_q)
-    return index, sizes, count, end
+    return index, count, end, i_b * stride_sb + i_h * stride_sh
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -155,12 +150,12 @@ def sparse_forward(
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [splits, B, Sq, H, Dv], Lse [splits, B, H, Sq] fp32;
+    """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [splits, B, Sq, H, Dv], Lse [splits, B, H, Sq];
     Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] or None, QuerySizes [B, H, Qb] or None, int32 (0 broadcasts)."""
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = i_h // group
     i_s = tl.program_id(1).to(tl.int64)
-    index, sizes, count, end = list_of_tile(Index, Count, Sizes, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
+    index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
                                             stride_iq, stride_cb, stride_ch, stride_sb, stride_sh, stride_pb, stride_ph,
                                             Q_BLOCK, BLOCK_M)  # fmt: skip
     q = Q + i_b * stride_qb + i_h * stride_qh
@@ -168,7 +163,8 @@ def sparse_forward(
     lse = Lse + ((i_s * batch + i_b) * heads + i_h) * seq_q
     k_side = (K + i_b * stride_kb + i_k * stride_kh, stride_kn)
     v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
-    attend_list(q, out, lse, k_side, v_side, index, sizes, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
+    source = (index, Sizes, seq_k, KV_BLOCK, offset)
+    attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
                 score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
@@ -224,13 +220,15 @@ def sparse_forward_box(
     i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
     i_s = tl.program_id(1).to(tl.int64)
-    index, sizes, count, end = list_of_tile(Index, Count, Sizes, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
+    index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
                                             stride_iq, stride_cb, stride_ch, stride_sb, stride_sh, stride_pb, stride_ph,
                                             Q_BLOCK, BLOCK_M)  # fmt: skip
     q = Q + i_b * stride_qb + i_h * stride_qh
     out = Out + i_s * stride_os + i_b * stride_ob + i_h * stride_oh
     lse = Lse + ((i_s * batch + i_b) * heads + i_h) * seq_q
-    side = (i_b.to(tl.int32), i_k)
-    attend_list(q, out, lse, (K, side[0], side[1]), (V, side[0], side[1]), index, sizes, count, end, i_m, i_b, i_h, seq_q, seq_k,
-                scale, stride_qm, stride_om, score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, WIDE,
-                DIM_QK, DIM_V, KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
+    k_side = (K, i_b.to(tl.int32), i_k)
+    v_side = (V, i_b.to(tl.int32), i_k)
+    source = (index, Sizes, seq_k, KV_BLOCK, offset)
+    attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
+                score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip

@@ -6,27 +6,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..check import check_number
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..types import Constant, Layout, ModArgs, ModFunction
 from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
-from .call import Call, check_mods, facts_of, facts_of_args, result_shapes, sizes_of
+from .call import Call, check_hooks, check_options, facts_of, facts_of_args, result_shapes, sizes_of
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:
-    from ..plan.sparse import SparsePlan, SparseProblem
-    from ..sparse.index import BlockIndex
+    from ..plan.sparse import SparsePlan
     from .launch import Box
 
-__all__ = ["SparseCall", "forward", "prepare"]
+__all__ = ["Lists", "SparseCall", "example_launch", "forward", "prepare"]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
+
+
+class Lists(NamedTuple):
+    """What the kernels need of a BlockIndex: its tensors and its geometry (ops does not import the record)."""
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    block_sizes: torch.Tensor | None
+    query_sizes: torch.Tensor | None
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
 
 
 class SparseCall(NamedTuple):
     """The keyword arguments of `sparse_attention`, as given."""
 
-    index: "BlockIndex"
+    lists: Lists
     causal: bool = False
     scale: float | None = None
     softcap: float = 0.0
@@ -48,20 +59,17 @@ class Prepared:
     scalars: tuple[Any, ...] = ()
     strides: tuple[int, ...] = ()
     boxes: "tuple[Box, ...]" = ()
-    aligned: bool = True
-    launcher: Any = None
-    merger: Any = None
+    mods: Any = None
+    launch: Any = None
+    merge: Any = None
     merge_args: tuple[int, ...] = ()
-    device: int = -1
     keep: tuple[Any, ...] = field(default=())
 
 
 _CACHE: dict[Any, Prepared] = {}
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of block-sparse attention; see `tilefold.sparse_attention`."""
     p = prepare(q, k, v, call)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
@@ -70,26 +78,25 @@ def forward(
         return out, lse
     splits = p.plan.splits
     if splits == 1:
-        p.launcher(_arguments(p, q, k, v, out, lse, call), p.device, p.aligned)
+        p.launch(_arguments(p, q, k, v, out, lse, call))
     else:
         part = torch.empty((splits, *p.out_shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, *p.lse_shape), dtype=torch.float32, device=q.device)
-        p.launcher(_arguments(p, q, k, v, part, part_lse, call), p.device, p.aligned)
-        p.merger((part, part_lse, out, lse, *p.merge_args), p.device, True)
+        p.launch(_arguments(p, q, k, v, part, part_lse, call))
+        p.merge((part, part_lse, out, lse, *p.merge_args))
     return out, lse
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     """The cached record of this call's shapes and options; checks everything the first time they are seen."""
     try:
-        index = call.index
-        lists = tuple(None if t is None else facts_of(t) for t in index.tensors())
-        shape = (index.block_q, index.block_k, index.seq_q, index.seq_k)
+        index = call.lists
+        tensors = tuple(None if t is None else facts_of(t) for t in index[:4])
         hooks = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
         options = tuple((type(o), o) for o in call[1:5])
-        key = (facts_of(q), facts_of(k), facts_of(v), lists, shape, options, hooks, id(call.plan))
+        key = (facts_of(q), facts_of(k), facts_of(v), tensors, index[4:], options, hooks, id(call.plan))
         found = _CACHE.get(key)
-    except (AttributeError, TypeError):  # not a tensor, not an index, or not hashable: the checks will say which
+    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
         found = _prepare(q, k, v, call)
@@ -101,7 +108,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
 
 def _dense_call(call: SparseCall) -> Call:
     """The dense call with the same options: its checks and its mods are ours."""
-    return Call(scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
+    return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
                 score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args)  # fmt: skip
 
 
@@ -109,22 +116,20 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
     from ..plan.sparse import SparsePlan, SparseProblem, plan_sparse
 
     dense = _dense_call(call)
+    check_options(dense)
     sizes = sizes_of(q, k, v, dense)
-    if not isinstance(call.causal, bool):
-        raise DtypeError(f"causal must be a bool, got {call.causal!r}")
-    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else check_number("scale", call.scale, above=0.0)
-    softcap = check_number("softcap", call.softcap, low=0.0)
-    check_mods(dense, q.device)
+    check_hooks(dense, q.device)
+    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
     if call.plan is not None and not isinstance(call.plan, SparsePlan):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
-    _check_index(call.index, sizes, q.device)
+    _check_lists(call.lists, sizes, q.device)
     out_shape, lse_shape = result_shapes(dense, sizes)
     device = device_of(q.device)
     keep = (call.score_mod, call.mask_mod, call.plan)
     if 0 in lse_shape:
         return Prepared(None, out_shape, lse_shape, keep=keep)
     attention = problem_of(q, k, v, dense, sizes, (-1, 0) if call.causal else (-1, -1))
-    index = call.index
+    index = call.lists
     problem = SparseProblem(
         attention,
         index.block_q,
@@ -137,23 +142,26 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
     else:
         plan = call.plan
         plan.check(problem, device)
-    return _bind(q, k, v, call, sizes, scale, softcap, plan, (out_shape, lse_shape))
+    return _bind(q, k, v, call, sizes, scale, plan, (out_shape, lse_shape))
 
 
-def _check_index(index: Any, sizes: dict[str, int], device: torch.device) -> None:
+def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> None:
     """The index describes these sequences, on this device."""
-    from ..sparse.index import BlockIndex
-
-    if not isinstance(index, BlockIndex):
-        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
     for name in ("seq_q", "seq_k"):
         if getattr(index, name) != sizes[name]:
-            raise ShapeError(f"index was made for {name}={getattr(index, name)}, q, k and v have {name}={sizes[name]}")
-    for name, size in zip(("batch", "heads"), index.indices.shape[:2], strict=True):
-        if size not in (1, sizes[name]):
-            raise ShapeError(f"index has {name}={size}, expected {sizes[name]} (as in q) or 1")
-    if index.indices.device != device:
-        raise DeviceError(f"index is on {index.indices.device}, but q is on {device}")
+            raise ShapeError(
+                f"index was made for {name}={getattr(index, name)}, but the tensors have {name}={sizes[name]}"
+            )
+    for part in ("indices", "counts", "block_sizes", "query_sizes"):
+        t = getattr(index, part)
+        if t is None:
+            continue
+        shared = t.shape[: 2 if part in ("indices", "counts") else t.dim() - 1]
+        for name, size in zip(("batch", "heads"), shared, strict=False):
+            if size not in (1, sizes[name]):
+                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in q) or 1")
+        if t.device != device:
+            raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")
 
 
 def _bind(
@@ -163,16 +171,16 @@ def _bind(
     call: SparseCall,
     sizes: dict[str, int],
     scale: float,
-    softcap: float,
     plan: "SparsePlan",
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernels, run-time scalars and compile-time constants of this call under this plan."""
+    from ..device import mods
     from ..kernels import combine, sparse_forward
-    from .launch import Launcher
+    from .launch import Launch
 
     problem = plan.problem
-    n, index = problem.attention, call.index
+    n, index = problem.attention, call.lists
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
     out_like = torch.empty(shapes[0], device="meta")
     out_strides = head_strides(out_like, call.layout)
@@ -182,7 +190,7 @@ def _bind(
     constants = {
         "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
         "EMULATE": emulate,
-        "WIDE": max(q_strides) * plan.block_m >= 1 << 31,
+        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": n.dim_qk,
         "DIM_V": n.dim_v,
         "Q_BLOCK": problem.block_q,
@@ -194,6 +202,7 @@ def _bind(
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     merge_constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS}
+    device = q.device.index or 0
     part_strides = (math.prod(shapes[0]), *out_strides)
     return Prepared(
         plan=plan,
@@ -202,16 +211,15 @@ def _bind(
         scalars=(scale, n.seq_q, n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
         strides=(*q_strides, *(() if box else k_strides + v_strides), *part_strides, *_list_strides(index)),
         boxes=tuple(describe_box(t, call.layout, sizes, plan.block_n, width) for t, width in sides),
-        aligned=all(t.data_ptr() % 16 == 0 for t in _tensors(q, k, v, call)),
-        launcher=Launcher(getattr(sparse_forward, plan.kernel), plan.grid, constants, options),
-        merger=Launcher(combine.combine, (n.seq_q * n.heads * n.batch, 1, 1), merge_constants, {"num_warps": 4}),
+        mods=mods,
+        launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
+        merge=Launch(combine.combine, (n.seq_q * n.heads * n.batch, 1, 1), merge_constants, {"num_warps": 4}, device),
         merge_args=(plan.splits, n.batch, n.seq_q, n.heads, *part_strides, *out_strides),
-        device=q.device.index if q.device.type == "cuda" else -1,
         keep=(call.score_mod, call.mask_mod, call.plan),
     )
 
 
-def _list_strides(index: "BlockIndex") -> tuple[int, ...]:
+def _list_strides(index: Lists) -> tuple[int, ...]:
     """Strides of indices (b, h, q), counts, block_sizes and query_sizes (b, h), 0 where broadcast."""
     found: list[int] = list(_broadcast(index.indices, 3))
     found += _broadcast(index.counts, 2)
@@ -224,21 +232,53 @@ def _broadcast(t: torch.Tensor, dims: int) -> tuple[int, ...]:
     return tuple(0 if t.shape[d] == 1 and d < 2 else t.stride(d) for d in range(dims))
 
 
-def _tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> list[torch.Tensor]:
-    found = (q, k, v, *call.index.tensors(), *call.score_args, *call.mask_args)
-    return [t for t in found if isinstance(t, torch.Tensor)]
-
-
 def _arguments(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: SparseCall
+    p: Prepared,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: SparseCall,
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
-    from ..device import mods
-
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
-    index = call.index
-    lists = (index.indices, index.counts, index.block_sizes, index.query_sizes)
-    score, masks = mods_of(float(call.softcap), _dense_call(call), q.dtype == torch.float32)
+    score, masks = mods_of(p.mods, float(call.softcap), _dense_call(call), q.dtype == torch.float32)
     if call.causal:
-        masks = ((mods.causal, ()), *masks)
-    return (q, *sides, out, lse, *lists, *p.scalars, *p.strides, score, masks)
+        masks = ((p.mods.causal, ()), *masks)
+    return (q, *sides, out, lse, *call.lists[:4], *p.scalars, *p.strides, score, masks)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(plan: "SparsePlan", merge: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this plan, or of its merge, on tensors without memory, to compile ahead."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n, problem = plan.problem.attention, plan.problem
+    dtype = getattr(torch, n.dtype)
+    q = tensor(n.batch, n.seq_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (tensor(n.batch, n.seq_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
+    lists = Lists(
+        tensor(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
+        tensor(n.batch, n.heads, rows, dtype=torch.int32),
+        tensor(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
+        None,
+        problem.block_q,
+        problem.block_k,
+        n.seq_q,
+        n.seq_k,
+    )
+    call = SparseCall(lists, causal=n.causal, plan=plan)
+    sizes = sizes_of(q, k, v, _dense_call(call))
+    shapes = result_shapes(_dense_call(call), sizes)
+    p = _bind(q, k, v, call, sizes, 1.0, plan, shapes)
+    out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
+    if merge:
+        part, part_lse = tensor(plan.splits, *shapes[0]), tensor(plan.splits, *shapes[1])
+        return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
+    return p.launch.fn, _arguments(p, q, k, v, out, lse, call), p.launch.keywords

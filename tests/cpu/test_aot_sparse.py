@@ -1,0 +1,44 @@
+"""The sparse kernels and the merge of splits, as planned for real devices, compile for four targets under two Tritons."""
+
+import pytest
+from test_aot_attention import DEVICES, problem
+
+from tilefold.aot import Job, JobResult, newest_triton, run_jobs
+from tilefold.aot.jobs import NEWEST_VARIABLE
+from tilefold.plan import device_named
+from tilefold.plan.sparse import SparseProblem, plan_sparse
+
+PROBLEMS = {
+    "d128": SparseProblem(problem(128), 64, 64, 32),
+    "d128 sizes causal": SparseProblem(problem(128, causal=True), 64, 64, 32, True),
+    "d64 one block": SparseProblem(problem(64, seq_q=64), 64, 64, 64),
+    "d256": SparseProblem(problem(256), 64, 64, 32),
+}
+BUILDER = "tilefold.ops.sparse:example_launch"
+JOBS = {
+    (name, target): Job(
+        BUILDER, {"plan": plan_sparse(made, device_named(device))}, target, label=f"{name} for {target}"
+    )
+    for name, made in PROBLEMS.items()
+    for target, device in DEVICES.items()
+}
+JOBS |= {
+    ("merge", target): Job(
+        BUILDER, {"plan": plan_sparse(PROBLEMS["d64 one block"], device_named(device)), "merge": True}, target
+    )
+    for target, device in DEVICES.items()
+}
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], JobResult]:
+    folder = newest_triton() if request.param == "newest" else None
+    if request.param == "newest" and folder is None:
+        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
+    return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder), strict=True))
+
+
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("name", [*PROBLEMS, "merge"])
+def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
+    assert results[name, target].problems(tensor="none" if name == "merge" else "best") == ()

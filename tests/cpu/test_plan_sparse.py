@@ -1,0 +1,44 @@
+"""The plan of block-sparse attention on real devices: splits fill an idle device and never cut shares too small."""
+
+import itertools
+
+import pytest
+
+from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan.sparse import MIN_KEYS, SparseProblem, choose_splits, plan_sparse
+
+
+def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):
+    dense = AttentionProblem(1, seq_q, seq_k, 12, 12, dim, dim, **changes)
+    return SparseProblem(dense, 64, 64, capacity, masked)
+
+
+def test_video_shape_takes_boxes_and_no_splits():
+    plan = plan_sparse(problem(), device_named("h200"))
+    assert (plan.kernel, plan.splits, plan.grid) == ("sparse_forward_box", 1, (364 * 12, 1, 1))
+
+
+def test_blocks_with_sizes_are_read_by_pointers():
+    assert plan_sparse(problem(masked=True), device_named("h200")).kernel == "sparse_forward"
+
+
+def test_one_query_block_is_split():
+    plan = plan_sparse(problem(seq_q=64, capacity=328), device_named("h200"))
+    assert plan.splits > 8
+    assert "split-lists" in str(plan)
+
+
+def test_splits_are_sane():
+    for items, tiles in itertools.product((1, 3, 8, 32, 100, 256), (0, 1, 2, 7, 33, 64, 2048)):
+        splits = choose_splits(items, tiles, 64, 264)
+        assert 1 <= splits <= max(1, tiles * 64 // MIN_KEYS)
+        assert splits == 1 or items < 264
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "rtx4090", "l4", "interpreter"])
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_device_has_a_plan(device, dim, dtype):
+    plan = plan_sparse(problem(dim=dim, dtype=dtype), device_named(device))
+    assert plan.problem.block_q % plan.block_m == 0
+    assert plan.problem.block_k % plan.block_n == 0
