@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
-from tilefold.plan.tuned import Tuned, tuned_tile
+from tilefold.plan.tuned import MANY_MODS, Tuned, tuned_tile
 
 __all__ = ["RULES", "Choice", "Rule"]
 
@@ -102,6 +102,10 @@ def _hopper_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
+    if (
+        len(problem.score_mods + problem.mask_mods) >= MANY_MODS
+    ):  # 64 keys spill with every modification under Triton 3.9
+        return _with(kernel, Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(64, 16, 4, 1))
     first = Tile(64, 64, 4, 3) if kernel == BOX else Tile(128, 64, 8, 3)
     return _with(kernel, first, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
 

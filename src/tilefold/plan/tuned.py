@@ -9,7 +9,7 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["TUNED", "Tuned", "TunedKey", "tuned_tile"]
+__all__ = ["MANY_MODS", "TUNED", "Tuned", "TunedKey", "tuned_tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Tuned:
     tile: Tile
     evidence: str
 
+
+MANY_MODS = 3  # measured with one modification; three and more need registers that the measured tiles do not leave
 
 _WHERE = "on one H200 (2026-11-21, torch 2.11.0, triton 3.6.0, bf16; cuDNN and FA2 in the same run)"
 
@@ -99,8 +101,11 @@ TUNED: dict[TunedKey, Tuned] = {
 
 def tuned_tile(problem: AttentionProblem, device: Device, loads: str) -> Tuned | None:
     """The measured tile for a problem on a device with the given loads, or None if nothing was measured."""
+    if len(problem.score_mods + problem.mask_mods) >= MANY_MODS:
+        return None
     dtype_class = "float32" if problem.dtype == "float32" else "half"
     banded = problem.causal or problem.window != (-1, -1)
-    reads = "bias" in problem.score_mods or "mask" in problem.mask_mods
+    # Measured with a bias or a mask alone; with more modifications its registers run out.
+    reads = problem.score_mods + problem.mask_mods in (("bias",), ("mask",))
     features = "tensors" if reads else "mods" if not problem.plain else "band" if banded else "plain"
     return TUNED.get(TunedKey(device.arch, dtype_class, problem.block_qk, problem.block_v, loads, features))
