@@ -67,7 +67,7 @@ def bind(
         _check_dtype(spec, value, tensors)
         if value.layout != torch.strided or value.is_nested:
             raise LayoutError(f"{spec.name} must be a dense strided tensor, got layout {value.layout}")
-        if value.is_neg():
+        if not torch.compiler.is_compiling() and value.is_neg():  # Dynamo cannot ask, and resolves it itself
             raise LayoutError(f"{spec.name} is a lazy negation; call {spec.name}.resolve_neg() first")
         if value.device != first[1].device:
             raise DeviceError(f"{spec.name} is on {value.device}, but {first[0]} is on {first[1].device}")

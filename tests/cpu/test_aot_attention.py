@@ -6,17 +6,10 @@ memory in the main loop and use the target's tensor cores.
 
 import pytest
 
+from aot_cases import DEVICES, problem
 from tilefold.aot import Job, JobResult, newest_triton, run_jobs
 from tilefold.aot.jobs import NEWEST_VARIABLE
-from tilefold.plan import AttentionProblem, device_named, plan_attention
-
-DEVICES = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
-
-
-def problem(dim: int = 128, dim_v: int | None = None, **changes: object) -> AttentionProblem:
-    shape = {"batch": 2, "seq_q": 4096, "seq_k": 4096, "heads": 16, "kv_heads": 4, "dim_qk": dim, "dim_v": dim_v or dim}
-    return AttentionProblem(**{**shape, **changes})  # type: ignore[arg-type]
-
+from tilefold.plan import device_named, plan_attention
 
 PROBLEMS = {
     "d64": problem(64),

@@ -1,8 +1,8 @@
 """The sparse kernels and the merge of splits, as planned for real devices, compile for four targets under two Tritons."""
 
 import pytest
-from test_aot_attention import DEVICES, problem
 
+from aot_cases import DEVICES, problem
 from tilefold.aot import Job, JobResult, newest_triton, run_jobs
 from tilefold.aot.jobs import NEWEST_VARIABLE
 from tilefold.plan import device_named

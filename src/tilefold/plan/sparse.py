@@ -174,7 +174,7 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
         small = min(keys, 32 if width <= 64 else 16)
         return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
     narrow = min(keys, 32)
-    return (Tile(rows, keys, 4, 3), Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
+    return (Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
 
 
 def _programs(problem: SparseProblem, block_m: int) -> int:

@@ -1,0 +1,82 @@
+"""Block-sparse attention on a GPU: planned tiles at real sizes, graphs with changed lists, the same bits, no synchronisation."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, qkv
+from tilefold import BlockIndex, reference
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+def top(sq, sk, keep, heads=4, batch=1, **sizes):
+    scores = torch.rand(batch, heads, -(-sq // 64), -(-sk // 64), device=DEVICE)
+    return BlockIndex.from_topk(scores, keep, block_q=64, block_k=64, seq_q=sq, seq_k=sk, **sizes)
+
+
+def held(q, k, v, index, got):
+    oracle = reference.sparse_attention(q, k, v, index)
+    plain = reference.sparse_attention(q, k, v, index, dtype=q.dtype)
+    judge(got[0], oracle[0], plain[0], "out")
+    judge(got[1], oracle[1], plain[1].float(), "lse")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_planned_tiles(dim, dtype):
+    q, k, v = qkv(2, 500, 1000, 4, 2, dim, dtype=dtype, device=DEVICE)
+    sizes = torch.randint(0, 65, (16,), dtype=torch.int32, device=DEVICE)
+    for index in (top(500, 1000, 7), top(500, 1000, 7, block_sizes=sizes), top(500, 1000, 3, batch=2)):
+        held(q, k, v, index, tilefold.sparse_attention(q, k, v, index, return_lse=True))
+
+
+def test_one_query_block_against_many():
+    """Few query blocks: split lists, merged."""
+    q, k, v = qkv(1, 64, 8192, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = top(64, 8192, 100)
+    held(q, k, v, index, tilefold.sparse_attention(q, k, v, index, return_lse=True))
+
+
+@pytest.mark.parametrize("sq", [64, 512])
+def test_graph_replays_with_changed_lists(sq):
+    q, k, v = qkv(1, sq, 2048, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = top(sq, 2048, 9)
+    tilefold.sparse_attention(q, k, v, index)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    for keep in (1, 9, 5):
+        other = top(sq, 2048, keep)
+        index.indices[..., :keep].copy_(other.indices)
+        index.counts.copy_(other.counts)
+        q.normal_()
+        graph.replay()
+        held(q, k, v, index, got)
+
+
+def test_same_bits_and_no_synchronisation():
+    q, k, v = qkv(1, 64, 4096, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = top(64, 4096, 30)
+    first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs = [tilefold.sparse_attention(q, k, v, index, return_lse=True) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(first, run, strict=True))
+
+
+@pytest.mark.large
+def test_more_than_2_to_the_31_elements():
+    b, s, h, d = 33, 8192, 64, 128
+    assert b * s * h * d > 1 << 31
+    q, k, v = (torch.randn(b, s, h, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    index = top(s, s, 2, heads=1)
+    out, lse = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    for i_b, i_h in ((0, 0), (b - 1, h - 1)):
+        one = [t[i_b : i_b + 1, :, i_h : i_h + 1] for t in (q, k, v)]
+        alone = tilefold.sparse_attention(*(t.contiguous() for t in one), index, return_lse=True)
+        assert torch.equal(out[i_b : i_b + 1, :, i_h : i_h + 1], alone[0])
+        assert torch.equal(lse[i_b : i_b + 1, i_h : i_h + 1], alone[1])
