@@ -42,7 +42,7 @@ _WHERE = "on one H200 (2026-11-21, torch 2.11.0, triton 3.6.0, bf16; cuDNN and F
 
 
 def _measured(tile: Tile, what: str) -> Tuned:
-    return Tuned(tile, f"Best of 11 to 19 tiles {_WHERE}: {what}.")
+    return Tuned(tile, f"Best of the tiles tried {_WHERE}: {what}.")
 
 
 TUNED: dict[TunedKey, Tuned] = {
