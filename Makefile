@@ -27,7 +27,7 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 	@.venv-demo/bin/tilefold demo
 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
-	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) $(PYTEST)
+	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
 
 lint: .venv-test/stamp ## check style and formatting
 	@.venv-test/bin/ruff check .

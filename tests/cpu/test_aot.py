@@ -37,6 +37,7 @@ JOBS = {
     "plain": Job("aot_samples:build_plain", {}, "sm_90"),
     "unknown option": Job("aot_samples:build_fold", {"num_wraps": 4}, "sm_90"),
 }
+pytestmark = pytest.mark.xdist_group("test_aot")  # one process compiles, the others would only repeat it
 
 
 @pytest.fixture(scope="module", params=["installed", "newest"])

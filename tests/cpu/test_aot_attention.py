@@ -36,6 +36,7 @@ JOBS = {
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
 }
+pytestmark = pytest.mark.xdist_group("test_aot_attention")  # one process compiles, the others would only repeat it
 
 
 @pytest.fixture(scope="module", params=["installed", "newest"])

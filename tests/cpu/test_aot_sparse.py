@@ -28,6 +28,7 @@ JOBS |= {
     )
     for target, device in DEVICES.items()
 }
+pytestmark = pytest.mark.xdist_group("test_aot_sparse")  # one process compiles, the others would only repeat it
 
 
 @pytest.fixture(scope="module", params=["installed", "newest"])

@@ -5,6 +5,7 @@
     source   where tile i lies (locate) and how it is brought (fetch)
     tile     loads and stores of whole tiles, and the casts between storage and arithmetic
     mods     score and mask modifications: softcap, ALiBi, bias, boolean mask, causal, window, and the user's own
+    grid     which rows a program makes
     fold     the loop over KV tiles, where the five meet
 
 Names: `i_` is an index of a tile or a head, `o_` are offsets [N], `m_` masks, `p_` pointers; capitals are constexpr.

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_range
+from ..device.grid import place_of_program
 from ..device.ranges import range_of_tile
 from ..device.source import fetch_box, fetch_rows, locate_box, locate_rows
 from ..device.state import state_finish, state_init, state_init_sink
@@ -20,15 +21,6 @@ from ..device.tile import load_rows, store_rows, widen
 
 # Lengths and counts never specialise a compilation.  Row strides do: a multiple of 16 gives 16-byte loads.
 RUNTIME = ["scale", "seq_q", "seq_k", "max_q", "total_q", "heads", "group", "left", "right", "stride_sinks"]
-
-
-@triton.jit
-def place_of_program(seq_q, heads, BLOCK_M: tl.constexpr):
-    """-> query tile (int32), batch, head (int64) of this program."""
-    tiles = tl.cdiv(seq_q, BLOCK_M)
-    pid = tl.program_id(0)
-    i_bh = pid // tiles
-    return tiles - 1 - pid % tiles, (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
 
 
 @triton.jit
@@ -123,7 +115,7 @@ def attention_forward(
 ):
     """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [B, Sq, H, Dv], Lse [B, H, Sq] fp32 contiguous,
     Sinks [H] or None.  Grid (cdiv(Sq, BLOCK_M) * B * H,)."""
-    i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
+    i_m, i_b, i_h = place_of_program(seq_q, heads, True, BLOCK_M)
     i_k = i_h // group
     q = Q + i_b * stride_qb + i_h * stride_qh
     out = Out + i_b * stride_ob + i_h * stride_oh
@@ -170,7 +162,7 @@ def attention_forward_box(
     BLOCK_V: tl.constexpr,
 ):
     """attention_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
-    i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
+    i_m, i_b, i_h = place_of_program(seq_q, heads, True, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
     q = Q + i_b * stride_qb + i_h * stride_qh
     out = Out + i_b * stride_ob + i_h * stride_oh
@@ -222,7 +214,7 @@ def attention_forward_varlen(
 ):
     """Q, Out [Tq, H, D], K, V [Tk, H/group, D], Lse [H, Tq] fp32 contiguous; sequence b is rows CuQ[b]..CuQ[b+1] of the queries
     and CuK[b]..CuK[b+1] of the keys (int32).  Grid (cdiv(max_q, BLOCK_M) * B * H,); programs past a sequence's end leave."""
-    i_m, i_b, i_h = place_of_program(max_q, heads, BLOCK_M)
+    i_m, i_b, i_h = place_of_program(max_q, heads, True, BLOCK_M)
     first_q = tl.load(CuQ + i_b).to(tl.int64)
     first_k = tl.load(CuK + i_b).to(tl.int64)
     seq_q = (tl.load(CuQ + i_b + 1) - first_q).to(tl.int32)

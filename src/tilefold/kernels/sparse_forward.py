@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_tiles
+from ..device.grid import place_of_program
 from ..device.ranges import FULL, range_share
 from ..device.source import fetch_box, fetch_rows, locate_listed, locate_listed_box
 from ..device.state import state_finish, state_init
@@ -20,15 +21,6 @@ from ..device.tile import load_rows, store_rows, widen
 # As in attention_forward: lengths, counts and the strides of lists never specialise a compilation.
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "batch", "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_sb", "stride_sh", "stride_pb", "stride_ph"]  # fmt: skip
-
-
-@triton.jit
-def place_of_program(seq_q, heads, BLOCK_M: tl.constexpr):
-    """-> query tile (int32), batch, head (int64) of this program."""
-    tiles = tl.cdiv(seq_q, BLOCK_M)
-    pid = tl.program_id(0)
-    i_bh = pid // tiles
-    return pid % tiles, (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
 
 
 @triton.jit
@@ -152,7 +144,7 @@ def sparse_forward(
 ):
     """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [splits, B, Sq, H, Dv], Lse [splits, B, H, Sq];
     Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] or None, QuerySizes [B, H, Qb] or None, int32 (0 broadcasts)."""
-    i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
+    i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
     i_k = i_h // group
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
@@ -217,7 +209,7 @@ def sparse_forward_box(
     BLOCK_V: tl.constexpr,
 ):
     """sparse_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
-    i_m, i_b, i_h = place_of_program(seq_q, heads, BLOCK_M)
+    i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
     i_k = (i_h // group).to(tl.int32)
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,

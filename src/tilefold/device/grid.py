@@ -1,0 +1,20 @@
+"""Which rows a program makes: grids are one-dimensional, query tile fastest, then head, then batch.
+
+Programs that run together then share the K and V of a head in the L2 cache.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_of_program(seq_q, heads, LAST_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+    """-> query tile (int32), batch, head (int64).  LAST_FIRST: the last tiles of a head, the longest under a causal mask, come
+    first."""
+    tiles = tl.cdiv(seq_q, BLOCK_M)
+    pid = tl.program_id(0)
+    i_bh = pid // tiles
+    i_m = pid % tiles
+    if LAST_FIRST:
+        i_m = tiles - 1 - i_m
+    return i_m, (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
