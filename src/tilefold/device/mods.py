@@ -48,7 +48,7 @@ def softcap(score, batch, head, q_index, kv_index, args):
     tanh(x) / x is a quotient of polynomials in x^2, fitted on [0, 8] in relative error (1.9e-8; fp32 rounding dominates); past
     8 tanh is 1 to 2e-7.  One reciprocal an element, where (1 - e) / (1 + e) with e = exp(-2x) takes an exponential as well."""
     cap = args[0]
-    x = tl.maximum(score / cap, -8.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(score * (1.0 / cap), -8.0, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, 8.0, propagate_nan=tl.PropagateNan.ALL)
     u = x * x
     p = 1.0 + u * (0.129792333 + u * (0.00298587279 + u * (9.87875683e-6 + u * (-1.47044998e-8 + u * 2.35093126e-11))))

@@ -84,6 +84,9 @@ TUNED: dict[TunedKey, Tuned] = {
     TunedKey(90, "half", 128, 128, "box", "tensors"): _measured(
         Tile(128, 64, 8, 3), "bias 416 TFLOP/s, boolean mask 356 at N=4096 x 4, 16 heads"
     ),
+    TunedKey(90, "half", 256, 256, "box", "mods"): _measured(
+        Tile(128, 64, 8, 2), "causal softcap 350 TFLOP/s at N=4096 x 4, 16 heads (the next tile 322)"
+    ),
     TunedKey(90, "half", 256, 256, "box", "plain"): _measured(
         Tile(128, 64, 8, 2), "550 TFLOP/s at N=16384 (cuDNN 750, FA2 318), 8 heads"
     ),
