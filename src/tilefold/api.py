@@ -164,7 +164,7 @@ def sparse_attention(
         index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
         scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
-        plan: a `SparsePlan` to follow exactly; PlanError if it does not fit.
+        plan: a `SparsePlan` to follow exactly, made by `tilefold.plan.sparse.plan_sparse`; PlanError if it does not fit.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
