@@ -9,11 +9,13 @@ from .ops import attention as _ops
 from .ops import sparse as _sparse
 from .ops.call import Call, Packed
 from .ops.library import dispatched, is_traced
+from .ops.sparse_backward import SparseAttention, check_differentiable
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan
     from .plan.sparse import SparsePlan
+    from .plan.sparse_backward import SparseBackwardPlan
     from .sparse import BlockIndex
 
 __all__ = ["attention", "attention_plan", "attention_varlen", "sparse_attention"]
@@ -151,9 +153,11 @@ def sparse_attention(
     score_args: ModArgs = (),
     mask_mod: ModFunction | None = None,
     mask_args: ModArgs = (),
+    score_grad: ModFunction | Constant | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: "SparsePlan | None" = None,
+    plan: "SparsePlan | Constant | None" = None,
+    backward_plan: "SparseBackwardPlan | Constant | None" = None,
 ) -> Any:
     """Attention of each query block over the KV blocks that its list names.
 
@@ -182,13 +186,19 @@ def sparse_attention(
         raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
     if torch.compiler.is_compiling():
         raise Unsupported("sparse_attention inside torch.compile is not implemented in this release")
-    if torch.is_grad_enabled() and _needs_gradient(q, k, v, Call(score_args=score_args)):
-        raise Unsupported(_NO_GRADIENT)
-    lists = _sparse.Lists(*index.tensors(), *index.geometry)
+    lists = _lists_of(index)
     hooks = (_value_of(score_mod), score_args, _value_of(mask_mod), mask_args, _value_of(plan))
-    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks)
-    out, lse = _sparse.forward(q, k, v, call)
+    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks, None, _value_of(score_grad), _value_of(backward_plan))
+    if torch.is_grad_enabled() and _needs_gradient(q, k, v, Call(score_args=score_args, mask_args=mask_args)):
+        check_differentiable(call)
+        out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))
+    else:
+        out, lse = _sparse.forward(q, k, v, call)
     return (out, lse) if return_lse else out
+
+
+def _lists_of(index: "BlockIndex") -> _sparse.Lists:
+    return _sparse.Lists(*index.tensors(), *index.geometry)
 
 
 def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> "AttentionPlan":

@@ -18,3 +18,13 @@ def place_of_program(seq_q, heads, LAST_FIRST: tl.constexpr, BLOCK_M: tl.constex
     if LAST_FIRST:
         i_m = tiles - 1 - i_m
     return i_m, (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
+
+
+@triton.jit
+def rows_of_sequence(Offsets, i_b, longest):
+    """-> first row (int64) and length (int32) of sequence i_b: 0 and `longest`, or what int32 Offsets [B + 1] of a packed batch say."""
+    if Offsets is None:
+        return tl.zeros([], tl.int64), longest
+    else:
+        first = tl.load(Offsets + i_b)
+        return first.to(tl.int64), tl.load(Offsets + i_b + 1) - first

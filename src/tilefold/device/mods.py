@@ -10,8 +10,12 @@ A mod is a pair (function, args).  The function is a @triton.jit function of
     args      tuple          the mod's own args, then seq_q and seq_k of this sequence
 
 A score mod returns the new score; a mask mod returns a boolean [M, N] (or a shape that broadcasts to it), true where the
-query sees the key.  The indices are always inside the sequence, also for the padding lanes of a tile, so a mod may load
-with them without a mask.
+query sees the key; the slope of a score mod, which the backward pass needs, takes the same arguments and returns the derivative
+of the new score by the given one.  The indices are always inside the sequence, also for the padding lanes of a tile, so a mod
+may load with them without a mask.
+
+A mod has to work element by element: the backward pass also calls it on transposed tiles, score [N, M], q_index [1, M],
+kv_index [N, 1].
 """
 
 import triton
@@ -25,6 +29,18 @@ def modify(score, place, kv_index, mods):
     for i in tl.static_range(len(mods)):
         score = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
     return score
+
+
+@triton.jit
+def modify_with_slope(score, place, kv_index, mods, slopes):
+    """`modify`, and the derivative of its result by the score: the product of the slopes (one pair for each mod)."""
+    batch, head, q_index, extent = place
+    slope = tl.full(score.shape, 1.0, tl.float32)
+    for i in tl.static_range(len(mods)):
+        args = mods[i][1] + extent
+        slope = slope * slopes[i][0](score, batch, head, q_index, kv_index, args)
+        score = mods[i][0](score, batch, head, q_index, kv_index, args)
+    return score, slope
 
 
 @triton.jit
@@ -67,6 +83,20 @@ def softcap_exact(score, batch, head, q_index, kv_index, args):
     u = x * x
     near = x * (1.0 + u * (-1.0 / 3.0 + u * (2.0 / 15.0 + u * (-17.0 / 315.0))))
     return cap * tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def softcap_slope(score, batch, head, q_index, kv_index, args):
+    """1 - tanh(score / cap)^2; args = (cap,)."""
+    t = softcap(score, batch, head, q_index, kv_index, args) / args[0]
+    return 1.0 - t * t
+
+
+@triton.jit
+def softcap_exact_slope(score, batch, head, q_index, kv_index, args):
+    """softcap_slope to the last bits of fp32."""
+    t = softcap_exact(score, batch, head, q_index, kv_index, args) / args[0]
+    return 1.0 - t * t
 
 
 @triton.jit

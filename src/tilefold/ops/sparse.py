@@ -9,14 +9,15 @@ import torch
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..types import Constant, Layout, ModArgs, ModFunction
 from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
-from .call import Call, check_hooks, check_options, facts_of, facts_of_args, result_shapes, sizes_of
+from .call import Call, Packed, check_hooks, check_options, facts_of, facts_of_args, result_shapes, sizes_of
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
+    from ..plan.sparse_backward import SparseBackwardPlan
     from .launch import Box
 
-__all__ = ["Lists", "SparseCall", "example_launch", "forward", "prepare"]
+__all__ = ["Lists", "SparseCall", "example_call", "example_launch", "forward", "list_strides", "mods_of_call", "prepare"]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
@@ -47,6 +48,9 @@ class SparseCall(NamedTuple):
     mask_mod: ModFunction | Constant | None = None
     mask_args: ModArgs = ()
     plan: "SparsePlan | Constant | None" = None
+    packed: Packed | None = None
+    score_grad: ModFunction | Constant | None = None  # these two concern the backward pass alone
+    backward_plan: "SparseBackwardPlan | Constant | None" = None
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class Prepared:
     merge: Any = None
     merge_args: tuple[int, ...] = ()
     keep: tuple[Any, ...] = field(default=())
+    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -209,7 +214,7 @@ def _bind(
         out_shape=shapes[0],
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
-        strides=(*q_strides, *(() if box else k_strides + v_strides), *part_strides, *_list_strides(index)),
+        strides=(*q_strides, *(() if box else k_strides + v_strides), *part_strides, *list_strides(index)),
         boxes=tuple(describe_box(t, call.layout, sizes, plan.block_n, width) for t, width in sides),
         mods=mods,
         launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
@@ -219,7 +224,7 @@ def _bind(
     )
 
 
-def _list_strides(index: Lists) -> tuple[int, ...]:
+def list_strides(index: Lists) -> tuple[int, ...]:
     """Strides of indices (b, h, q), counts, block_sizes and query_sizes (b, h), 0 where broadcast."""
     found: list[int] = list(_broadcast(index.indices, 3))
     found += _broadcast(index.counts, 2)
@@ -243,30 +248,32 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
-    score, masks = mods_of(p.mods, float(call.softcap), _dense_call(call), q.dtype == torch.float32)
-    if call.causal:
-        masks = ((p.mods.causal, ()), *masks)
+    score, masks = mods_of_call(p, q, call)
     return (q, *sides, out, lse, *call.lists[:4], *p.scalars, *p.strides, score, masks)
+
+
+def mods_of_call(p: Prepared, q: torch.Tensor, call: SparseCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods and mask mods, in the order applied."""
+    score, masks = mods_of(p.mods, float(call.softcap), _dense_call(call), q.dtype == torch.float32)
+    return score, ((p.mods.causal, ()), *masks) if call.causal else masks
 
 
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(plan: "SparsePlan", merge: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call that has this plan, or of its merge, on tensors without memory, to compile ahead."""
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+def example_call(
+    plan: "SparsePlan",
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], SparseCall, Prepared, torch.Tensor, torch.Tensor]:
+    """((q, k, v), call, its record, out, lse) of a call that has this plan, on tensors without memory."""
     n, problem = plan.problem.attention, plan.problem
     dtype = getattr(torch, n.dtype)
-    q = tensor(n.batch, n.seq_q, n.heads, n.dim_qk, dtype=dtype)
-    k, v = (tensor(n.batch, n.seq_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    q = _meta(n.batch, n.seq_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (_meta(n.batch, n.seq_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
     rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
     lists = Lists(
-        tensor(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
-        tensor(n.batch, n.heads, rows, dtype=torch.int32),
-        tensor(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
+        _meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
+        _meta(n.batch, n.heads, rows, dtype=torch.int32),
+        _meta(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
         None,
         problem.block_q,
         problem.block_k,
@@ -277,8 +284,17 @@ def example_launch(plan: "SparsePlan", merge: bool = False) -> tuple[Any, tuple[
     sizes = sizes_of(q, k, v, _dense_call(call))
     shapes = result_shapes(_dense_call(call), sizes)
     p = _bind(q, k, v, call, sizes, 1.0, plan, shapes)
-    out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
+    return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def example_launch(plan: "SparsePlan", merge: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this plan, or of its merge, on tensors without memory, to compile ahead."""
+    qkv, call, p, out, lse = example_call(plan)
     if merge:
-        part, part_lse = tensor(plan.splits, *shapes[0]), tensor(plan.splits, *shapes[1])
+        part, part_lse = _meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape)
         return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
-    return p.launch.fn, _arguments(p, q, k, v, out, lse, call), p.launch.keywords
+    return p.launch.fn, _arguments(p, *qkv, out, lse, call), p.launch.keywords

@@ -39,6 +39,17 @@ class SparseProblem:
         if type(self.capacity) is not int or self.capacity < 0:
             raise ShapeError(f"capacity must be an integer of at least 0, got {self.capacity!r}")
 
+    def require_same(self, other: "SparseProblem") -> None:
+        """PlanError, naming the field, unless a plan made for this problem serves `other`."""
+        for field in ("block_q", "block_k", "capacity", "masked"):
+            made, asked = getattr(self, field), getattr(other, field)
+            if made != asked:
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        for field in AttentionProblem.__dataclass_fields__:
+            made, asked = getattr(self.attention, field), getattr(other.attention, field)
+            if made != asked and field != "descriptors":
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
@@ -103,14 +114,7 @@ class SparsePlan:
 
     def check(self, problem: SparseProblem, device: Device) -> None:
         """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
-        for field in ("block_q", "block_k", "capacity", "masked"):
-            made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked:
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.problem.attention, field), getattr(problem.attention, field)
-            if made != asked and field != "descriptors":
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.problem.require_same(problem)
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
             raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
         fault = _violation(problem, device, self.kernel, self.tile, self.splits)

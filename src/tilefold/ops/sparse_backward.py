@@ -1,0 +1,264 @@
+"""Backward block-sparse attention: plan, allocate, launch; and the autograd function around forward and backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..errors import DtypeError, Unsupported
+from . import sparse
+from .attention import head_strides
+from .call import facts_of
+from .device import device_of, interpreting
+
+if TYPE_CHECKING:
+    from ..plan.sparse import SparsePlan
+    from ..plan.sparse_backward import SparseBackwardPlan
+    from .sparse import Lists, SparseCall
+
+__all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+ROWS = 64  # rows of delta that one program makes
+
+
+@dataclass(slots=True)
+class Bound:
+    """The three launches of a backward pass, each with the arguments that do not change from call to call."""
+
+    plan: "SparseBackwardPlan"
+    delta: Any
+    delta_tail: tuple[Any, ...]
+    queries: Any
+    queries_tail: tuple[Any, ...]
+    keys: Any
+    keys_tail: tuple[Any, ...]
+
+
+class SparseAttention(torch.autograd.Function):
+    """(out, lse) of sparse attention, differentiable in q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: "SparseCall",
+        transposed: "Callable[[], Lists]",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = sparse.forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.transposed = call, transposed
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = backward((q, k, v, out, lse), dout, dlse, ctx.call, ctx.transposed(), ctx.needs_input_grad[:3])
+        return *grads, None, None
+
+
+def check_differentiable(call: "SparseCall") -> None:
+    """Unsupported, naming the argument, if this call has a part whose derivative nobody gave."""
+    if call.score_mod is not None and call.score_grad is None:
+        raise Unsupported(
+            "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
+            "arguments that returns the derivative of the new score by the given one"
+        )
+    for name, args in (("score_args", call.score_args), ("mask_args", call.mask_args)):
+        for i, arg in enumerate(args if isinstance(args, tuple) else ()):
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                raise Unsupported(f"{name}[{i}] requires a gradient, but only q, k and v get one: detach() it")
+
+
+def backward(
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+    wanted: tuple[bool, ...] = (True, True, True),
+) -> Gradients:
+    """(dq, dk, dv), each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v, out, lse of the
+    forward pass; dout like out, dlse like lse or None."""
+    q, k, v, out, lse = saved
+    prepared = sparse.prepare(q, k, v, call)
+    if prepared.plan is None:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    bound = _bound(prepared, saved, dout, call, transposed)
+    delta = torch.empty_like(lse)
+    bound.delta((out, dout, lse, dlse, delta, *bound.delta_tail))
+    queries, keys = _arguments(prepared, bound, saved, dout, delta, call, transposed)
+    new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
+    dq = dk = dv = None
+    if wanted[0]:
+        dq = new(q.shape, dtype=q.dtype, device=q.device)
+        bound.queries(queries(dq))
+    if wanted[1] or wanted[2]:
+        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+        bound.keys(keys(dk, dv))
+    return dq, dk, dv
+
+
+def _arguments(
+    prepared: Any,
+    bound: Bound,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    delta: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
+    """The run-time arguments of the two kernels, in order, as functions of the gradients that they write."""
+    q, k, v, _, lse = saved
+    score, masks = sparse.mods_of_call(prepared, q, call)
+    hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
+    inputs = (q, k, v, dout, lse, delta)
+    sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
+    return (
+        lambda dq: (*inputs, dq, *call.lists[:2], *sizes, *bound.queries_tail, *hooks),
+        lambda dk, dv: (*inputs, dk, dv, *transposed[:2], *sizes, *bound.keys_tail, *hooks),
+    )
+
+
+def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
+    """The derivative of each score mod, in their order."""
+    slopes: list[Any] = []
+    if call.softcap:
+        slopes.append((mods.softcap_exact_slope if exact else mods.softcap_slope, ()))
+    if call.score_mod is not None:
+        slopes.append((call.score_grad, ()))
+    return tuple(slopes)
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def _bound(prepared: Any, saved: Any, dout: torch.Tensor, call: "SparseCall", transposed: "Lists") -> Bound:
+    """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
+    hooks = call.score_grad, call.backward_plan
+    key = facts_of(dout), facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
+    found = prepared.backward.get(key)
+    if found is None:
+        found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, dout.device))
+        prepared.backward[key] = found
+        prepared.keep += hooks
+    bound: Bound = found
+    return bound
+
+
+def _plan(prepared: Any, call: "SparseCall", device: torch.device) -> "SparseBackwardPlan":
+    from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+
+    problem = prepared.plan.problem
+    if call.backward_plan is None:
+        return plan_sparse_backward(problem, device_of(device))
+    if not isinstance(call.backward_plan, SparseBackwardPlan):
+        raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
+    call.backward_plan.check(problem, device_of(device))
+    return call.backward_plan
+
+
+def _bind(
+    prepared: Any,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    plan: "SparseBackwardPlan",
+) -> Bound:
+    from ..kernels import sparse_backward as kernels
+
+    q, k, v, out, lse = saved
+    problem, n = plan.problem, plan.problem.attention
+    packed = call.packed is not None
+    q_strides, k_strides, v_strides, do_strides = (_sequence_strides(t, call) for t in (q, k, v, dout))
+    dq_strides, dk_strides, dv_strides = (_sequence_strides(torch.empty(t.shape, device="meta"), call) for t in (q, k, v))
+    lse_strides = (0, lse.stride(0)) if packed else lse.stride()[:2]
+    farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
+    constants = {
+        "EMULATE": interpreting() and q.dtype == torch.bfloat16,
+        "WIDE": farthest * max(plan.queries.block_m, plan.keys.block_n) >= 1 << 31,
+        "DIM_QK": n.dim_qk,
+        "DIM_V": n.dim_v,
+        "Q_BLOCK": problem.block_q,
+        "KV_BLOCK": problem.block_k,
+        "BLOCK_QK": n.block_qk,
+        "BLOCK_V": n.block_v,
+    }
+    edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
+    edge_q = packed or call.lists.query_sizes is not None or n.seq_q % problem.block_q != 0
+    device, group, scale = q.device.index or 0, n.heads // n.kv_heads, prepared.scalars[0]
+    inputs = (*q_strides, *k_strides, *v_strides, *do_strides)
+    turned = transposed._replace(block_sizes=call.lists.block_sizes, query_sizes=call.lists.query_sizes)
+    rows = q.shape[0] if packed else n.seq_q
+    return Bound(
+        plan,
+        _delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
+        (rows, n.heads, *_sequence_strides(out, call), *do_strides),
+        _tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
+        (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
+        _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1], {**constants, "EDGE": edge_q}, device),
+        (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
+         *sparse.list_strides(turned)),
+    )  # fmt: skip
+
+
+def _delta_launch(n: Any, total: int, rows: int, wide: bool, device: int) -> Any:
+    """total: rows of all sequences, `rows` of each."""
+    from ..kernels.backward_delta import backward_delta
+    from .launch import Launch
+
+    constants = {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_M": ROWS}
+    return Launch(
+        backward_delta, (-(-rows // ROWS) * n.heads * (total // rows), 1, 1), constants, {"num_warps": 4}, device
+    )
+
+
+def _tiled(fn: Any, tile: Any, grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
+    from .launch import Launch
+
+    constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    return Launch(fn, grid, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
+
+
+def _sequence_strides(t: torch.Tensor, call: "SparseCall") -> tuple[int, ...]:
+    """(batch, row, head); a packed tensor has batch stride 0."""
+    return (0, *head_strides(t, call.layout)) if t.dim() == 3 else head_strides(t, call.layout)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a part ("delta", "queries" or "keys") of the backward pass of a call that has these plans, on
+    tensors without memory, to compile ahead."""
+    (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
+    saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
+    lists, n = call.lists, plan.problem.attention
+    blocks, rows = -(-n.seq_k // lists.block_k), lists.indices.shape[2]
+    indices, counts = (
+        torch.empty(n.batch, n.heads, blocks, *more, dtype=torch.int32, device="meta") for more in ((rows,), ())
+    )
+    transposed = lists._replace(indices=indices, counts=counts)
+    bound = _bind(prepared, saved, out, call, transposed, backward_plan)
+    queries, keys = _arguments(prepared, bound, saved, out, lse, call, transposed)
+    launch, args = {
+        "delta": (bound.delta, (out, out, lse, lse, lse, *bound.delta_tail)),
+        "queries": (bound.queries, queries(q)),
+        "keys": (bound.keys, keys(k, v)),
+    }[part]
+    return launch.fn, args, launch.keywords

@@ -1,0 +1,178 @@
+"""The plan of the backward pass of block-sparse attention: one tile for dq, one for dk and dv."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan import serialise
+from tilefold.plan.device import Device
+from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, require_supported
+from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse import SparseProblem
+
+__all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
+
+KERNEL = "sparse_backward"
+KERNELS = (KERNEL,)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBackwardPlan:
+    """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
+
+    kernel: "sparse_backward" (two kernels with pointer loads). queries: the tile of the kernel that makes dq, block_m of its own
+    queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own keys against
+    block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or exceeds a limit of the
+    device.
+    """
+
+    problem: SparseProblem
+    device: Device
+    kernel: str
+    queries: Tile
+    keys: Tile
+    rule: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+    @property
+    def grids(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Programs of the two kernels: query tiles x heads x batch, and key tiles x KV heads x batch."""
+        queries, keys = _programs(self.problem, self.queries, self.keys)
+        return (queries, 1, 1), (keys, 1, 1)
+
+    def __str__(self) -> str:
+        n = self.problem.attention
+        return (
+            f"Sparse attention backward plan for {self.device.title}\n"
+            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
+            f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
+            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}\n"
+            f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs\n"
+            f"  rule      {self.rule}. {self.reason}"
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "SparseBackwardPlan":
+        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
+        return serialise.from_json(cls, text)
+
+    def with_tiles(
+        self, queries: Tile | None = None, keys: Tile | None = None, kernel: str | None = None
+    ) -> "SparseBackwardPlan":
+        """The plan with other tiles or another kernel; PlanError names the field that does not fit."""
+        return replace(
+            self,
+            queries=queries or self.queries,
+            keys=keys or self.keys,
+            kernel=kernel or self.kernel,
+            rule="override",
+            reason="The caller chose these fields.",
+        )
+
+    def check(self, problem: SparseProblem, device: Device) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
+        self.problem.require_same(problem)
+        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
+            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
+        fault = _violation(problem, device, self.kernel, self.queries, self.keys)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+
+@lru_cache(maxsize=4096)
+def plan_sparse_backward(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
+    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+    require_supported(problem.attention, device)
+    chosen, faults = [], []
+    for own in ("block_m", "block_n"):
+        for tile in _tiles(problem, device, own):
+            fault = _tile_violation(problem, device, tile, own)
+            if fault is None:
+                chosen.append(tile)
+                break
+            faults.append(f"{tile}: {fault[1]}")
+        else:
+            raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
+    return SparseBackwardPlan(problem, device, KERNEL, *chosen, "lists", "Each program owns its rows and follows one list.")
+
+
+def _tiles(problem: SparseProblem, device: Device, own: str) -> tuple[Tile, ...]:
+    """Best first; every tile divides its blocks.  own: which side the program owns."""
+    rows, keys = min(problem.block_q, 64), min(problem.block_k, 64)
+    width = max(problem.attention.block_qk, problem.attention.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    last = Tile(16, 16, 4, 1)
+    if problem.attention.dtype == "float32":
+        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    if own == "block_m":
+        first = Tile(rows, keys, 8 if width > 128 else 4, 2)
+        narrow = Tile(rows, min(keys, 32), first.num_warps, 2)
+    else:
+        first = Tile(rows, keys, 8 if width > 64 else 4, 2)
+        narrow = Tile(min(rows, 32), keys, first.num_warps, 2)
+    return (first, narrow, Tile(narrow.block_m, narrow.block_n, first.num_warps, 1), Tile(min(rows, 32), min(keys, 32), 4, 1), last)
+
+
+def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, int]:
+    n = problem.attention
+    return (
+        -(-n.seq_q // queries.block_m) * n.batch * n.heads,
+        -(-n.seq_k // keys.block_n) * n.batch * n.kv_heads,
+    )
+
+
+def _shared_bytes(problem: AttentionProblem, tile: Tile, own: str) -> int:
+    """Estimated shared memory of one program: its own two tiles, the two that stream by, and the tile of ds."""
+    rows, other = (tile.block_m, tile.block_n) if own == "block_m" else (tile.block_n, tile.block_m)
+    width = (problem.block_qk + problem.block_v) * problem.itemsize
+    loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)
+    scores = tile.block_m * tile.block_n
+    return (rows + tile.num_stages * other) * width + scores * (2 * problem.itemsize + tile.num_stages * loads)
+
+
+def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str) -> tuple[str, str] | None:
+    for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
+        if type(size) is not int or size < 16 or block % size:
+            return name, f"must be at least 16 and divide the block of {block} tokens, got {size}"
+    if tile.num_warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.num_stages <= 8 or tile.maxnreg is not None:
+        return "num_warps", f"a tile takes 1 to 32 warps, 1 to 8 stages and no maxnreg here, got {tile}"
+    if device.backend == "interpreter":
+        return None
+    n = problem.attention
+    shared = _shared_bytes(n, tile, own)
+    if shared > device.smem_per_block:
+        need, have = shared / 1024, device.smem_per_block / 1024
+        return "shared_bytes", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+    held = tile.block_m * n.block_qk if own == "block_m" else tile.block_n * (n.block_qk + n.block_v)
+    registers = -(-(held + 2 * tile.block_m * tile.block_n) // (device.warp_size * tile.num_warps))
+    if registers > device.registers_per_thread:
+        return (
+            "num_warps",
+            f"accumulators need {registers} registers per thread, a thread has {device.registers_per_thread}",
+        )
+    return None
+
+
+def _violation(
+    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile
+) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that is broken, or None."""
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    for name, tile, own in (("queries", queries, "block_m"), ("keys", keys, "block_n")):
+        fault = _tile_violation(problem, device, tile, own)
+        if fault:
+            return f"{name}.{fault[0]}", fault[1]
+    if max(_programs(problem, queries, keys)) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} programs"
+    return None
