@@ -100,3 +100,9 @@ def prefix(score, batch, head, q_index, kv_index, args):
 def prefix_twin(score, batch, head, q_index, kv_index, args):
     first, seq_q, seq_k = args
     return (kv_index < first) | (kv_index <= q_index + seq_k - seq_q)
+
+
+@triton.jit
+def one(score, batch, head, q_index, kv_index, args):
+    """The slope of a mod that only adds."""
+    return tl.full(score.shape, 1.0, tl.float32)

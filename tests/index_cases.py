@@ -3,6 +3,7 @@
 import torch
 
 from tilefold import BlockIndex
+from tilefold.ops import sparse as sparse_ops
 
 
 def random_map(*shape: int, density: float = 0.4, seed: int = 0) -> torch.Tensor:
@@ -18,3 +19,18 @@ def lists_of(index: BlockIndex) -> list[list[int]]:
 
 def map_lists(keep: torch.Tensor) -> list[list[int]]:
     return [[c for c, one in enumerate(row) if one] for row in keep.flatten(0, -2).tolist()]
+
+
+def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **sizes):
+    """Random maps whose rows include none, one and all blocks."""
+    block_q = block_q or block
+    shape = (b, h, -(-sq // block_q), -(-sk // block))
+    chosen = torch.rand(shape) < density
+    chosen[..., 0, :] = False
+    chosen[..., -1, :] = True
+    return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block, seq_q=sq, seq_k=sk, **sizes)
+
+
+def plan_of(q, k, v, index, **options):
+    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
+    return sparse_ops.prepare(q, k, v, call).plan

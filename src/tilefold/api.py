@@ -188,10 +188,12 @@ def sparse_attention(
         raise Unsupported("sparse_attention inside torch.compile is not implemented in this release")
     lists = _lists_of(index)
     hooks = (_value_of(score_mod), score_args, _value_of(mask_mod), mask_args, _value_of(plan))
-    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks, None, _value_of(score_grad), _value_of(backward_plan))
+    call = _sparse.SparseCall(
+        lists, causal, scale, softcap, layout, *hooks, None, _value_of(score_grad), _value_of(backward_plan)
+    )
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, Call(score_args=score_args, mask_args=mask_args)):
-        check_differentiable(call)
-        out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))
+        check_differentiable(q, k, v, call)
+        out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
     else:
         out, lse = _sparse.forward(q, k, v, call)
     return (out, lse) if return_lse else out

@@ -7,25 +7,10 @@ import torch
 
 import tilefold
 from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
+from index_cases import lists, plan_of
 from tilefold import BlockIndex, reference
-from tilefold.ops import sparse as sparse_ops
 
 BOX = "sparse_forward_box"
-
-
-def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **sizes):
-    """Random maps whose rows include none, one and all blocks."""
-    block_q = block_q or block
-    shape = (b, h, -(-sq // block_q), -(-sk // block))
-    chosen = torch.rand(shape) < density
-    chosen[..., 0, :] = False
-    chosen[..., -1, :] = True
-    return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block, seq_q=sq, seq_k=sk, **sizes)
-
-
-def plan_of(q, k, v, index, **options):
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
-    return sparse_ops.prepare(q, k, v, call).plan
 
 
 def check(q, k, v, index, splits=1, kernel=None, twins: dict[str, Any] | None = None, causal=False, **options):
@@ -151,7 +136,6 @@ def test_refusals(device):
         (tilefold.DtypeError, "causal must be a bool", (q, k, v, index), {"causal": 1}),
         (tilefold.ValueRangeError, "scale must be greater than 0", (q, k, v, index), {"scale": 0.0}),
         (tilefold.DtypeError, "plan must be a SparsePlan", (q, k, v, index), {"plan": 3}),
-        (tilefold.Unsupported, "an input requires a gradient", (q.clone().requires_grad_(), k, v, index), {}),
     ):
         with pytest.raises(error) as caught:
             tilefold.sparse_attention(*args, **options)

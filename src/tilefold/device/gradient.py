@@ -79,7 +79,9 @@ def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         q_index = (tl.minimum(cols, extent[0] - 1) if EDGE else cols)[None, :]
         place = (batch, head, q_index, extent)
-        p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], place, kv_index, scale, score_mods, slopes, mask_mods)
+        p, ds = score_gradient(
+            s, dp, lse[None, :], delta[None, :], place, kv_index, scale, score_mods, slopes, mask_mods
+        )
         if PARTIAL:
             p = tl.where(live_k[:, None], p, 0.0)
             ds = tl.where(live_k[:, None], ds, 0.0)

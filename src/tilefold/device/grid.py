@@ -22,7 +22,7 @@ def place_of_program(seq_q, heads, LAST_FIRST: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit
 def rows_of_sequence(Offsets, i_b, longest):
-    """-> first row (int64) and length (int32) of sequence i_b: 0 and `longest`, or what int32 Offsets [B + 1] of a packed batch say."""
+    """-> first row (int64) and length of sequence i_b: 0 and `longest`, or what int32 Offsets [B + 1] of a packed batch say."""
     if Offsets is None:
         return tl.zeros([], tl.int64), longest
     else:

@@ -104,3 +104,13 @@ def locate_listed_box(i, source, BLOCK_N: tl.constexpr):
     o_n = first + tl.arange(0, BLOCK_N)
     cols = block * source[3] + o_n
     return block * source[3] + first, cols, live_in_block(block, o_n, cols, source)
+
+
+@triton.jit
+def side_of(X, i_b, i_h, first, stride_b, stride_n, stride_h, BOX: tl.constexpr):
+    """What FETCH takes for one sequence and head of X: for fetch_box if X is a descriptor of [B, H, N, D], else for fetch_rows,
+    the sequence beginning at row `first`."""
+    if BOX:
+        return X, i_b.to(tl.int32), i_h.to(tl.int32)
+    else:
+        return X + i_b * stride_b + first * stride_n + i_h * stride_h, stride_n

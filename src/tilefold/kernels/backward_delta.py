@@ -35,8 +35,12 @@ def backward_delta(
     pid = tl.program_id(0)
     i_m, i_bh = pid % tiles, (pid // tiles).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
-    out = load_rows(Out + i_b * stride_ob + i_h * stride_oh, i_m * BLOCK_M, seq_q, stride_om, WIDE, BLOCK_M, DIM, BLOCK_D)
-    do = load_rows(DOut + i_b * stride_db + i_h * stride_dh, i_m * BLOCK_M, seq_q, stride_dm, WIDE, BLOCK_M, DIM, BLOCK_D)
+    out = load_rows(
+        Out + i_b * stride_ob + i_h * stride_oh, i_m * BLOCK_M, seq_q, stride_om, WIDE, BLOCK_M, DIM, BLOCK_D
+    )
+    do = load_rows(
+        DOut + i_b * stride_db + i_h * stride_dh, i_m * BLOCK_M, seq_q, stride_dm, WIDE, BLOCK_M, DIM, BLOCK_D
+    )
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row = i_bh * seq_q + o_m
     lse = tl.load(Lse + row, mask=o_m < seq_q, other=0.0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
     from ..plan import AttentionPlan, AttentionProblem
     from .launch import Box
 
-__all__ = ["Prepared", "example_launch", "forward", "prepare"]
+__all__ = ["Prepared", "boxable", "describe_box", "example_launch", "forward", "head_strides", "prepare"]
 
 CACHE_LIMIT = 4096
 
@@ -127,11 +127,11 @@ def problem_of(
         score_mods=tuple(score),
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
-        descriptors=call.packed is None and _boxable(k, sizes) and _boxable(v, sizes),
+        descriptors=call.packed is None and boxable(k) and boxable(v),
     )
 
 
-def _boxable(t: torch.Tensor, sizes: dict[str, int]) -> bool:
+def boxable(t: torch.Tensor) -> bool:
     """Can the copy engine read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
     step = 16 // t.element_size()
     outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
@@ -176,7 +176,7 @@ def _bind(
     out_strides = head_strides(torch.empty(out_shape, device="meta"), call.layout)
     box = plan.kernel == "attention_forward_box"
     sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
-    boxes = tuple(describe_box(t, call.layout, sizes, plan.block_n, block_d) for t, block_d in sides)
+    boxes = tuple(describe_box(t, call.layout, plan.block_n, block_d) for t, block_d in sides)
     constants = {
         "KIND": kind.value,
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
@@ -213,12 +213,13 @@ def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
 
 
-def describe_box(t: torch.Tensor, layout: Layout, sizes: dict[str, int], rows: int, block_d: int) -> "Box":
-    """The descriptor of [B, Hkv, Sk, D]; the stride of a dimension of size 1 means nothing and may be invalid: use one row's."""
+def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int) -> "Box":
+    """The descriptor of [B, H, N, D]; the stride of a dimension of size 1 means nothing and may be invalid: use one row's."""
     from .launch import Box
 
     stride_b, stride_n, stride_h = head_strides(t, layout)
-    shape = [sizes["batch"], sizes["kv_heads"], sizes["seq_k"], t.shape[-1]]
+    length, heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
+    shape = [t.shape[0], heads, length, t.shape[-1]]
     step = 16 // t.element_size()
     row = -(-t.shape[-1] // step) * step
     strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]

@@ -20,6 +20,7 @@ __all__ = [
     "check_integer",
     "check_offsets",
     "check_options",
+    "check_slope",
     "facts_of",
     "facts_of_args",
     "is_plain",
@@ -245,14 +246,26 @@ def check_hooks(call: Call, device: torch.device) -> None:
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.device != device:
                 raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
-        if fn is None:
-            continue
-        signature = "(score, batch, head, q_index, kv_index, args)"
-        parameters = getattr(fn, "arg_names", None)
-        if parameters is None or hasattr(fn, "configs"):
-            raise DtypeError(f"{name}_mod must be a @triton.jit function of {signature}, got {fn!r}")
-        if len(parameters) != 6:
-            raise DtypeError(f"{name}_mod takes {len(parameters)} arguments, it has to take 6: {signature}")
+        if fn is not None:
+            _check_function(f"{name}_mod", fn)
+
+
+def _check_function(name: str, fn: Any) -> None:
+    signature = "(score, batch, head, q_index, kv_index, args)"
+    parameters = getattr(fn, "arg_names", None)
+    if parameters is None or hasattr(fn, "configs"):
+        raise DtypeError(f"{name} must be a @triton.jit function of {signature}, got {fn!r}")
+    if len(parameters) != 6:
+        raise DtypeError(f"{name} takes {len(parameters)} arguments, it has to take 6: {signature}")
+
+
+def check_slope(mod: Any, slope: Any) -> None:
+    """score_grad goes with score_mod, and is a Triton function as well."""
+    if slope is None:
+        return
+    if mod is None:
+        raise ValueRangeError("score_grad was given without score_mod")
+    _check_function("score_grad", slope)
 
 
 def check_offsets(packed: Packed, total_q: int, total_k: int) -> None:

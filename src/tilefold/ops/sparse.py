@@ -9,7 +9,17 @@ import torch
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..types import Constant, Layout, ModArgs, ModFunction
 from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
-from .call import Call, Packed, check_hooks, check_options, facts_of, facts_of_args, result_shapes, sizes_of
+from .call import (
+    Call,
+    Packed,
+    check_hooks,
+    check_options,
+    check_slope,
+    facts_of,
+    facts_of_args,
+    result_shapes,
+    sizes_of,
+)
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:
@@ -17,7 +27,16 @@ if TYPE_CHECKING:
     from ..plan.sparse_backward import SparseBackwardPlan
     from .launch import Box
 
-__all__ = ["Lists", "SparseCall", "example_call", "example_launch", "forward", "list_strides", "mods_of_call", "prepare"]
+__all__ = [
+    "Lists",
+    "SparseCall",
+    "example_call",
+    "example_launch",
+    "forward",
+    "list_strides",
+    "mods_of_call",
+    "prepare",
+]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
@@ -97,9 +116,19 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     try:
         index = call.lists
         tensors = tuple(None if t is None else facts_of(t) for t in index[:4])
-        hooks = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
+        mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
         options = tuple((type(o), o) for o in call[1:5])
-        key = (facts_of(q), facts_of(k), facts_of(v), tensors, index[4:], options, hooks, id(call.plan))
+        key = (
+            facts_of(q),
+            facts_of(k),
+            facts_of(v),
+            tensors,
+            index[4:],
+            options,
+            mods,
+            id(call.score_grad),
+            id(call.plan),
+        )
         found = _CACHE.get(key)
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
@@ -124,13 +153,14 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
     check_options(dense)
     sizes = sizes_of(q, k, v, dense)
     check_hooks(dense, q.device)
+    check_slope(call.score_mod, call.score_grad)
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
     if call.plan is not None and not isinstance(call.plan, SparsePlan):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
     _check_lists(call.lists, sizes, q.device)
     out_shape, lse_shape = result_shapes(dense, sizes)
     device = device_of(q.device)
-    keep = (call.score_mod, call.mask_mod, call.plan)
+    keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
     if 0 in lse_shape:
         return Prepared(None, out_shape, lse_shape, keep=keep)
     attention = problem_of(q, k, v, dense, sizes, (-1, 0) if call.causal else (-1, -1))
@@ -215,12 +245,12 @@ def _bind(
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
         strides=(*q_strides, *(() if box else k_strides + v_strides), *part_strides, *list_strides(index)),
-        boxes=tuple(describe_box(t, call.layout, sizes, plan.block_n, width) for t, width in sides),
+        boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
         mods=mods,
         launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
         merge=Launch(combine.combine, (n.seq_q * n.heads * n.batch, 1, 1), merge_constants, {"num_warps": 4}, device),
         merge_args=(plan.splits, n.batch, n.seq_q, n.heads, *part_strides, *out_strides),
-        keep=(call.score_mod, call.mask_mod, call.plan),
+        keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )
 
 

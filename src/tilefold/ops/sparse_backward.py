@@ -1,7 +1,7 @@
 """Backward block-sparse attention: plan, allocate, launch; and the autograd function around forward and backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import DtypeError, Unsupported
 from . import sparse
-from .attention import head_strides
+from .attention import boxable, describe_box, head_strides
 from .call import facts_of
 from .device import device_of, interpreting
 
 if TYPE_CHECKING:
-    from ..plan.sparse import SparsePlan
+    from ..plan.sparse import SparsePlan, SparseProblem
     from ..plan.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
 
@@ -35,6 +35,7 @@ class Bound:
     queries_tail: tuple[Any, ...]
     keys: Any
     keys_tail: tuple[Any, ...]
+    boxes: tuple[Any, ...]  # of k, v, q, dout where they stream by; or none
 
 
 class SparseAttention(torch.autograd.Function):
@@ -56,7 +57,7 @@ class SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None
@@ -66,8 +67,9 @@ class SparseAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-def check_differentiable(call: "SparseCall") -> None:
-    """Unsupported, naming the argument, if this call has a part whose derivative nobody gave."""
+def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> None:
+    """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
+    call whose derivative nobody gave."""
     if call.score_mod is not None and call.score_grad is None:
         raise Unsupported(
             "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
@@ -77,6 +79,9 @@ def check_differentiable(call: "SparseCall") -> None:
         for i, arg in enumerate(args if isinstance(args, tuple) else ()):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
                 raise Unsupported(f"{name}[{i}] requires a gradient, but only q, k and v get one: detach() it")
+    prepared = sparse.prepare(q, k, v, call)
+    if prepared.plan is not None:
+        _plan(prepared, call, q)
 
 
 def backward(
@@ -93,7 +98,7 @@ def backward(
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if dout.stride(-1) != 1:
+    if not boxable(dout) or dout.stride(-1) != 1:  # as after sum(): every element at one address
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, call, transposed)
@@ -124,11 +129,14 @@ def _arguments(
     q, k, v, _, lse = saved
     score, masks = sparse.mods_of_call(prepared, q, call)
     hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
-    inputs = (q, k, v, dout, lse, delta)
+    inputs = own = (q, k, v, dout, lse, delta)
+    if bound.boxes:
+        boxed = [box.over(t) for box, t in zip(bound.boxes, (q, k, v, dout), strict=True)]
+        inputs, own = (q, *boxed[1:3], *own[3:]), (boxed[0], k, v, boxed[3], *own[4:])
     sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
     return (
         lambda dq: (*inputs, dq, *call.lists[:2], *sizes, *bound.queries_tail, *hooks),
-        lambda dk, dv: (*inputs, dk, dv, *transposed[:2], *sizes, *bound.keys_tail, *hooks),
+        lambda dk, dv: (*own, dk, dv, *transposed[:2], *sizes, *bound.keys_tail, *hooks),
     )
 
 
@@ -151,22 +159,29 @@ def _bound(prepared: Any, saved: Any, dout: torch.Tensor, call: "SparseCall", tr
     key = facts_of(dout), facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
     found = prepared.backward.get(key)
     if found is None:
-        found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, dout.device))
+        found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, saved[0]))
         prepared.backward[key] = found
         prepared.keep += hooks
     bound: Bound = found
     return bound
 
 
-def _plan(prepared: Any, call: "SparseCall", device: torch.device) -> "SparseBackwardPlan":
+def _problem(problem: "SparseProblem", q: torch.Tensor, call: "SparseCall") -> "SparseProblem":
+    """The forward pass's problem; its descriptors also need a q that the copy engine can read, valid throughout."""
+    n = problem.attention
+    descriptors = n.descriptors and call.lists.query_sizes is None and boxable(q)
+    return replace(problem, attention=replace(n, descriptors=descriptors))
+
+
+def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor) -> "SparseBackwardPlan":
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
-    problem = prepared.plan.problem
+    problem = _problem(prepared.plan.problem, q, call)
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(device))
+        return plan_sparse_backward(problem, device_of(q.device))
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
-    call.backward_plan.check(problem, device_of(device))
+    call.backward_plan.check(problem, device_of(q.device))
     return call.backward_plan
 
 
@@ -184,7 +199,9 @@ def _bind(
     problem, n = plan.problem, plan.problem.attention
     packed = call.packed is not None
     q_strides, k_strides, v_strides, do_strides = (_sequence_strides(t, call) for t in (q, k, v, dout))
-    dq_strides, dk_strides, dv_strides = (_sequence_strides(torch.empty(t.shape, device="meta"), call) for t in (q, k, v))
+    dq_strides, dk_strides, dv_strides = (
+        _sequence_strides(torch.empty(t.shape, device="meta"), call) for t in (q, k, v)
+    )
     lse_strides = (0, lse.stride(0)) if packed else lse.stride()[:2]
     farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
     constants = {
@@ -196,6 +213,7 @@ def _bind(
         "KV_BLOCK": problem.block_k,
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
+        "BOX": plan.kernel == "sparse_backward_box",
     }
     edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
     edge_q = packed or call.lists.query_sizes is not None or n.seq_q % problem.block_q != 0
@@ -212,7 +230,16 @@ def _bind(
         _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1], {**constants, "EDGE": edge_q}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
          *sparse.list_strides(turned)),
+        _boxes(plan, (q, k, v, dout), call) if constants["BOX"] else (),
     )  # fmt: skip
+
+
+def _boxes(plan: "SparseBackwardPlan", tensors: tuple[torch.Tensor, ...], call: "SparseCall") -> tuple[Any, ...]:
+    """Descriptors of q, k, v, dout, each as the kernel that it streams through reads it."""
+    n = plan.problem.attention
+    rows = (plan.keys.block_m, plan.queries.block_n, plan.queries.block_n, plan.keys.block_m)
+    widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
+    return tuple(describe_box(t, call.layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
 
 
 def _delta_launch(n: Any, total: int, rows: int, wide: bool, device: int) -> Any:

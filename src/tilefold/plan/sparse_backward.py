@@ -6,24 +6,25 @@ from functools import lru_cache
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, require_supported
+from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse import SparseProblem
 
 __all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
 
-KERNEL = "sparse_backward"
-KERNELS = (KERNEL,)
+KERNELS = POINTERS, BOX = "sparse_backward", "sparse_backward_box"
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBackwardPlan:
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
-    kernel: "sparse_backward" (two kernels with pointer loads). queries: the tile of the kernel that makes dq, block_m of its own
-    queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own keys against
-    block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or exceeds a limit of the
-    device.
+    problem: that of the forward pass, except that problem.attention.descriptors also says that q can be read by descriptors
+    and that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with pointer loads) or
+    "sparse_backward_box" (what streams by comes by tensor descriptors). queries: the tile of the kernel that makes dq, block_m
+    of its own queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own
+    keys against block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or
+    exceeds a limit of the device.
     """
 
     problem: SparseProblem
@@ -92,20 +93,23 @@ class SparseBackwardPlan:
 def plan_sparse_backward(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
     """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
     require_supported(problem.attention, device)
-    chosen, faults = [], []
-    for own in ("block_m", "block_n"):
-        for tile in _tiles(problem, device, own):
-            fault = _tile_violation(problem, device, tile, own)
-            if fault is None:
-                chosen.append(tile)
-                break
-            faults.append(f"{tile}: {fault[1]}")
-        else:
-            raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
-    return SparseBackwardPlan(problem, device, KERNEL, *chosen, "lists", "Each program owns its rows and follows one list.")
+    kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
+    queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
+    reason = "Each program owns its rows and follows one list."
+    return SparseBackwardPlan(problem, device, kernel, queries, keys, "lists", reason)
 
 
-def _tiles(problem: SparseProblem, device: Device, own: str) -> tuple[Tile, ...]:
+def _first_fit(problem: SparseProblem, device: Device, kernel: str, own: str) -> Tile:
+    faults = []
+    for tile in _tiles(problem, device, kernel, own):
+        fault = _tile_violation(problem, device, tile, own)
+        if fault is None:
+            return tile
+        faults.append(f"{tile}: {fault[1]}")
+    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
+
+
+def _tiles(problem: SparseProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
     """Best first; every tile divides its blocks.  own: which side the program owns."""
     rows, keys = min(problem.block_q, 64), min(problem.block_k, 64)
     width = max(problem.attention.block_qk, problem.attention.block_v)
@@ -114,13 +118,20 @@ def _tiles(problem: SparseProblem, device: Device, own: str) -> tuple[Tile, ...]
     last = Tile(16, 16, 4, 1)
     if problem.attention.dtype == "float32":
         return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    warps = 8 if width > 128 else 4
+    first = Tile(rows, keys, warps, 2)
     if own == "block_m":
-        first = Tile(rows, keys, 8 if width > 128 else 4, 2)
-        narrow = Tile(rows, min(keys, 32), first.num_warps, 2)
+        narrow = Tile(rows, min(keys, 32), warps, 2)
     else:
-        first = Tile(rows, keys, 8 if width > 64 else 4, 2)
-        narrow = Tile(min(rows, 32), keys, first.num_warps, 2)
-    return (first, narrow, Tile(narrow.block_m, narrow.block_n, first.num_warps, 1), Tile(min(rows, 32), min(keys, 32), 4, 1), last)
+        narrow = Tile(min(rows, 32), keys, warps, 2)
+        mods = problem.attention.score_mods + problem.attention.mask_mods
+        plain = kernel == BOX and not mods and not problem.attention.causal
+        if width <= 64 or (
+            width <= 128 and not plain
+        ):  # as fast with half the queries a step, and without spilled registers
+            first = narrow
+    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
+    return (first, narrow, replace(narrow, num_stages=1), small, last)
 
 
 def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, int]:
@@ -131,9 +142,13 @@ def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, i
     )
 
 
-def _shared_bytes(problem: AttentionProblem, tile: Tile, own: str) -> int:
+def _shared_bytes(problem: AttentionProblem, device: Device, tile: Tile, own: str) -> int:
     """Estimated shared memory of one program: its own two tiles, the two that stream by, and the tile of ds."""
     rows, other = (tile.block_m, tile.block_n) if own == "block_m" else (tile.block_n, tile.block_m)
+    if (
+        100 <= device.generation < 120
+    ):  # tcgen05 takes its left operand from elsewhere than its right one: a second copy
+        rows *= 2
     width = (problem.block_qk + problem.block_v) * problem.itemsize
     loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)
     scores = tile.block_m * tile.block_n
@@ -149,7 +164,7 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
     if device.backend == "interpreter":
         return None
     n = problem.attention
-    shared = _shared_bytes(n, tile, own)
+    shared = _shared_bytes(n, device, tile, own)
     if shared > device.smem_per_block:
         need, have = shared / 1024, device.smem_per_block / 1024
         return "shared_bytes", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
@@ -163,12 +178,23 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
     return None
 
 
+def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
+    if problem.attention.dtype == "float32":
+        return "fp32 products are not made from shared memory, and boxes would only take registers"
+    if problem.masked:
+        return "rows past a block's valid tokens may hold anything, and a box would read them"
+    return box_refusal(problem.attention, device)
+
+
 def _violation(
     problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    refusal = _box_refusal(problem, device) if kernel == BOX else None
+    if refusal:
+        return "kernel", f"{kernel} cannot be used: {refusal}"
     for name, tile, own in (("queries", queries, "block_m"), ("keys", keys, "block_n")):
         fault = _tile_violation(problem, device, tile, own)
         if fault:

@@ -1,0 +1,267 @@
+"""Gradients of block-sparse attention against fp64 autograd: counts, sizes, tails, blocks, sharing, mods, lse, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilefold
+from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relative_twin
+from index_cases import lists
+from index_cases import plan_of as forward_plan
+from tilefold import BlockIndex, reference
+from tilefold.ops import sparse as sparse_ops
+from tilefold.ops import sparse_backward as backward_ops
+from tilefold.plan.limits import Tile
+from tilefold.plan.sparse_backward import SparseBackwardPlan
+
+BOX = "sparse_backward_box"
+NAMES = ("dq", "dk", "dv")
+OURS = ("score_grad", "backward_plan")  # what the reference has no use for
+
+
+def plan_of(q, k, v, index, **options) -> SparseBackwardPlan:
+    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
+    return backward_ops._plan(sparse_ops.prepare(q, k, v, call), call, q)
+
+
+def oracle(q, k, v, index, dout, dlse, dtype, options):
+    """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key."""
+    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    out, lse = reference.sparse_attention(*inputs, index, dtype=dtype, **options)
+    loss = (out * dout.to(dtype)).sum()
+    if dlse is not None:
+        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(dtype)).sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+def gradients(q, k, v, index, dout, dlse, options):
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = tilefold.sparse_attention(*inputs, index, return_lse=True, **options)
+    given = (dout,) if dlse is None else (dout, dlse)
+    return torch.autograd.grad((out, lse)[: len(given)], inputs, given)
+
+
+def check(q, k, v, index, lse=True, kernel=None, twins: dict[str, Any] | None = None, **options):
+    layout = options.get("layout", "bshd")
+    shape = (*q.shape[:3], v.shape[3])
+    dout = rand(*shape, dtype=q.dtype, device=q.device)
+    heads, rows = (q.shape[2], q.shape[1]) if layout == "bshd" else (q.shape[1], q.shape[2])
+    dlse = rand(q.shape[0], heads, rows, device=q.device) if lse else None
+    python = {name: value for name, value in {**options, **(twins or {})}.items() if name not in OURS}
+    if kernel:
+        hooks = {name: value for name, value in options.items() if name not in OURS}
+        options["backward_plan"] = plan_of(q, k, v, index, **hooks).with_tiles(kernel=kernel)
+    got = gradients(q, k, v, index, dout, dlse, options)
+    want = oracle(q, k, v, index, dout, dlse, torch.float64, python)
+    plain = oracle(q, k, v, index, dout, dlse, q.dtype, python)
+    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
+        judge(a, b, c, f"{name} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}")
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lse", [False, True])
+def test_lists(dtype, lse, device):
+    """Batch, groups of heads, a V of another width, rows with no block, one and all."""
+    q, k, v = qkv(2, 48, 80, 4, 2, 32, 24, dtype=dtype, device=device)
+    check(q, k, v, lists(2, 4, 48, 80, device=device), lse)
+
+
+@pytest.mark.parametrize("kernel", ["sparse_backward", BOX])
+def test_tails(kernel, device):
+    """Lengths that are no multiple of the block, on both sides."""
+    for sq, sk in ((33, 70), (16, 17), (5, 90), (64, 1)):
+        q, k, v = qkv(1, sq, sk, 2, 1, 32, dtype=torch.float16, device=device)
+        check(q, k, v, lists(1, 2, sq, sk, device=device), kernel=kernel)
+
+
+@pytest.mark.parametrize("sizes", [[16, 0, 5, 16, 1], [0, 0, 0, 0, 0], [0, 16, 16, 16, 16], [16, 16, 16, 16, 3]])
+def test_block_sizes(sizes, device):
+    """Zero-length blocks first, in the middle, everywhere; padding may hold NaN and gets gradient 0."""
+    q, k, v = qkv(1, 48, 80, 2, 2, 16, device=device)
+    valid = torch.tensor(sizes, dtype=torch.int32, device=device)
+    index = lists(1, 2, 48, 80, density=0.7, block_sizes=valid, device=device)
+    torch.manual_seed(1)
+    clean = check(q, k, v, index)
+    position = torch.arange(80, device=device)
+    padding = position % 16 >= valid.long()[position // 16]
+    k[:, padding], v[:, padding] = float("nan"), float("nan")
+    torch.manual_seed(1)
+    dout, dlse = rand(1, 48, 2, 16, device=device), rand(1, 2, 48, device=device)
+    dirty = gradients(q, k, v, index, dout, dlse, {})
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert not dirty[1][:, padding].any()
+    assert not dirty[2][:, padding].any()
+
+
+def test_the_mask_goes_by_block_and_not_by_place_in_the_list(device):
+    """Sizes differ from block to block and the list is not the identity: the size of block 4 belongs to block 4."""
+    q, k, v = qkv(1, 16, 80, 2, 2, 16, device=device)
+    sizes = torch.tensor([1, 16, 3, 16, 7], dtype=torch.int32, device=device)
+    for order in ([4, 2, 0], [0, 2, 4], [2, 4, 0]):
+        indices = torch.tensor([[[order]]], dtype=torch.int32, device=device)
+        index = BlockIndex.from_indices(
+            indices, None, block_q=16, block_k=16, seq_q=16, seq_k=80, block_sizes=sizes, sort=False
+        )
+        check(q, k, v, index)
+
+
+def test_sizes_per_head_and_query_sizes(device):
+    """Queries past their block's size may hold NaN, in q and in dout; two heads of a group have different key sizes."""
+    q, k, v = qkv(2, 48, 64, 4, 2, 16, device=device)
+    sizes = torch.randint(0, 17, (2, 4, 4), dtype=torch.int32, device=device)
+    queries = torch.randint(0, 17, (2, 1, 3), dtype=torch.int32, device=device)
+    index = lists(2, 4, 48, 64, block_sizes=sizes, query_sizes=queries, device=device)
+    check(q, k, v, index)
+    dout = rand(2, 48, 4, 16, device=device)
+    position = torch.arange(48, device=device)
+    padding = position % 16 >= queries.long()[:, 0, position // 16]
+    clean = gradients(q, k, v, index, dout, None, {})
+    q[padding], dout[padding] = float("nan"), float("nan")
+    dirty = gradients(q, k, v, index, dout, None, {})
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64), (128, 16)])
+def test_blocks_of_several_tiles(blocks, device):
+    q, k, v = qkv(1, 140, 130, 2, 1, 16, dtype=torch.float16, device=device)
+    index = lists(1, 2, 140, 130, block=blocks[1], block_q=blocks[0], device=device)
+    tile = Tile(16, 16, 4, 1)
+    check(q, k, v, index, backward_plan=plan_of(q, k, v, index).with_tiles(tile, tile))
+
+
+@pytest.mark.parametrize("kernel", ["sparse_backward", BOX])
+def test_shared_lists_and_strides(kernel, device):
+    """Lists shared over batch and heads; q, k, v cut from one tensor; [B, H, S, D]."""
+    index = lists(1, 1, 48, 48, device=device)
+    q, k, v = rand(2, 48, 3, 4, 32, device=device, dtype=torch.float16).unbind(2)
+    check(q, k, v, index, kernel=kernel)
+    check(*(t.transpose(1, 2) for t in (q, k, v)), index, kernel=kernel, layout="bhsd")
+
+
+def test_gradient_of_a_sum(device):
+    """sum() hands back a gradient whose elements share one address; so does a slice of a larger one."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 48, 48, 2, 2, 16, device=device))
+    index = lists(1, 2, 48, 48, device=device)
+    for loss in (lambda out: out.sum(), lambda out: torch.cat([out, out * 0.5], 3).square().sum()):
+        got = torch.autograd.grad(loss(tilefold.sparse_attention(q, k, v, index)), (q, k, v))
+        want, plain = (
+            torch.autograd.grad(loss(reference.sparse_attention(q, k, v, index, dtype=d)[0]), (q, k, v))
+            for d in (torch.float64, torch.float32)
+        )
+        for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
+            judge(a, b, c, name)
+
+
+def test_only_what_is_asked(device):
+    index = lists(1, 2, 48, 48, device=device)
+    q, k, v = qkv(1, 48, 48, 2, 2, 16, device=device)
+    dout = rand(1, 48, 2, 16, device=device)
+    everything = gradients(q, k, v, index, dout, None, {})
+    for wanted in range(3):
+        inputs = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((q, k, v))]
+        out = tilefold.sparse_attention(*inputs, index)
+        out.backward(dout)
+        assert [t.grad is not None for t in inputs] == [i == wanted for i in range(3)]
+        assert torch.equal(inputs[wanted].grad, everything[wanted])
+
+
+def test_only_lse(device):
+    q, k, v = qkv(1, 48, 48, 2, 2, 16, device=device)
+    index = lists(1, 2, 48, 48, device=device)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    _, lse = tilefold.sparse_attention(*inputs, index, return_lse=True)
+    dlse = rand(1, 2, 48, device=device)
+    got = torch.autograd.grad(lse, inputs, dlse)
+    zero = torch.zeros(1, 48, 2, 16, device=device)
+    want, plain = (oracle(q, k, v, index, zero, dlse, d, {}) for d in (torch.float64, torch.float32))
+    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
+        judge(a, b, c, name)
+
+
+def test_mods(device):
+    q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
+    index = lists(1, 4, 48, 48, device=device)
+    check(q, k, v, index, causal=True)
+    check(q, k, v, index, softcap=2.0, scale=0.3)
+    check(*(t.half() for t in (q, k, v)), index, softcap=2.0, causal=True)
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
+    check(
+        q,
+        k,
+        v,
+        index,
+        twins={"score_mod": relative_twin, "mask_mod": dilated_twin},
+        score_grad=one,
+        softcap=3.0,
+        **hook,
+    )
+
+
+def test_a_split_forward(device):
+    """The lse of merged shares serves the backward pass as well."""
+    q, k, v = qkv(1, 16, 160, 2, 2, 16, device=device)
+    index = lists(1, 2, 16, 160, device=device)
+    plan = forward_plan(q, k, v, index).with_tile(splits=3)
+    dout = rand(1, 16, 2, 16, device=device)
+    got = gradients(q, k, v, index, dout, None, {"plan": plan})
+    want, plain = (oracle(q, k, v, index, dout, None, d, {}) for d in (torch.float64, torch.float32))
+    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
+        judge(a, b, c, name)
+
+
+def test_empty(device):
+    q, k, v = (t.requires_grad_() for t in qkv(1, 0, 32, 2, 2, 16, device=device))
+    keep = torch.ones(1, 1, 0, 2, dtype=torch.bool, device=device)
+    index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=0, seq_k=32)
+    grads = torch.autograd.grad(tilefold.sparse_attention(q, k, v, index).sum(), (q, k, v))
+    assert [g.shape for g in grads] == [t.shape for t in (q, k, v)]
+    assert not grads[1].any()
+    q, k, v = (t.requires_grad_() for t in qkv(1, 32, 0, 2, 2, 16, device=device))
+    keep = torch.ones(1, 1, 2, 0, dtype=torch.bool, device=device)
+    index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=32, seq_k=0)
+    grads = torch.autograd.grad(tilefold.sparse_attention(q, k, v, index).sum(), (q, k, v))
+    assert not grads[0].any()
+
+
+def test_same_bits(device):
+    q, k, v = qkv(1, 48, 80, 4, 2, 32, dtype=torch.float16, device=device)
+    index, dout = lists(1, 4, 48, 80, device=device), rand(1, 48, 4, 32, dtype=torch.float16, device=device)
+    first, second = (gradients(q, k, v, index, dout, None, {}) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_refusals(device):
+    q, k, v = (t.requires_grad_() for t in qkv(1, 48, 48, 4, 2, 16, device=device))
+    index = lists(1, 4, 48, 48, device=device)
+    table, learned = rand(4, 9, device=device), rand(4, 9, device=device).requires_grad_()
+    with pytest.raises(tilefold.Unsupported, match="also give score_grad"):
+        tilefold.sparse_attention(q, k, v, index, score_mod=relative, score_args=(table, 4))
+    with pytest.raises(tilefold.Unsupported, match=r"score_args\[0\] requires a gradient"):
+        tilefold.sparse_attention(q, k, v, index, score_mod=relative, score_grad=one, score_args=(learned, 4))
+    with pytest.raises(tilefold.DtypeError, match="score_grad must be a @triton.jit function"):
+        tilefold.sparse_attention(q, k, v, index, score_mod=relative, score_grad=len, score_args=(table, 4))
+    with pytest.raises(tilefold.ValueRangeError, match="score_grad was given without score_mod"):
+        tilefold.sparse_attention(q, k, v, index, score_grad=one)
+    with pytest.raises(tilefold.DtypeError, match="backward_plan must be a SparseBackwardPlan"):
+        tilefold.sparse_attention(q, k, v, index, backward_plan=3)
+    out = tilefold.sparse_attention(q, k, v, index)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_plan(device):
+    """JSON both ways; tiles that do not divide a block are refused; a plan of other lists too."""
+    q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
+    index = lists(1, 4, 48, 48, device=device)
+    plan = plan_of(q, k, v, index)
+    assert SparseBackwardPlan.from_json(plan.to_json()) == plan
+    assert "sparse_backward" in str(plan)
+    for fields in ({"queries": Tile(64, 16, 4, 1)}, {"keys": Tile(16, 48, 4, 1)}, {"kernel": "attention_forward"}):
+        with pytest.raises(tilefold.PlanError, match=next(iter(fields))):
+            plan.with_tiles(**fields)
+    other = lists(1, 4, 48, 48, block=32, device=device)
+    with pytest.raises(tilefold.PlanError, match="block_q"):
+        tilefold.sparse_attention(q.requires_grad_(), k, v, other, backward_plan=plan)
