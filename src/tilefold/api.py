@@ -9,7 +9,9 @@ from .ops import attention as _ops
 from .ops import sparse as _sparse
 from .ops.call import Call, Packed
 from .ops.library import dispatched, is_traced
-from .ops.sparse_backward import SparseAttention, check_differentiable
+from .ops.sparse_backward import SparseAttention
+from .ops.sparse_library import HOOKS as SPARSE_HOOKS
+from .ops.sparse_library import sparse_dispatched
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -149,9 +151,9 @@ def sparse_attention(
     causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
-    score_mod: ModFunction | None = None,
+    score_mod: ModFunction | Constant | None = None,
     score_args: ModArgs = (),
-    mask_mod: ModFunction | None = None,
+    mask_mod: ModFunction | Constant | None = None,
     mask_args: ModArgs = (),
     score_grad: ModFunction | Constant | None = None,
     layout: Layout = "bshd",
@@ -168,15 +170,22 @@ def sparse_attention(
         index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
         scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
+        score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
+            one; needed for gradients where score_mod is given (a mod that only adds: 1).
         plan: a `SparsePlan` to follow exactly, made by `tilefold.plan.sparse.plan_sparse`; PlanError if it does not fit.
+        backward_plan: the same for the backward pass, a `SparseBackwardPlan`.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
         live key (an empty list, only empty blocks, a query past query_sizes) is 0 with lse -inf.  The order of a list changes
         nothing but rounding.  Few query blocks: each list is split over the SMs and merged, the same way every run.
 
+        Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
+        last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
+        and kept on the index.  Its scratch is one fp32 number a query and head.
+
     Raises:
-        As `attention`.  Gradients are not implemented in this release.  Inside torch.compile: Unsupported.
+        As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
@@ -184,19 +193,29 @@ def sparse_attention(
 
     if not isinstance(index, BlockIndex):
         raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
-    if torch.compiler.is_compiling():
-        raise Unsupported("sparse_attention inside torch.compile is not implemented in this release")
     lists = _lists_of(index)
-    hooks = (_value_of(score_mod), score_args, _value_of(mask_mod), mask_args, _value_of(plan))
-    call = _sparse.SparseCall(
-        lists, causal, scale, softcap, layout, *hooks, None, _value_of(score_grad), _value_of(backward_plan)
-    )
-    if torch.is_grad_enabled() and _needs_gradient(q, k, v, Call(score_args=score_args, mask_args=mask_args)):
-        check_differentiable(q, k, v, call)
-        out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
-    else:
-        out, lse = _sparse.forward(q, k, v, call)
+    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    out, lse = _sparse_run(q, k, v, index, call)
     return (out, lse) if return_lse else out
+
+
+def _sparse_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: _sparse.SparseCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
+    args = Call(score_args=call.score_args, mask_args=call.mask_args)
+    differentiable = torch.is_grad_enabled() and _needs_gradient(q, k, v, args)
+    compiling = torch.compiler.is_compiling()
+    # torch.func takes autograd functions, not the dispatcher's
+    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+    if compiling or (not transformed and is_traced(q, k, v, args)):
+        return sparse_dispatched(q, k, v, call, _lists_of(index.transpose()) if differentiable else None)
+    call = call._replace(**{name: _value_of(getattr(call, name)) for name in SPARSE_HOOKS})
+    if not differentiable and not transformed:
+        return _sparse.forward(q, k, v, call)
+    out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 def _lists_of(index: "BlockIndex") -> _sparse.Lists:

@@ -18,7 +18,9 @@ from .call import Call, Packed, check_options, shapes_of
 if TYPE_CHECKING:
     pass
 
-__all__ = ["attention_op", "dispatched", "is_traced"]
+__all__ = ["attention_op", "describe_args", "dispatched", "is_traced", "named", "named_values"]
+
+HOOKS = ("score_mod", "mask_mod", "plan")
 
 
 @torch.library.custom_op("tilefold::attention", mutates_args=())
@@ -47,8 +49,8 @@ def attention_op(
     mod_order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
-    the constants score_mod, mask_mod and plan with | between, an empty name where there is none."""
-    mods = _with_hooks(hooks, mod_tensors, mod_ints, mod_floats, mod_order)
+    constants, in the order of HOOKS, with | between, an empty name where there is none."""
+    mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout)  # fmt: skip
     return forward(q, k, v, call._replace(**mods))
@@ -114,45 +116,44 @@ def _call(
     )
 
 
-def _with_hooks(
+def named_values(
+    names: Sequence[str],
     hooks: str,
     tensors: Sequence[torch.Tensor],
     ints: Sequence[int],
     floats: Sequence[float],
     order: str,
 ) -> dict[str, Any]:
-    """The fields of a Call that the hooks and the args of their mods fill."""
+    """The fields of a call that the hooks (`names`, in the order of the keys in `hooks`) and the args of their mods fill."""
     if not hooks:
         return {}
     left = {"t": iter(tensors), "i": iter(ints), "f": iter(floats)}
     score_args, mask_args = (_interleaved(kinds, left) for kinds in order.split("|"))
-    score_mod, mask_mod, plan = (Constant(name).value if name else None for name in hooks.split("|"))
-    return {
-        "score_mod": score_mod,
-        "score_args": score_args,
-        "mask_mod": mask_mod,
-        "mask_args": mask_args,
-        "plan": plan,
-    }
+    values = (Constant(key).value if key else None for key in hooks.split("|"))
+    return {**dict(zip(names, values, strict=True)), "score_args": score_args, "mask_args": mask_args}
 
 
 def _interleaved(kinds: str, left: dict[str, Iterator[Any]]) -> ModArgs:
     return tuple(next(left[kind]) for kind in kinds)
 
 
+def describe_args(score_args: ModArgs, mask_args: ModArgs) -> tuple[list[torch.Tensor], list[int], list[float], str]:
+    """The args of both mods as three lists and the word that says how they interleave."""
+    args = (*score_args, *mask_args)
+    order = "".join(map(_kind, score_args)) + "|" + "".join(map(_kind, mask_args))
+    tensors, ints, floats = ([a for a in args if _kind(a) == kind] for kind in "tif")
+    return tensors, ints, floats, order
+
+
 def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as ops.attention.forward, through the dispatcher."""
     check_options(call)
     left, right = (-1 if side is None else side for side in call.window or (None, None))
-    hooks = ""
-    if call.score_mod is not None or call.mask_mod is not None or call.plan is not None:
-        hooks = f"{_named(call.score_mod)}|{_named(call.mask_mod)}|{_named(call.plan)}"
-    args = (*call.score_args, *call.mask_args)
-    order = "".join(map(_kind, call.score_args)) + "|" + "".join(map(_kind, call.mask_args))
-    tensors, ints, floats = ([a for a in args if _kind(a) == kind] for kind in "tif")
+    hooks = named(*(getattr(call, name) for name in HOOKS))
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
     result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, cu_q, cu_k, max_q, max_k, call.causal,
-                          left, right, call.scale, call.softcap, call.layout, hooks, tensors, ints, floats, order)  # fmt: skip
+                          left, right, call.scale, call.softcap, call.layout, hooks,
+                          *describe_args(call.score_args, call.mask_args))  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
 
@@ -160,15 +161,19 @@ def _kind(arg: Any) -> str:
     return "t" if isinstance(arg, torch.Tensor) else "f" if isinstance(arg, float) else "i"
 
 
+def named(*hooks: Any) -> str:
+    """The keys of the hooks' `Constant`s with | between, an empty key where there is none; "" if there are none at all."""
+    return "|".join(map(_named, hooks)) if any(hook is not None for hook in hooks) else ""
+
+
 def _named(hook: Any) -> str:
-    """The key of a hook's `Constant`."""
     if hook is None:
         return ""
     if isinstance(hook, Constant):
         return hook.key
     if torch.compiler.is_compiling():
         raise Unsupported(
-            "inside torch.compile, score_mod, mask_mod and plan have to be passed as tilefold.constant(...), made outside it"
+            "inside torch.compile, mod functions and plans have to be passed as tilefold.constant(...), made outside it"
         )
     return constant(hook).key
 

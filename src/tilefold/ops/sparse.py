@@ -140,7 +140,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     return found
 
 
-def _dense_call(call: SparseCall) -> Call:
+def dense_call(call: SparseCall) -> Call:
     """The dense call with the same options: its checks and its mods are ours."""
     return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
                 score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args)  # fmt: skip
@@ -149,7 +149,7 @@ def _dense_call(call: SparseCall) -> Call:
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     from ..plan.sparse import SparsePlan, SparseProblem, plan_sparse
 
-    dense = _dense_call(call)
+    dense = dense_call(call)
     check_options(dense)
     sizes = sizes_of(q, k, v, dense)
     check_hooks(dense, q.device)
@@ -284,7 +284,7 @@ def _arguments(
 
 def mods_of_call(p: Prepared, q: torch.Tensor, call: SparseCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Score mods and mask mods, in the order applied."""
-    score, masks = mods_of(p.mods, float(call.softcap), _dense_call(call), q.dtype == torch.float32)
+    score, masks = mods_of(p.mods, float(call.softcap), dense_call(call), q.dtype == torch.float32)
     return score, ((p.mods.causal, ()), *masks) if call.causal else masks
 
 
@@ -311,8 +311,8 @@ def example_call(
         n.seq_k,
     )
     call = SparseCall(lists, causal=n.causal, plan=plan)
-    sizes = sizes_of(q, k, v, _dense_call(call))
-    shapes = result_shapes(_dense_call(call), sizes)
+    sizes = sizes_of(q, k, v, dense_call(call))
+    shapes = result_shapes(dense_call(call), sizes)
     p = _bind(q, k, v, call, sizes, 1.0, plan, shapes)
     return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])
 

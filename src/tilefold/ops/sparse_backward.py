@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..errors import DtypeError, Unsupported
 from . import sparse
@@ -43,28 +42,57 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         call: "SparseCall",
         transposed: "Callable[[], Lists]",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = sparse.forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.transposed = call, transposed
-        ctx.set_materialize_grads(False)
-        return out, lse
+        check_differentiable(q, k, v, call)
+        return sparse.forward(q, k, v, call)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Apart from forward, as functorch's transforms want it."""
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.call, ctx.transposed = inputs[3:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = backward((q, k, v, out, lse), dout, dlse, ctx.call, ctx.transposed(), ctx.needs_input_grad[:3])
-        return *grads, None, None
+        rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
+        return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]
+
+
+class SparseGradient(torch.autograd.Function):
+    """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        call: "SparseCall",
+        transposed: "Lists",
+        wanted: tuple[bool, ...],
+    ) -> Gradients:
+        return backward((q, k, v, out, lse), dout, dlse, call, transposed, wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Unsupported("sparse_attention has first derivatives only: this call differentiates its gradient")
 
 
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> None:

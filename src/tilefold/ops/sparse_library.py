@@ -1,0 +1,142 @@
+"""Block-sparse attention and its backward pass in torch's dispatcher; what `library` says of the dense operator holds here.
+
+The index travels as its tensors and its geometry.  Where a gradient may be asked for, the transposed lists come along as inputs:
+they are made in front of the operator, in the graph, where the compiler sees them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import Unsupported
+from ..types import Layout
+from . import sparse
+from .call import check_options, shapes_of
+from .library import describe_args, named, named_values
+from .sparse import Lists, SparseCall, dense_call
+from .sparse_backward import backward
+
+__all__ = ["sparse_attention_backward_op", "sparse_attention_op", "sparse_dispatched"]
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
+
+
+@torch.library.custom_op("tilefold::sparse_attention", mutates_args=())
+def sparse_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    block_sizes: torch.Tensor | None,
+    query_sizes: torch.Tensor | None,
+    t_indices: torch.Tensor | None,
+    t_counts: torch.Tensor | None,
+    geometry: Sequence[int],
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
+    mod_tensors: Sequence[torch.Tensor],
+    mod_ints: Sequence[int],
+    mod_floats: Sequence[float],
+    mod_order: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `tilefold.sparse_attention`; geometry: block_q, block_k, seq_q, seq_k; t_indices, t_counts: the transposed
+    lists, which only the backward pass reads; hooks: names of constants, in the order of HOOKS."""
+    call = _call((indices, counts, block_sizes, query_sizes), geometry, causal, scale, softcap, layout)
+    mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
+    return sparse.forward(q, k, v, call._replace(**mods))
+
+
+@sparse_attention_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, counts: torch.Tensor,
+    block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None, t_indices: torch.Tensor | None,
+    t_counts: torch.Tensor | None, geometry: Sequence[int], causal: bool, scale: float | None, softcap: float, layout: str,
+    hooks: str, mod_tensors: Sequence[torch.Tensor], mod_ints: Sequence[int], mod_floats: Sequence[float], mod_order: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    call = _call((indices, counts, block_sizes, query_sizes), geometry, causal, scale, softcap, layout)
+    out_shape, lse_shape = shapes_of(q, k, v, dense_call(call))
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("tilefold::sparse_attention_backward", mutates_args=())
+def sparse_attention_backward_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    block_sizes: torch.Tensor | None,
+    query_sizes: torch.Tensor | None,
+    t_indices: torch.Tensor,
+    t_counts: torch.Tensor,
+    geometry: Sequence[int],
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
+    mod_tensors: Sequence[torch.Tensor],
+    mod_ints: Sequence[int],
+    mod_floats: Sequence[float],
+    mod_order: str,
+) -> Tensors:
+    """(dq, dk, dv) of `tilefold::sparse_attention` from the gradients of out and lse."""
+    call = _call((indices, counts, block_sizes, query_sizes), geometry, causal, scale, softcap, layout)
+    mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
+    turned = Lists(t_indices, t_counts, query_sizes, block_sizes, *(geometry[i] for i in (1, 0, 3, 2)))
+    return cast("Tensors", backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), turned))
+
+
+@sparse_attention_backward_op.register_fake
+def _(dout: torch.Tensor, dlse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> Tensors:
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    qkv, lists, rest = inputs[:3], inputs[3:9], inputs[9:]
+    tensors = inputs[15]
+    ctx.save_for_backward(*qkv, *output, *lists, *tensors)
+    ctx.rest = *rest[:6], *rest[7:]
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if saved[9] is None:
+        raise Unsupported("a gradient of tilefold::sparse_attention needs the transposed lists: t_indices and t_counts")
+    rest = (*ctx.rest[:6], list(saved[11:]), *ctx.rest[6:])
+    grads = sparse_attention_backward_op(dout, dlse, *saved[:11], *rest)
+    # torch takes an empty list for a list of tensors and wants one back.
+    numbers: list[Any] = [[] if len(given) == 0 else None for given in rest[7:9]]
+    return *grads, *(None,) * 12, [None] * len(saved[11:]), *numbers, None
+
+
+sparse_attention_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _call(
+    lists: tuple[Any, ...], geometry: Sequence[int], causal: bool, scale: float | None, softcap: float, layout: str
+) -> SparseCall:
+    return SparseCall(Lists(*lists, *geometry), causal, scale, softcap, cast("Layout", layout))
+
+
+def sparse_dispatched(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall, transposed: Lists | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as ops.sparse.forward, through the dispatcher; transposed: where a gradient may be asked for."""
+    check_options(dense_call(call))
+    t_indices, t_counts = (None, None) if transposed is None else transposed[:2]
+    hooks = named(*(getattr(call, name) for name in HOOKS))
+    result = sparse_attention_op(q, k, v, *call.lists[:4], t_indices, t_counts, list(call.lists[4:]), call.causal, call.scale,
+                                 call.softcap, call.layout, hooks, *describe_args(call.score_args, call.mask_args))  # fmt: skip
+    return cast("tuple[torch.Tensor, torch.Tensor]", result)

@@ -1,0 +1,120 @@
+"""sparse_attention under torch.compile, opcheck and FakeTensor: the ops are opaque to a tracer and give the eager result."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import one, qkv, rand, relative
+from index_cases import lists
+from tilefold.ops.sparse_library import sparse_attention_op
+from tilefold.sparse import BlockIndex
+
+pytestmark = pytest.mark.no_poison
+
+OPTIONS = {
+    "plain": lambda device: {},
+    "causal": lambda device: {"causal": True, "scale": 0.3, "softcap": 4.0},
+    "hooks": lambda device: {
+        "score_mod": tilefold.constant(relative),
+        "score_grad": tilefold.constant(one),
+        "score_args": (rand(4, 9, device=device), 4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compile_fullgraph(name, device):
+    """Forward and backward, with the index as an argument."""
+    torch._dynamo.reset()
+    options = OPTIONS[name](device)
+    index = lists(2, 4, 33, 48, device=device)
+
+    def layer(q, k, v, index):
+        out, lse = tilefold.sparse_attention(2 * q, k, v, index, return_lse=True, **options)
+        return out + 1, lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = [t.requires_grad_() for t in qkv(2, 33, 48, 4, 2, 16, dtype=torch.float16, device=device)]
+    results = []
+    for fn in (layer, compiled, compiled):
+        out, lse = fn(*inputs, index)
+        loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, inputs)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_compile_without_gradients_transposes_nothing(device):
+    """The transposed lists are inputs of the op only where a gradient may be asked for."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    q, k, v = qkv(1, 32, 48, 2, 2, 16, device=device)
+    index = lists(1, 2, 32, 48, device=device)
+    compiled = torch.compile(lambda q, k, v: tilefold.sparse_attention(q, k, v, index), fullgraph=True, backend=keep)
+    assert torch.equal(compiled(q, k, v), tilefold.sparse_attention(q, k, v, index))
+    assert "cumsum" not in graphs[0].code
+
+
+def test_compile_from_scores(device):
+    """The whole fine stage in one graph: scores to lists to attention."""
+    torch._dynamo.reset()
+
+    def layer(q, k, v, scores):
+        index = BlockIndex.from_topk(scores, 2, block_q=16, block_k=16, seq_q=33, seq_k=48)
+        return tilefold.sparse_attention(q, k, v, index)
+
+    inputs = [t.requires_grad_() for t in qkv(1, 33, 48, 2, 2, 16, device=device)]
+    scores = torch.rand(1, 2, 3, 3, device=device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (layer, compiled):
+        out = fn(*inputs, scores)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_opcheck(device):
+    index = lists(1, 2, 33, 48, device=device)
+    q, k, v = (t.requires_grad_() for t in qkv(1, 33, 48, 2, 1, 16, device=device))
+    turned = index.transpose()
+    args = (q, k, v, *index.tensors(), *turned.tensors()[:2], list(index.geometry), True, None, 0.0, "bshd")
+    torch.library.opcheck(sparse_attention_op, (*args, "", [], [], [], "|"))
+    hooks = f"{tilefold.constant(relative).key}|||{tilefold.constant(one).key}|"
+    torch.library.opcheck(sparse_attention_op, (*args, hooks, [rand(2, 9, device=device)], [4], [], "ti|"))
+
+
+def test_fake_tensors(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    index = lists(1, 2, 33, 48, device=device)
+    q, k, v = qkv(1, 33, 48, 2, 1, 16, 24, dtype=torch.float16, device=device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out, lse = tilefold.sparse_attention(*(mode.from_tensor(t) for t in (q, k, v)), index, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((1, 33, 2, 24), torch.float16, (1, 2, 33), torch.float32)
+
+
+def test_functorch_grad(device):
+    index = lists(1, 2, 33, 48, device=device)
+    q, k, v = qkv(1, 33, 48, 2, 1, 16, device=device)
+    got = torch.func.grad(lambda q: tilefold.sparse_attention(q, k, v, index).square().sum())(q)
+    inputs = q.clone().requires_grad_()
+    (want,) = torch.autograd.grad(tilefold.sparse_attention(inputs, k, v, index).square().sum(), inputs)
+    assert torch.equal(got, want)
+
+
+def test_a_mod_without_a_name_is_refused_inside_a_graph(device):
+    torch._dynamo.reset()
+    index = lists(1, 2, 33, 48, device=device)
+    q, k, v = qkv(1, 33, 48, 2, 1, 16, device=device)
+    table = rand(2, 9, device=device)
+
+    def layer(q, k, v):
+        return tilefold.sparse_attention(q, k, v, index, score_mod=relative, score_args=(table, 4))
+
+    with pytest.raises(Exception, match=r"tilefold\.constant"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
