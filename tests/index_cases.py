@@ -34,3 +34,9 @@ def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **siz
 def plan_of(q, k, v, index, **options):
     call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
     return sparse_ops.prepare(q, k, v, call).plan
+
+
+def top(sq, sk, keep, heads=4, batch=1, device="cuda", block=64, **sizes):
+    """The `keep` KV blocks of highest random score for each query block."""
+    scores = torch.rand(batch, heads, -(-sq // block), -(-sk // block), device=device)
+    return BlockIndex.from_topk(scores, keep, block_q=block, block_k=block, seq_q=sq, seq_k=sk, **sizes)

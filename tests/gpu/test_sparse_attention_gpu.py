@@ -5,15 +5,11 @@ import torch
 
 import tilefold
 from cases import judge, qkv
-from tilefold import BlockIndex, reference
+from index_cases import top
+from tilefold import reference
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
-
-
-def top(sq, sk, keep, heads=4, batch=1, **sizes):
-    scores = torch.rand(batch, heads, -(-sq // 64), -(-sk // 64), device=DEVICE)
-    return BlockIndex.from_topk(scores, keep, block_q=64, block_k=64, seq_q=sq, seq_k=sk, **sizes)
 
 
 def held(q, k, v, index, got):

@@ -174,8 +174,8 @@ class BlockIndex:
         bytes a map element (Q blocks * KV blocks * batch * heads, each counted 1 where shared) for the result, and 10
         more plus 13 a list entry while it is made.  Kept only when it belongs with the record: both made eagerly, or
         both while capturing a CUDA graph; under torch.compile it is part of the graph."""
-        if torch.compiler.is_compiling():
-            return self._transposed()
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return self._transposed()  # tensors of a graph, or of a level of torch.func, that end with it
         versions = tuple(None if t is None or t.is_inference() else t._version for t in self.tensors())
         kept = self._kept.get("transposed")
         if kept is not None and kept[0] == versions:
