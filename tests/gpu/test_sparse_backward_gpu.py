@@ -25,9 +25,14 @@ def held(q, k, v, index, **options):
     dlse = torch.where(live, dlse, 0.0)
     got = gradients(lambda *t: tilefold.sparse_attention(*t, index, return_lse=True, **options), inputs, dout, dlse)
     exact, plain = (
-        gradients(lambda *t, d=d: _live(reference.sparse_attention(*t, index, dtype=d)), [t.detach().to(d).requires_grad_() for t in inputs], dout, dlse)
+        gradients(
+            lambda *t, d=d: _live(reference.sparse_attention(*t, index, dtype=d)),
+            [t.detach().to(d).requires_grad_() for t in inputs],
+            dout,
+            dlse,
+        )
         for d in (torch.float64, q.dtype)
-    )  # fmt: skip
+    )
     for name, a, b, c in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
         judge(a, b, c, f"{name} {tuple(q.shape)} {q.dtype} {options}")
 
