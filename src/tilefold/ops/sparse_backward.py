@@ -129,7 +129,7 @@ def backward(
     if not boxable(dout) or dout.stride(-1) != 1:  # as after sum(): every element at one address
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    bound = _bound(prepared, saved, dout, call, transposed)
+    bound = _bound(prepared, saved, dout, dlse, call, transposed)
     delta = torch.empty_like(lse)
     bound.delta((out, dout, lse, dlse, delta, *bound.delta_tail))
     queries, keys = _arguments(prepared, bound, saved, dout, delta, call, transposed)
@@ -181,10 +181,18 @@ def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- the first time
 
 
-def _bound(prepared: Any, saved: Any, dout: torch.Tensor, call: "SparseCall", transposed: "Lists") -> Bound:
+def _bound(
+    prepared: Any,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+) -> Bound:
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     hooks = call.score_grad, call.backward_plan
-    key = facts_of(dout), facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
+    # A launch keeps what it compiled: where an argument may be None, that is part of the key.
+    key = facts_of(dout), dlse is None, facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
     found = prepared.backward.get(key)
     if found is None:
         found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, saved[0]))
