@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilefold.bench import peers
-from tilefold.bench.peers import Implementation, Prepared
+from tilefold.bench.implementation import Implementation, Prepared
 from tilefold.cli.app import app
 
 
@@ -62,10 +62,11 @@ def test_full_sizes_are_refused_without_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sparse", "--quick"], "family must be one of dense, got 'sparse'"),
+        (["paged", "--quick"], "family must be one of dense, sparse, got 'paged'"),
+        (["sparse", "--quick", "--direction", "up"], "direction must be one of forward, backward, both, got 'up'"),
         (
             ["dense", "--quick", "--peers", "fa3"],
-            "peers must be from cudnn, flash, fa4, flex, efficient, math (or none)",
+            "peers must be from cudnn, flash, fa4, flex, efficient, math, portable, bsa, tk, fastvideo (or none)",
         ),
         (["dense", "--quick", "--case", "d96"], "case filter 'd96' matches none of"),
         (["dense", "--quick", "--dtype", "int4"], "dtype must be bf16, fp16 or fp32"),
@@ -83,7 +84,7 @@ def test_user_errors_are_one_line_and_nothing_is_measured(arguments, message):
 @pytest.mark.interpreter
 def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
     zeros = Implementation(
-        "tilefold", "tilefold", "", lambda problem, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
+        "tilefold", "tilefold", "", lambda case, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
     )
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
     result = run("dense", "--quick", "--case", "d32,causal", "--peers", "none")

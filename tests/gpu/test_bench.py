@@ -52,7 +52,7 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = implementations_named((*DEFAULT_PEERS["cuda"], "efficient", "math"))
+    implementations = implementations_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
     cells = {cell.implementation: cell for cell in run_case(case, implementations, "cuda", options, lambda *_: None)}
     assert not [cell for cell in cells.values() if cell.status not in ("ok", "refused")]

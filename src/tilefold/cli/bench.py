@@ -168,7 +168,8 @@ def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: boo
         console.print(Text(line), soft_wrap=True)
     if details or not runtime.gpu or any(cell.case.pattern for cell in cells):
         console.print()
-        console.print(report.detail_table(cells), width=max(console.width, DETAIL_WIDTH), crop=False)
+        wide = Console(width=max(console.width, DETAIL_WIDTH), file=console.file)
+        wide.print(report.detail_table(cells))
         console.print()
     for note in report.notes_of(cells):
         console.print(Text(note, style="red" if "WRONG" in note or "failed" in note else "dim"), soft_wrap=True)
