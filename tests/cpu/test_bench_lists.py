@@ -56,8 +56,9 @@ def test_uneven_counts_climb_from_one_to_all_in_every_head():
     assert (counts[..., -1] == 364).all()
     assert not torch.equal(index.counts[0, 0], index.counts[0, 1])  # in an order of their own
     assert 100 * (1 - density(pattern, VIDEO)) == pytest.approx(83.0, abs=0.05)
-    # Zipf: as many counts from 4 to 16 as from 16 to 64.
-    assert ((counts >= 4) & (counts < 16)).sum() == pytest.approx(((counts >= 16) & (counts < 64)).sum(), rel=0.15)
+    # Zipf: as many counts from 4 to 16 as from 64 to 256.
+    low, high = (int(((counts >= 4**n) & (counts < 4 ** (n + 1))).sum()) for n in (1, 3))
+    assert low == pytest.approx(high, rel=0.15)
 
 
 @pytest.mark.parametrize(("sparsity", "least"), [(65.1, 0.75), (80, 0.65), (90, 0.55)])
@@ -84,8 +85,8 @@ def test_half_a_video_list_are_the_nearest_cubes():
 
 def test_a_video_has_some_blocks_that_nearly_every_query_sees():
     seen = lists_of(Pattern("video", 80), VIDEO).to_map().float().mean(2)[0, 0]
-    assert seen.max() > 0.9
-    assert seen.min() < 0.2
+    assert seen.max() > 0.8
+    assert seen.min() < 0.1
 
 
 def test_touched_blocks_are_the_union_over_queries_and_group():
