@@ -145,7 +145,7 @@ def test_flash_attention_4(monkeypatch, case):
         lists = block_sparse_tensors
         assert not causal
         assert not lists.mask_block_cnt.any()
-        assert lists.mask_block_idx.shape == (*lists.full_block_idx.shape[:3], 1)
+        assert lists.mask_block_idx.shape == lists.full_block_idx.shape
         assert (block_sparse_tensors_bwd is not None) == case.backward
         geometry = (*lists.block_size, q.shape[1], k.shape[1])
         index = BlockIndex(lists.full_block_idx, lists.full_block_cnt, *geometry, check=True)
@@ -170,13 +170,16 @@ def test_flex_attention_is_given_the_lists_and_views_of_the_inputs(monkeypatch):
         seen.update(q=q, **options)
         return q
 
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: spy)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, mode: spy)
     inputs = make_inputs(RANDOM, "cpu")
     out = IMPLEMENTATIONS["flex"].prepare(inputs).call()
     assert seen["q"].shape == (2, 2, 192, 16)
     assert seen["q"].data_ptr() == out.data_ptr() == inputs.q.data_ptr()
     assert torch.equal(seen["block_mask"].to_dense().bool(), inputs.index.to_map())
     assert seen["enable_gqa"] is False
+    assert seen["kernel_options"] == {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
+    assert IMPLEMENTATIONS["flex"].prepare(make_inputs(Case("dense", PROBLEM), "cpu")).call().shape == (2, 192, 2, 16)
+    assert seen["kernel_options"] is None
 
 
 def test_flex_masks_whole_blocks():

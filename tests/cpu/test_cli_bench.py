@@ -52,6 +52,32 @@ def test_quick_dense_with_every_output(tmp_path):
 
 
 @pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_quick_sparse_in_both_directions(tmp_path):
+    figures, results = tmp_path / "sparse.json", tmp_path / "results"
+    options = ("--direction", "both", "--peers", "math,bsa,portable", "--rounds", "1", "--dtype", "fp32", "--log")
+    result = run("sparse", "--quick", *options, "--json", str(figures), "--results", str(results))
+    assert result.exit_code == 0, result.output
+    assert "sparse attention, forward, float32" in result.output
+    assert "sparse attention, backward, float32" in result.output
+    assert "BSA: nvidia-cudnn-frontend is not installed" in result.output
+    assert "d32_h2k1_n256x1_b64_video_s50_float32: timing" in result.output
+    rows = json.loads(figures.read_text())["rows"]
+    assert len(rows) == 6 * 4 == len((results / "sparse.jsonl").read_text().splitlines())
+    forward = [row for row in rows if row["implementation"] == "tilefold" and row["direction"] == "forward"]
+    assert {row["status"] for row in forward} == {"ok"}
+    assert {row["status"] for row in rows if row["implementation"] == "math"} == {"ok"}
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_budget_ends_the_run_and_says_so():
+    result = run("sparse", "--quick", "--peers", "none", "--rounds", "1", "--budget", "0")
+    assert result.exit_code == 0, result.output
+    assert "the budget of 0 s reached 0 of 3 cases" in result.output
+
+
+@pytest.mark.interpreter
 def test_full_sizes_are_refused_without_a_gpu():
     result = run("dense")
     assert result.exit_code == 2

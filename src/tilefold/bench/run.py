@@ -5,6 +5,7 @@ import functools
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +27,14 @@ OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "fai
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. host, graph: measure the
-    host cost of a call, and CUDA-graph replays, too. seed: of the inputs."""
+    host cost of a call, and CUDA-graph replays, too. seed: of the inputs. budget_s: no case is begun after so many seconds."""
 
     rounds: int = 5
     rep_ms: float = 40.0
     host: bool = False
     graph: bool = False
     seed: int = 0
+    budget_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,12 @@ def run_cases(
     finished: Finished = lambda cells: None,
 ) -> list[Cell]:
     """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
-    check and one, "timing", per case; finished(cells) after each case."""
+    check and one, "timing", per case; finished(cells) after each case. Cases that the budget does not reach have no cells."""
     found: list[Cell] = []
+    begin = time.perf_counter()
     for case in cases:
+        if options.budget_s is not None and time.perf_counter() - begin > options.budget_s:
+            break
         cells = run_case(case, implementations, device, options, progress)
         finished(cells)
         found += cells
@@ -222,18 +227,16 @@ def check_one(
 
 
 def scratch_bytes(call: Callable[[], Result]) -> int:
-    """Bytes that a (warmed) call allocates at its peak beyond what was there before and its results."""
+    """Bytes that a (warmed) call allocates at its peak beyond what is still there when it has returned: its results."""
     import torch
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     result = call()
     torch.cuda.synchronize()
-    parts = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    # Storages, not views; rounded as the allocator rounds, so that a call without scratch has none.
-    own = {t.untyped_storage().data_ptr(): -(-t.untyped_storage().nbytes() // 512) * 512 for t in parts}
-    return int(max(0, torch.cuda.max_memory_allocated() - before - sum(own.values())))
+    scratch = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result  # alive until here, so that the second figure counts it
+    return int(scratch)
 
 
 def extras(

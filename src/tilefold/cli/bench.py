@@ -1,5 +1,6 @@
 """`tilefold bench`: the library beside others on named cases, every output checked before it is timed."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +64,10 @@ def bench(
     host: Annotated[bool, typer.Option("--host", help="Measure the host cost of a call, too.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each implementation gets.")] = 5,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
@@ -86,13 +91,18 @@ def bench(
     console.print(
         Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
     )
-    options = Options(rounds=rounds if runtime.gpu else min(rounds, 2), host=host, graph=graph)
+    options = Options(rounds=rounds if runtime.gpu else min(rounds, 2), host=host, graph=graph, budget_s=budget)
 
     def keep(done: "list[Cell]") -> None:
         if results is not None:
             append_results(results, done, setting)
 
-    cells = measure(cases, implementations, runtime, options, keep, console)
+    cells = measure(cases, implementations, runtime, options, keep, console, log)
+    reached = len({cell.case for cell in cells})
+    if reached < len(cases):
+        console.print(Text(f"the budget of {budget:g} s reached {reached} of {len(cases)} cases", style="yellow"))
+    if not cells:
+        return
     show(cells, setting, runtime, host or graph, console)
     write(cells, setting, {"csv": csv, "json": json, "markdown": markdown}, results, console)
     if any(is_ours(cell.implementation) and cell.status in ("WRONG", "failed") for cell in cells):
@@ -132,6 +142,7 @@ def measure(
     options: "Options",
     keep: "Callable[[list[Cell]], None]",
     console: Console,
+    log: bool = False,
 ) -> "list[Cell]":
     """Run the cases under a progress bar; each one's cells are kept as soon as they are there, should a later one fail."""
     from tilefold.bench.run import run_cases
@@ -147,6 +158,8 @@ def measure(
 
         def step(case: "Case", what: str) -> None:
             progress.update(task, description=f"{case.name}: {what}")
+            if log:
+                console.print(Text(f"{time.strftime('%H:%M:%S')} {case.name}: {what}", style="dim"), soft_wrap=True)
             progress.advance(task)
 
         return run_cases(cases, implementations, runtime.device, options, step, keep)
