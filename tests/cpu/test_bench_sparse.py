@@ -268,6 +268,16 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
     assert "…" not in text
 
 
+def test_rows_say_their_lists():
+    def what(pattern, **changes):
+        return report.what_of(Cell(Case("sparse", replace(VIDEO, **changes), pattern), "tilefold", "ok"))
+
+    assert what(Pattern("random", 0)) == "64 random 0 %"
+    assert what(Pattern("uneven")) == "64 uneven 83.0 %"
+    assert what(Pattern("video", 65.1)) == "64 video 65.1 %"
+    assert what(Pattern("random", 80, 128, 128), dtype="float16") == "128 random 80 % fp16"
+
+
 def test_the_crossing_is_said_once_for_each_direction():
     lines = report.crossing_lines(measured())
     assert len(lines) == 2

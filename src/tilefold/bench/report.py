@@ -74,7 +74,7 @@ def what_of(cell: Cell) -> str:
     p, pattern = cell.case.problem, cell.case.pattern
     if pattern is None:
         return "causal" if p.causal else "full"
-    title = pattern.title if pattern.sparsity else f"{pattern.title} {100 * (1 - cell.case.density):.1f} %"
+    title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
     return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
 
 

@@ -98,9 +98,6 @@ def bench(
             append_results(results, done, setting)
 
     cells = measure(cases, implementations, runtime, options, keep, console, log)
-    reached = len({cell.case for cell in cells})
-    if reached < len(cases):
-        console.print(Text(f"the budget of {budget:g} s reached {reached} of {len(cases)} cases", style="yellow"))
     if not cells:
         return
     show(cells, setting, runtime, host or graph, console)
@@ -162,7 +159,12 @@ def measure(
                 console.print(Text(f"{time.strftime('%H:%M:%S')} {case.name}: {what}", style="dim"), soft_wrap=True)
             progress.advance(task)
 
-        return run_cases(cases, implementations, runtime.device, options, step, keep)
+        cells = run_cases(cases, implementations, runtime.device, options, step, keep)
+    reached = len({cell.case for cell in cells})
+    if reached < len(cases):
+        budget = f"the budget of {options.budget_s:g} s"
+        console.print(Text(f"{budget} reached {reached} of {len(cases)} cases", style="yellow"))
+    return cells
 
 
 def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: bool, console: Console) -> None:
