@@ -1,5 +1,7 @@
 """Running cases with implementations that are made up: what is wrong is not timed, what fails does not stop the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tilefold.bench.cases import Case, cases_of
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.run import Options, commit, first_line, run_case, setting_of
+from tilefold.bench.run import Options, commit, first_line, run_case, setting_of, warm_note
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -91,9 +93,40 @@ def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note
     assert cells["good"].status == "ok"
 
 
+def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
+    from tilefold.bench import run as module
+
+    cases = [replace(CASE, problem=replace(CASE.problem, batch=batch)) for batch in (1, 2, 3)]
+    real, kept = module.run_case, []
+
+    def run_case(case, *rest):
+        if case == cases[1]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong story")
+        return real(case, *rest)
+
+    monkeypatch.setattr(module, "run_case", run_case)
+    cells = module.run_cases(cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
+    assert [(cell.case.problem.batch, cell.status) for cell in cells] == [(1, "ok"), (2, "failed")]
+    assert cells[1].note == "the GPU was lost in this case: CUDA error: an illegal memory access was encountered"
+    assert [len(each) for each in kept] == [1, 1]
+
+
+def test_a_budget_begins_no_further_case():
+    from tilefold.bench.run import run_cases
+
+    spent = replace(FAST, budget_s=0.0)
+    assert run_cases([CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []
+    assert len(run_cases([CASE], (made_up("good", right),), "cpu", replace(FAST, budget_s=60.0), lambda *_: None)) == 1
+
+
 def test_a_refusal_is_not_even_prepared():
     refused = made_up("elsewhere", failing(AssertionError()), lambda case, device: f"not on {device}")
     assert run(refused)[0]["elsewhere"].note == "not on cpu"
+
+
+def test_warm_replays_that_do_not_fit_the_cache_are_called_so():
+    assert warm_note(14_000_000, 50_000_000) == ""
+    assert warm_note(133_000_000, 52_428_800) == "a replay touches 133 MB, L2 holds 52: warm, too, reads from memory"
 
 
 def test_host_cost_on_request():

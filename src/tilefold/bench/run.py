@@ -131,15 +131,24 @@ def run_cases(
     finished: Finished = lambda cells: None,
 ) -> list[Cell]:
     """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
-    check and one, "timing", per case; finished(cells) after each case. Cases that the budget does not reach have no cells."""
+    check and one, "timing", per case; finished(cells) after each case. Cases that the budget does not reach have no cells, nor
+    have those after one in which some implementation broke the GPU's context: nothing runs there any more."""
     found: list[Cell] = []
     begin = time.perf_counter()
     for case in cases:
         if options.budget_s is not None and time.perf_counter() - begin > options.budget_s:
             break
-        cells = run_case(case, implementations, device, options, progress)
+        try:
+            cells, lost = run_case(case, implementations, device, options, progress), False
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            note = f"the GPU was lost in this case: {first_line(error)}"
+            cells, lost = [Cell(case, each.name, FAILED, note) for each in implementations], True
         finished(cells)
         found += cells
+        if lost:
+            break
     return found
 
 
@@ -251,8 +260,22 @@ def extras(
         graphs = graph_timings(implementation, cell.case, options)
         if isinstance(graphs, str):
             return replace(cell, note=graphs)
-        cell = replace(cell, graph=graphs[0], warm=graphs[1])
+        cell = replace(cell, graph=graphs[0], warm=graphs[1], note=warm_note(cell.case.bytes, l2_bytes()))
     return cell
+
+
+def l2_bytes() -> int:
+    """Bytes of the current GPU's L2 cache."""
+    import torch
+
+    return int(torch.cuda.get_device_properties().L2_cache_size)
+
+
+def warm_note(touched: int, cache: int) -> str:
+    """What has to be said of warm replays that touch more than the cache holds; "" if they fit."""
+    if touched <= cache:
+        return ""
+    return f"a replay touches {touched / 1e6:.0f} MB, L2 holds {cache / 1e6:.0f}: warm, too, reads from memory"
 
 
 def first_line(error: BaseException) -> str:
@@ -292,10 +315,8 @@ def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:
 def graph_timings(implementation: Implementation, case: Case, options: Options) -> tuple[Timing, Timing] | str:
     """CUDA-graph replays, cold (over as many input sets as overflow the L2 cache twice) and warm (over one), or why the
     implementation cannot be captured."""
-    import torch
-
     # Three at least: a cache that does not replace the oldest first keeps part of a single set that is larger than itself.
-    sets = max(3, timers.rotations(case.bytes, torch.cuda.get_device_properties().L2_cache_size))
+    sets = max(3, timers.rotations(case.bytes, l2_bytes()))
     try:
         prepared = [implementation.prepare(make_inputs(case, "cuda", options.seed + turn)) for turn in range(sets)]
         with prepared[0].context():
