@@ -14,6 +14,7 @@ __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
 MAX_SPLITS = 128
+MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
 
 
@@ -155,7 +156,7 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), tile))
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(tile)))
     tiles = problem.capacity * (problem.block_k // tile.block_n)
     splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
     if splits == 1:
@@ -191,6 +192,12 @@ def _dense(kernel: str) -> str:
     return BOX if kernel == BOX_KERNEL else "attention_forward"
 
 
+def _as_dense(tile: Tile) -> Tile:
+    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads that
+    depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
+    return replace(tile, num_stages=max(min(tile.num_stages, 2), (tile.num_stages + 1) // 2))
+
+
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
     if problem.masked:
         return "rows of V past a block's valid tokens may hold anything, and a box would read them"
@@ -212,4 +219,6 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         return "splits", f"must be between 1 and {MAX_SPLITS}, got {splits}"
     if _programs(problem, tile.block_m) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} programs"
-    return tile_violation(problem.attention, device, _dense(kernel), tile)
+    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= MAX_STAGES:
+        return "num_stages", f"must be from 1 to {MAX_STAGES}, got {tile.num_stages!r}"
+    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(tile))
