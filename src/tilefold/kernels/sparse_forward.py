@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_tiles
-from ..device.grid import place_of_program
+from ..device.grid import let_next_kernel_start, place_of_program
 from ..device.ranges import FULL, range_share
 from ..device.source import fetch_box, fetch_rows, locate_listed, locate_listed_box
 from ..device.state import state_finish, state_init
@@ -47,6 +47,7 @@ def attend_list(
     FETCH: tl.constexpr,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -57,7 +58,9 @@ def attend_list(
     BLOCK_V: tl.constexpr,
 ):
     """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at, over this program's share of its list.
-    rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf."""
+    rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf.
+    EARLY: what is stored are partials, and `combine` waits for them."""
+    let_next_kernel_start(EARLY)
     q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
@@ -132,6 +135,7 @@ def sparse_forward(
     mask_mods,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -157,7 +161,7 @@ def sparse_forward(
     v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
     source = (index, Sizes, seq_k, KV_BLOCK, offset)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
-                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -198,6 +202,7 @@ def sparse_forward_box(
     mask_mods,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -222,5 +227,5 @@ def sparse_forward_box(
     v_side = (V, i_b.to(tl.int32), i_k)
     source = (index, Sizes, seq_k, KV_BLOCK, offset)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
-                score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
