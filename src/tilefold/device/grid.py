@@ -33,8 +33,8 @@ def rows_of_sequence(Offsets, i_b, longest):
 
 @triton.jit
 def let_next_kernel_start(EARLY: tl.constexpr):
-    """EARLY (sm_90 and newer): the next kernel, if it was launched as a dependent one, may take its places from now on; it stays in
-    `wait_for_previous_kernel` until this one is through (programmatic dependent launch: hides 2 us of launch)."""
+    """EARLY (sm_90 and newer): the next kernel, if it was launched as a dependent one, may take its places from now on; it stays
+    in `wait_for_previous_kernel` until this one is through (programmatic dependent launch: hides 1 us of launch)."""
     if EARLY:
         gdc_launch_dependents()
 

@@ -198,8 +198,8 @@ def _dense(kernel: str) -> str:
 
 
 def _as_dense(tile: Tile) -> Tile:
-    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads that
-    depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
+    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads
+    that depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
     return replace(tile, num_stages=max(min(tile.num_stages, 2), (tile.num_stages + 1) // 2))
 
 
