@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..device.grid import wait_for_previous_kernel
+from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.state import LOG2E, state_finish, state_init, state_merge
 from ..device.tile import narrow
 
@@ -54,6 +54,7 @@ def combine(
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
     row = (i_b * heads + i_h) * seq_q + i_m
+    let_next_kernel_start(EARLY)
     wait_for_previous_kernel(EARLY)
     acc, m, l = state_init(1, BLOCK_D)
     for first in range(0, splits, BLOCK_S):

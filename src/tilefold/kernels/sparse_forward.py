@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_tiles
-from ..device.grid import let_next_kernel_start, place_of_program
+from ..device.grid import let_next_kernel_start, place_of_program, wait_for_previous_kernel
 from ..device.ranges import FULL, range_share
 from ..device.source import fetch_box, fetch_rows, locate_listed, locate_listed_box
 from ..device.state import state_finish, state_init
@@ -59,8 +59,7 @@ def attend_list(
 ):
     """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at, over this program's share of its list.
     rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf.
-    EARLY: what is stored are partials, and `combine` waits for them."""
-    let_next_kernel_start(EARLY)
+    EARLY: what is stored are partials, and `combine`, launched already, waits for them."""
     q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
@@ -148,7 +147,9 @@ def sparse_forward(
 ):
     """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [splits, B, Sq, H, Dv], Lse [splits, B, H, Sq];
     Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] or None, QuerySizes [B, H, Qb] or None, int32 (0 broadcasts)."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     i_k = i_h // group
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
@@ -214,7 +215,9 @@ def sparse_forward_box(
     BLOCK_V: tl.constexpr,
 ):
     """sparse_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     i_k = (i_h // group).to(tl.int32)
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,

@@ -237,7 +237,7 @@ def _bind(
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
     merge_constants = {
         "EMULATE": emulate,
         "DIM": n.dim_v,

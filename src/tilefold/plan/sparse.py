@@ -138,7 +138,7 @@ def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
 
 
 def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int:
-    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 85 % of the best reachable one.
+    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 95 % of the best reachable one.
 
     items: programs without splitting; slots: programs that run at once.  A share holds at least MIN_KEYS keys.  The efficiency is
     that of the waves times that of the uneven shares, which differ by up to one tile."""
@@ -151,7 +151,7 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
     if items == 0 or tiles == 0 or items >= slots:
         return 1
     best = max(efficiency(s) for s in range(1, top + 1))
-    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.85 * best)
+    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.95 * best)
 
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
