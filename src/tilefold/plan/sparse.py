@@ -180,7 +180,8 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
         return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
     narrow = min(keys, 32)
     if _programs(problem, rows) < device.sms:  # few programs: each must keep the memory busy by itself
-        buffers = max(2, min(8, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
+        most = 8 if device.generation < 100 else 4  # tcgen05 keeps addresses of every buffer in registers
+        buffers = max(2, min(most, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
         deep = tuple(Tile(rows, keys, 4, 2 * b - 1) for b in range(buffers, 2, -1))
     else:
         deep = ()
