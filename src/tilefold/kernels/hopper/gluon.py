@@ -7,6 +7,8 @@
     mbarrier                  init, wait, expect, arrive on one barrier in shared memory; barriers() makes several
     fence_async_shared        orders writes of threads to shared memory before reads of the copy engine and of wgmma
     wgmma, wgmma_wait, wgmma_init      products of a warpgroup
+    reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
+    opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence            keeps the assembler from moving a wait up
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
@@ -15,6 +17,7 @@ Argument tuples of gl.warp_specialize are written in place: 3.6 loses the conste
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr as plain
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -35,6 +38,8 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "opaque",
+    "reinterpret",
     "schedule_fence",
     "tma_load",
     "tma_reduce_add",
@@ -66,6 +71,13 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 tma_reduce_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add
 
 
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory under another type, shape and layout (a method whose name changed)."""
+    shape = [plain(n) for n in plain(shape)]
+    return _semantic.memdesc_reinterpret(buffer, plain(dtype), shape, plain(layout))
+
+
 @jit
 def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """NUMBER barriers [NUMBER, 1], each complete after COUNT arrivals.  Fence before other warps or the copy engine use them."""
@@ -73,6 +85,12 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=COUNT)
     return made
+
+
+@jit
+def opaque(x):
+    """x (32 bits an element), which the compiler takes for new: it neither looks into it nor moves what is made of it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @jit
