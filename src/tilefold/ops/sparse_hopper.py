@@ -4,6 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 
 from ..errors import Unsupported
 from .attention import describe_box, head_strides
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["arguments", "bind", "compiles"]
 
 _WARNED: set[str] = set()
+_COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
 
 
 def bind(
@@ -90,7 +92,22 @@ def arguments(
     index, (q_box, k_box, v_box) = call.lists, p.boxes
     sizes, query_sizes = (index.counts if t is None else t for t in (index.block_sizes, index.query_sizes))
     sides = (q_box.over(q), k_box.over(k), v_box.over(v))
-    return (*sides, out, lse, index.indices, index.counts, sizes, query_sizes, *p.scalars, *p.strides)
+    tickets = _tickets(q.device)
+    return (*sides, out, lse, index.indices, index.counts, sizes, query_sizes, tickets, *p.scalars, *p.strides)
+
+
+def _tickets(device: torch.device) -> torch.Tensor:
+    """A counter that is 0, from which the programs draw their work; a launch leaves it at 0 again.
+
+    One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
+    each captured launch has its own, set to 0 by the graph itself."""
+    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, triton.runtime.driver.active.get_current_stream(device.index)
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
 
 
 def compiles(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> bool:

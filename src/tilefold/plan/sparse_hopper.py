@@ -13,7 +13,6 @@ __all__ = ["KERNEL", "hopper_programs", "hopper_refusal", "hopper_tile", "hopper
 KERNEL = "sparse_forward_hopper"
 UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64
 PRODUCER_REGISTERS = 24
-SHORT_LIST = 40 * 64  # keys of a list that is too short to hide a program's start
 BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
 
 
@@ -73,13 +72,9 @@ def registers(problem: "SparseProblem") -> tuple[int, int, int]:
 
 
 def hopper_programs(problem: "SparseProblem", device: Device, items: int) -> int:
-    """Programs to launch for `items` query blocks.
-
-    One per place on the device, each going on to its next block, whose loads run already: 4 % faster where lists hold 36
-    blocks, 20 % with 4.  Or one per block, which the device hands to whichever place is free: as fast where lists are
-    long, and 40 % faster where their lengths differ, which the host cannot see."""
-    places = device.sms * programs_per_sm(problem)
-    return min(items, places) if problem.capacity * problem.block_k <= SHORT_LIST else items
+    """Programs to launch for `items` query blocks: one per place on the device, each drawing a number for its next block while
+    it still loads for the one before; lists of different lengths need no more than that to share the work evenly."""
+    return min(items, device.sms * programs_per_sm(problem))
 
 
 def hopper_violation(problem: "SparseProblem", device: Device, tile: Tile, splits: int) -> tuple[str, str] | None:

@@ -32,17 +32,19 @@ from .parts import (
     LOG2E,
     LOWEST,
     clear_rows,
+    count_of_item,
     cut_columns,
+    draw_ticket,
     entry,
-    item_of_stream,
-    items_of_stream,
-    list_of_block,
+    list_of_item,
     live_keys,
     place_of_item,
     quad_sums,
+    read_ticket,
     rescale,
     softmax_step,
     store_accumulator,
+    units_of_list,
 )
 
 UNIT = gl.constexpr(128)  # keys a step
@@ -65,26 +67,34 @@ def _load_unit(desc, bar, buffers, slot, i_b, i_h, row_0, row_1, D: gl.constexpr
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr,
-             K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
-    """The producer: every load of this program, in the order in which the consumers need them."""
+def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+             lists, seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr,
+             WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
+    """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     PER: gl.constexpr = UNIT // KV_BLOCK
-    stream = gl.program_id(0)
-    streams = gl.num_programs(0)
-    t = 0
-    for i in range(items_of_stream(items, stream, streams)):
-        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
-        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
-        missing = units * PER - count
+    PANELS: gl.constexpr = D // PANEL
+    programs = gl.num_programs(0)
+    item = gl.program_id(0)
+    count = count_of_item(lists, item, q_blocks, heads)
+    following = items
+    count_following = count
+    drawn = 0
+    i = 0  # query blocks that were begun
+    t = 0  # units that were loaded: position in the rings
+    while item < items:
+        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
+        index = list_of_item(lists, i_q, i_b, i_h)
+        units, missing = units_of_list(count, PER)
         block_0 = entry(index, 0 - missing, count)
         block_1 = entry(index, 1 - missing, count) if PER == 2 else block_0
         for c in gl.static_range(WARPGROUPS):
             mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
+        _write_note(note, item, count)
+        for c in gl.static_range(WARPGROUPS):
             mbarrier.expect(q_full.index(c), 64 * D * 2)
-            for p in gl.static_range(D // PANEL):
-                tma_load(q_desc, [i_b, i_h, i_q * (64 * WARPGROUPS) + c * 64, p * PANEL], q_full.index(c),
-                         q_buf.index(c * (D // PANEL) + p))  # fmt: skip
+            for p in gl.static_range(PANELS):
+                tma_load(q_desc, [i_b, i_h, (i_q * WARPGROUPS + c) * 64, p * PANEL], q_full.index(c),
+                         q_buf.index(c * PANELS + p))  # fmt: skip
         i_k = i_h // group
         for j in range(units):
             # a missing block is read past the end, where the copy engine gives zeros
@@ -100,6 +110,39 @@ def _produce(q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_ful
             mbarrier.wait(v_empty.index(vs), ((t // V_SLOTS) & 1) ^ 1)
             _load_unit(v_desc, v_full.index(vs), v_buf, vs, i_b, i_k, row_0, row_1, D, KV_BLOCK)
             t += 1
+            # As late as hides the answers: who draws early may hold two long lists while others have none.
+            if j == gl.maximum(units - 4, 0):
+                drawn = draw_ticket(Tickets)
+            if j == gl.maximum(units - 2, 0):
+                following = programs + read_ticket(drawn)
+                count_following = count_of_item(lists, gl.minimum(following, items - 1), q_blocks, heads)
+        item = following
+        count = count_following
+        i += 1
+    for c in gl.static_range(WARPGROUPS):
+        mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
+    _write_note(note, -1, 0)
+    for c in gl.static_range(WARPGROUPS):
+        mbarrier.arrive(q_full.index(c), count=1)
+    # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
+    if item == programs + items - 1:
+        gl.store(Tickets, 0)
+
+
+@jit
+def _write_note(note, item, count):
+    """Tell the consumers which query block is next (-1: none) and its count; they read it once q_full is complete."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
+
+
+@jit
+def _read_note(note):
+    """-> item, count"""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    pair = note.load(LAYOUT)
+    first = gl.arange(0, 2, layout=LAYOUT) == 0
+    return gl.sum(gl.where(first, pair, 0), 0), gl.sum(gl.where(first, 0, pair), 0)
 
 
 @jit
@@ -131,8 +174,8 @@ def _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE: gl.constexpr, ROW
 
 
 @jit
-def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             outs, size_strides, seq_q, seq_k, heads, q_blocks, items, scale, CID: gl.constexpr, D: gl.constexpr,
+def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
+             outs, size_strides, seq_q, seq_k, heads, q_blocks, scale, CID: gl.constexpr, D: gl.constexpr,
              KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
              MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
@@ -154,14 +197,14 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
     WHOLE: gl.constexpr = KV_BLOCK * 257 if PER == 2 else KV_BLOCK  # sizes of a unit's blocks, 8 bits each
     scale = scale * LOG2E
     nothing = gl.zeros([64, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
-    stream = gl.program_id(0)
-    streams = gl.num_programs(0)
+    i = 0  # query blocks that were begun
     first = 0  # the rings' position of this block's first unit
-
-    for i in range(items_of_stream(items, stream, streams)):
-        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
-        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
-        missing = units * PER - count
+    mbarrier.wait(q_full.index(CID), 0)
+    item, count = _read_note(note)
+    while item >= 0:
+        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
+        index = list_of_item(lists, i_q, i_b, i_h)
+        units, missing = units_of_list(count, PER)
         sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
         live_0 = live_keys(entry(index, 0 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
         live_1 = live_keys(entry(index, 1 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
@@ -177,7 +220,6 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
         l = gl.zeros_like(quad_sums(nothing))
         acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
 
-        mbarrier.wait(q_full.index(CID), i & 1)
         q = q_tiles.index(CID).load(Q_LAYOUT)
 
         ks = first % K_SLOTS
@@ -243,6 +285,9 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
         lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
         _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE, ROW_S, ROW_O)
         first += units
+        i += 1
+        mbarrier.wait(q_full.index(CID), i & 1)
+        item, count = _read_note(note)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -256,6 +301,7 @@ def sparse_forward_hopper(
     Count,
     Sizes,
     QuerySizes,
+    Tickets,
     scale,
     seq_q,
     seq_k,
@@ -297,6 +343,7 @@ def sparse_forward_hopper(
     q_buf = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * PANELS, 64, PANEL], Q_BOX)
     k_buf = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
     v_buf = gl.allocate_shared_memory(DTYPE, [V_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
+    note = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = barriers(WARPGROUPS, 1)
     q_empty = barriers(WARPGROUPS, 1)
     k_full = barriers(K_SLOTS, 1)
@@ -306,28 +353,30 @@ def sparse_forward_hopper(
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
