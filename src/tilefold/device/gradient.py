@@ -18,7 +18,7 @@ from .state import LOG2E
 
 @triton.jit
 def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
-    """-> lse in base 2 and delta of the rows `cols`, as `backward_delta` left them; rows that are not live: lse +inf, so p = 0."""
+    """-> lse in base 2 and delta of the rows `cols`, as `backward_delta` left them; lse +inf where not live: p = 0."""
     if EDGE:
         return tl.load(Lse2 + cols, mask=live, other=float("inf")), tl.load(Delta + cols, mask=live, other=0.0)
     else:

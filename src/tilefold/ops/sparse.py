@@ -8,7 +8,7 @@ import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..types import Constant, Layout, ModArgs, ModFunction
-from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
+from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
 from .call import (
     Call,
     Packed,
@@ -38,6 +38,7 @@ __all__ = [
     "prepare",
 ]
 
+HOPPER_KERNEL = "sparse_forward_hopper"
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 
@@ -171,13 +172,39 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         index.block_k,
         index.indices.shape[3],
         masked=index.block_sizes is not None,
+        descriptors=boxable(q),
     )
-    if call.plan is None:
-        plan = plan_sparse(problem, device)
-    else:
-        plan = call.plan
-        plan.check(problem, device)
-    return _bind(q, k, v, call, sizes, scale, plan, (out_shape, lse_shape))
+    shapes = out_shape, lse_shape
+    if call.plan is not None:
+        call.plan.check(problem, device)
+        return _bind(q, k, v, call, sizes, scale, call.plan, shapes)
+    plan = plan_sparse(problem, device)
+    if plan.kernel == HOPPER_KERNEL:
+        found = _hopper(q, k, v, call, scale, plan, shapes)
+        if found is not None:
+            return found
+        plan = plan_sparse(problem, device, portable=True)
+    return _bind(q, k, v, call, sizes, scale, plan, shapes)
+
+
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: SparseCall,
+    scale: float,
+    plan: "SparsePlan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared | None:
+    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
+    from ..kernels import hopper
+    from . import sparse_hopper
+
+    if refusal := hopper.refusal():
+        sparse_hopper.warn_portable(refusal)
+        return None
+    p = sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
+    return p if sparse_hopper.compiles(p, q, k, v, call) else None
 
 
 def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> None:
@@ -214,6 +241,10 @@ def _bind(
     from ..kernels import combine, sparse_forward
     from .launch import Launch
 
+    if plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
     problem = plan.problem
     n, index = problem.attention, call.lists
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
@@ -286,6 +317,10 @@ def _arguments(
     call: SparseCall,
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.arguments(p, q, k, v, out, lse, call)
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
     score, masks = mods_of_call(p, q, call)
     return (q, *sides, out, lse, *call.lists[:4], *p.scalars, *p.strides, score, masks)
