@@ -84,7 +84,8 @@ def sparse_backward_keys(
 ):  # fmt: skip
     """As sparse_backward_queries, with the transposed lists: Index [B, H, KVb, Qb], Count [B, H, KVb]; DK like K, DV like V.
     ALONE: the group is one head, and there is no loop over it (20 % faster).  EDGE: some query of a listed block may not be
-    live.  BOX: Q and DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].  Grid (cdiv(Sk, BLOCK_N) * H/group * B,)."""
+    live.  BOX: Q and DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
+    Grid (cdiv(Sk, BLOCK_N) * H/group * B,)."""
     i_n, i_b, i_k = place_of_program(seq_k, kv_heads, False, BLOCK_N)
     first_q, seq_q = rows_of_sequence(CuQ, i_b, seq_q)
     first_k, seq_k = rows_of_sequence(CuK, i_b, seq_k)
