@@ -193,9 +193,8 @@ def sparse_attention(
 
     if not isinstance(index, BlockIndex):
         raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
-    lists = _lists_of(index)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
-    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    call = _sparse.SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
     out, lse = _sparse_run(q, k, v, index, call)
     return (out, lse) if return_lse else out
 

@@ -7,12 +7,24 @@ from functools import lru_cache
 from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
 from tilefold.plan.device import Device
-from tilefold.plan.limits import BOX, MAX_GRID, Tile, box_refusal, programs_per_sm, require_supported, tile_violation
+from tilefold.plan.limits import (
+    BOX,
+    MAX_GRID,
+    POINTER,
+    VARLEN,
+    Tile,
+    box_refusal,
+    programs_per_sm,
+    require_supported,
+    tile_violation,
+)
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
+VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
+KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL)
 MAX_SPLITS = 128
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
 
@@ -23,6 +35,8 @@ class SparseProblem:
 
     attention: lengths, heads, dims, dtype and mods, as for the dense kernel. block_q, block_k: tokens per query and KV block.
     capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
+    page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
+    (attention.varlen) lengths are the longest and every sequence has lists of its own.
     """
 
     attention: AttentionProblem
@@ -30,6 +44,7 @@ class SparseProblem:
     block_k: int
     capacity: int
     masked: bool = False
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -38,10 +53,19 @@ class SparseProblem:
                 raise ValueRangeError(f"{name} must be a power of two of at least 16, got {value!r}")
         if type(self.capacity) is not int or self.capacity < 0:
             raise ShapeError(f"capacity must be an integer of at least 0, got {self.capacity!r}")
+        if type(self.page_size) is not int or self.page_size < 0:
+            raise ShapeError(f"page_size must be an integer of at least 0, got {self.page_size!r}")
+        if self.page_size and self.attention.varlen:
+            raise Unsupported("a packed batch with paged keys has no kernel: page_size must be 0 with varlen=True")
+
+    @property
+    def layout(self) -> str:
+        """Where K and V lie, to print."""
+        return ", packed" if self.attention.varlen else f", in pages of {self.page_size}" if self.page_size else ""
 
     def require_same(self, other: "SparseProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`."""
-        for field in ("block_q", "block_k", "capacity", "masked"):
+        for field in ("block_q", "block_k", "capacity", "masked", "page_size"):
             made, asked = getattr(self, field), getattr(other, field)
             if made != asked:
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
@@ -55,7 +79,8 @@ class SparseProblem:
 class SparsePlan:
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
-    kernel: "sparse_forward" (pointer loads) or "sparse_forward_box" (K and V by tensor descriptors). block_m rows of one query
+    kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
+    (packed sequences) or "sparse_forward_paged" (K and V in pages). block_m rows of one query
     block per program, block_n keys per step; splits: shares of each list, folded apart and merged by `combine` if more than 1.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
@@ -92,7 +117,7 @@ class SparsePlan:
             f"Sparse attention plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
-            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}\n"
+            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}{self.problem.layout}\n"
             f"  kernel    {self.kernel}, tile {self.tile}\n"
             f"  grid      {self.grid[0]} programs x {self.splits} {'split' if self.splits == 1 else 'splits'} on "
             f"{self.device.sms} SMs\n"
@@ -126,7 +151,7 @@ class SparsePlan:
 def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
     """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
     require_supported(problem.attention, device)
-    kernel = BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL
+    kernel = _layout_kernel(problem) or (BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL)
     faults = []
     for tile in _tiles(problem, device):
         fault = _violation(problem, device, kernel, tile, 1)
@@ -155,7 +180,7 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), tile))
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _buffered(problem, tile)))
     tiles = problem.capacity * (problem.block_k // tile.block_n)
     splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
     if splits == 1:
@@ -174,11 +199,24 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
     width = max(problem.attention.block_qk, problem.attention.block_v)
     if device.backend == "interpreter":
         return (Tile(rows, keys, 4, 1),)
+    stages = 3 if problem.page_size else 2  # of which a page number, loaded before its page, takes its share
     if problem.attention.dtype == "float32":
         small = min(keys, 32 if width <= 64 else 16)
-        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
-    narrow = min(keys, 32)
-    return (Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
+        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
+    narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
+    if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
+        return (narrow, last)
+    return (Tile(rows, keys, 4, stages), narrow, last)
+
+
+def _buffered(problem: SparseProblem, tile: Tile) -> Tile:
+    """The tile with as many stages as it has buffers of K and V: 2 * n - 1 stages buffer n pages."""
+    return replace(tile, num_stages=(tile.num_stages + 1) // 2) if problem.page_size else tile
+
+
+def _layout_kernel(problem: SparseProblem) -> str | None:
+    """The one kernel that finds K and V where they lie, or None if they are ordinary tensors and several do."""
+    return VARLEN_KERNEL if problem.attention.varlen else PAGED_KERNEL if problem.page_size else None
 
 
 def _programs(problem: SparseProblem, block_m: int) -> int:
@@ -188,7 +226,7 @@ def _programs(problem: SparseProblem, block_m: int) -> int:
 
 def _dense(kernel: str) -> str:
     """The dense kernel with the same loads, whose limits hold."""
-    return BOX if kernel == BOX_KERNEL else "attention_forward"
+    return {BOX_KERNEL: BOX, VARLEN_KERNEL: VARLEN}.get(kernel, POINTER)
 
 
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
@@ -201,8 +239,11 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
 
 def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
-    if kernel not in (POINTER_KERNEL, BOX_KERNEL):
-        return "kernel", f"must be {POINTER_KERNEL!r} or {BOX_KERNEL!r}, got {kernel!r}"
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    only = _layout_kernel(problem)
+    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+        return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == BOX_KERNEL and problem.masked:
         return "kernel", f"{kernel} needs blocks that are valid throughout"
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
@@ -212,4 +253,4 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         return "splits", f"must be between 1 and {MAX_SPLITS}, got {splits}"
     if _programs(problem, tile.block_m) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} programs"
-    return tile_violation(problem.attention, device, _dense(kernel), tile)
+    return tile_violation(problem.attention, device, _dense(kernel), _buffered(problem, tile))
