@@ -69,7 +69,8 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], JobResult]:
 @pytest.mark.parametrize("name", [*PROBLEMS, "merge"])
 def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
     tensor = "none" if name == "merge" or "fp32" in name else "best"
-    assert results[name, target].problems(tensor=tensor) == ()
+    other_layout = name.startswith(("varlen", "pages"))  # a few registers of the prologue wait in memory on sm_80
+    assert results[name, target].problems(tensor=tensor, spills="outside loops" if other_layout else "none") == ()
 
 
 @pytest.mark.parametrize(("name", "target"), [key for key in JOBS if key[0].split()[0] in ("delta", "queries", "keys")])

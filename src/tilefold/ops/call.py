@@ -27,9 +27,11 @@ __all__ = [
     "facts_of_args",
     "is_plain",
     "key_of",
+    "needs_gradient",
     "result_shapes",
     "shapes_of",
     "sizes_of",
+    "value_of",
     "window_of",
 ]
 
@@ -162,6 +164,28 @@ def facts_of_args(args: ModArgs) -> Any:
     return type(args), tuple(
         facts_of(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
     )
+
+
+def value_of(hook: Any) -> Any:
+    """What a `Constant` names; anything else as it is."""
+    return hook.value if isinstance(hook, Constant) else hook
+
+
+def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
+    """Whether a tensor of the call requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
+    args = call.score_args if type(call.score_args) is tuple else ()
+    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
+        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
+            return True
+    return False
+
+
+def _in_forward_mode() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
 
 
 # ---------------------------------------------------------------- the checks

@@ -192,7 +192,9 @@ def list_strides(index: Lists) -> tuple[int, ...]:
     found: list[int] = list(_broadcast(index.indices, 3))
     found += _broadcast(index.counts, 2)
     for t in (index.block_sizes, index.query_sizes):
-        found += (0, 0) if t is None else _broadcast(t.view((1,) * (3 - t.dim()) + t.shape), 2)
+        if t is not None and t.dim() < 3:  # [blocks] or [batch, blocks]: never per head
+            t = t[None, None] if t.dim() == 1 else t[:, None]
+        found += (0, 0) if t is None else _broadcast(t, 2)
     return tuple(found)
 
 

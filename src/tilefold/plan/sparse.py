@@ -17,6 +17,7 @@ from tilefold.plan.limits import (
     programs_per_sm,
     require_supported,
     tile_violation,
+    uses_wgmma,
 )
 from tilefold.plan.problem import AttentionProblem
 
@@ -205,7 +206,7 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
         return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
     narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
     if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
-        return (narrow, last)
+        return (narrow if uses_wgmma(problem.attention, device, narrow) else replace(narrow, num_warps=8), last)
     return (Tile(rows, keys, 4, stages), narrow, last)
 
 
