@@ -10,6 +10,7 @@ import tilefold
 from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
 from index_cases import cache, held, lists, plan_of
 from tilefold import BlockIndex
+from tilefold.ops.sparse_library import sparse_attention_paged_op
 
 
 def check(tensors, index, where, **options):
@@ -203,3 +204,40 @@ def test_a_page_of_more_than_2_to_the_31_elements_is_wide():
         dense = AttentionProblem(1, 64, keys, 8, 8, 64, 64)
         plan = plan_sparse(SparseProblem(dense, 64, 64, 8, page_size=keys), device_named("h200"))
         assert example_launch(plan)[2]["WIDE"] is wide
+
+
+@pytest.mark.no_poison
+def test_compile_and_opcheck(device):
+    """One graph gives the eager bits, and follows lengths that change; the operator passes torch's own checks."""
+    torch._dynamo.reset()
+    tensors, where = cache([70, 33], 16, device=device)
+    index = lists(2, 4, 20, 70, device=device)
+    options = {"causal": True, "return_lse": True, "mask_mod": tilefold.constant(prefix), "mask_args": (4,)}
+    compiled = torch.compile(
+        lambda q, k, v, i, *w: tilefold.sparse_attention_paged(q, k, v, i, *w, **options),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for lengths in ([70, 33], [17, 0]):
+        where["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        traced = compiled(*tensors, index, *where.values())
+        eager = tilefold.sparse_attention_paged(*tensors, index, **where, **options)
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+    args = (
+        *tensors,
+        *index.tensors(),
+        *where.values(),
+        list(index.geometry),
+        True,
+        None,
+        0.0,
+        "bshd",
+        "",
+        [],
+        [],
+        [],
+        "|",
+    )
+    torch.library.opcheck(
+        sparse_attention_paged_op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
