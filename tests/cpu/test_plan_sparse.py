@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import tilefold
+from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER
@@ -94,3 +95,41 @@ def test_every_device_has_a_plan(device, dim, dtype):
     plan = plan_sparse(problem(dim=dim, dtype=dtype), device_named(device))
     assert plan.problem.block_q % plan.block_m == 0
     assert plan.problem.block_k % plan.block_n == 0
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "rtx4090", "l4", "interpreter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_layouts_have_a_plan_on_every_device(device, dtype):
+    for dim, capacity in itertools.product((16, 64, 128, 256), (0, 4, 300)):
+        dense = problem(dim=dim, dtype=dtype, capacity=capacity, seq_q=64)
+        packed = plan_sparse(replace(dense, attention=replace(dense.attention, varlen=True)), device_named(device))
+        paged = [plan_sparse(replace(dense, page_size=size), device_named(device)) for size in (1, 16, 64, 100)]
+        assert packed.kernel == "sparse_forward_varlen"
+        assert {plan.kernel for plan in paged} == {"sparse_forward_paged"}
+
+
+def test_a_paged_loop_has_two_buffers():
+    """The table's load takes a stage for each one of K and V, so 3 stages buffer 2 tiles, and are counted as such."""
+    plan = plan_sparse(replace(problem(), page_size=64), device_named("h200"))
+    flat = plan_sparse(replace(problem(), masked=True), device_named("h200"), portable=True)
+    assert (plan.num_stages, flat.num_stages) == (3, 2)
+    assert plan.splits == flat.splits
+
+
+def test_few_programs_run_deep_pipelines():
+    """One program an SM has to keep the memory busy: several buffers of K and V, whatever their layout."""
+    for changes in ({"page_size": 64}, {"masked": True}, {}):
+        plan = plan_sparse(replace(problem(seq_q=64, capacity=328), **changes), device_named("h200"))
+        assert (plan.num_stages, plan.splits) == (7, 11)
+
+
+def test_layouts_are_told_apart():
+    packed = AttentionProblem(1, 64, 64, 2, 2, 64, 64, varlen=True)
+    with pytest.raises(Unsupported, match="page_size must be 0 with varlen=True"):
+        SparseProblem(packed, 64, 64, 1, page_size=16)
+    with pytest.raises(ShapeError, match="page_size must be an integer of at least 0, got -1"):
+        replace(problem(), page_size=-1)
+    plan = plan_sparse(problem(), device_named("h200"))
+    for kernel in ("sparse_forward_varlen", "sparse_forward_paged"):
+        with pytest.raises(PlanError, match=f"{kernel} does not serve varlen=False, page_size=0"):
+            plan.with_tile(kernel=kernel)

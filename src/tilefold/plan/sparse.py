@@ -7,7 +7,18 @@ from functools import lru_cache
 from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
 from tilefold.plan.device import Device
-from tilefold.plan.limits import BOX, MAX_GRID, Tile, box_refusal, programs_per_sm, require_supported, tile_violation
+from tilefold.plan.limits import (
+    BOX,
+    MAX_GRID,
+    POINTER,
+    VARLEN,
+    Tile,
+    box_refusal,
+    programs_per_sm,
+    require_supported,
+    tile_violation,
+    uses_wgmma,
+)
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
@@ -15,6 +26,8 @@ from tilefold.plan.sparse_hopper import hopper_programs, hopper_refusal, hopper_
 __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
+VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
+KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL)
 MAX_SPLITS = 128
 MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
@@ -27,6 +40,8 @@ class SparseProblem:
     attention: lengths, heads, dims, dtype and mods, as for the dense kernel. block_q, block_k: tokens per query and KV block.
     capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
     descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
+    page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
+    (attention.varlen) lengths are the longest and every sequence has lists of its own.
     """
 
     attention: AttentionProblem
@@ -35,6 +50,7 @@ class SparseProblem:
     capacity: int
     masked: bool = False
     descriptors: bool = True
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -43,10 +59,19 @@ class SparseProblem:
                 raise ValueRangeError(f"{name} must be a power of two of at least 16, got {value!r}")
         if type(self.capacity) is not int or self.capacity < 0:
             raise ShapeError(f"capacity must be an integer of at least 0, got {self.capacity!r}")
+        if type(self.page_size) is not int or self.page_size < 0:
+            raise ShapeError(f"page_size must be an integer of at least 0, got {self.page_size!r}")
+        if self.page_size and self.attention.varlen:
+            raise Unsupported("a packed batch with paged keys has no kernel: page_size must be 0 with varlen=True")
+
+    @property
+    def layout(self) -> str:
+        """Where K and V lie, to print."""
+        return ", packed" if self.attention.varlen else f", in pages of {self.page_size}" if self.page_size else ""
 
     def require_same(self, other: "SparseProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`."""
-        for field in ("block_q", "block_k", "capacity", "masked"):
+        for field in ("block_q", "block_k", "capacity", "masked", "page_size"):
             made, asked = getattr(self, field), getattr(other, field)
             if made != asked:
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
@@ -60,10 +85,11 @@ class SparseProblem:
 class SparsePlan:
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
-    kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors) or "sparse_forward_hopper"
-    (Gluon, sm_90). block_m rows of one query block per program, block_n keys per step (of the Hopper kernel: per listed
-    block; its num_stages are buffers of V); splits: shares of each list, folded apart and merged by `combine` if more than 1;
-    programs: how many the Hopper kernel launches, each making several query blocks in turn, 0: one per query block.
+    kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
+    (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90). block_m rows of one
+    query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are buffers of V);
+    splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper kernel
+    launches, each making several query blocks in turn, 0: one per query block.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
 
@@ -103,7 +129,7 @@ class SparsePlan:
             f"Sparse attention plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
-            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}\n"
+            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}{self.problem.layout}\n"
             f"  kernel    {self.kernel}, tile {self.tile}\n"
             f"  grid      {self.grid[0]} programs x {self.splits} {'split' if self.splits == 1 else 'splits'} on "
             f"{self.device.sms} SMs\n"
@@ -147,7 +173,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     require_supported(problem.attention, device)
     plan = _portable(problem, device)
     refusal = hopper_refusal(problem, device)
-    if portable or plan.splits > 1 or refusal:
+    if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
         return plan
     tile = hopper_tile(problem, device)
     return SparsePlan(
@@ -159,7 +185,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
 
 def _portable(problem: SparseProblem, device: Device) -> SparsePlan:
     """The first portable tile that fits."""
-    kernel = BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL
+    kernel = _layout_kernel(problem) or (BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL)
     faults = []
     for tile in _tiles(problem, device):
         fault = _violation(problem, device, kernel, tile, 1)
@@ -207,17 +233,24 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
     width = max(problem.attention.block_qk, problem.attention.block_v)
     if device.backend == "interpreter":
         return (Tile(rows, keys, 4, 1),)
+    stages = 3 if problem.page_size else 2  # of which a page number, loaded before its page, takes its share
     if problem.attention.dtype == "float32":
         small = min(keys, 32 if width <= 64 else 16)
-        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
-    narrow = min(keys, 32)
+        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
+    narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
+    if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
+        return (narrow if uses_wgmma(problem.attention, device, narrow) else replace(narrow, num_warps=8), last)
+    deep: tuple[Tile, ...] = ()
     if _programs(problem, rows) < device.sms:  # few programs: each must keep the memory busy by itself
         most = 8 if device.generation < 100 else 4  # tcgen05 keeps addresses of every buffer in registers
         buffers = max(2, min(most, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
         deep = tuple(Tile(rows, keys, 4, 2 * b - 1) for b in range(buffers, 2, -1))
-    else:
-        deep = ()
-    return (*deep, Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
+    return (*deep, Tile(rows, keys, 4, stages), narrow, last)
+
+
+def _layout_kernel(problem: SparseProblem) -> str | None:
+    """The one kernel that finds K and V where they lie, or None if they are ordinary tensors and several do."""
+    return VARLEN_KERNEL if problem.attention.varlen else PAGED_KERNEL if problem.page_size else None
 
 
 def _programs(problem: SparseProblem, block_m: int) -> int:
@@ -227,7 +260,7 @@ def _programs(problem: SparseProblem, block_m: int) -> int:
 
 def _dense(kernel: str) -> str:
     """The dense kernel with the same loads, whose limits hold."""
-    return BOX if kernel == BOX_KERNEL else "attention_forward"
+    return {BOX_KERNEL: BOX, VARLEN_KERNEL: VARLEN}.get(kernel, POINTER)
 
 
 def _as_dense(tile: Tile) -> Tile:
@@ -250,8 +283,11 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         if _programs(problem, problem.block_q) > MAX_GRID:
             return "grid", f"more than {MAX_GRID} query blocks"
         return hopper_violation(problem, device, tile, splits)
-    if kernel not in (POINTER_KERNEL, BOX_KERNEL):
-        return "kernel", f"must be {POINTER_KERNEL!r}, {BOX_KERNEL!r} or {HOPPER_KERNEL!r}, got {kernel!r}"
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, (*KERNELS, HOPPER_KERNEL)))}, got {kernel!r}"
+    only = _layout_kernel(problem)
+    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+        return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == BOX_KERNEL and problem.masked:
         return "kernel", f"{kernel} needs blocks that are valid throughout"
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
