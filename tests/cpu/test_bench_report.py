@@ -101,12 +101,12 @@ def test_details_show_host_and_graph_only_where_measured():
     cells = measured()
     text = printed(report.detail_table(cells))
     assert "host us" not in text
-    assert "graph us" not in text
+    assert "cold us" not in text
     with_host = Cell(cells[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
     text = printed(report.detail_table([with_host]))
     assert "host us" in text
     assert "21.3" in text
-    assert "graph us" not in text
+    assert "cold us" not in text
 
 
 @pytest.mark.parametrize(("ms", "unit"), [(1.0, "TFLOP/s"), (1e4, "GFLOP/s"), (1e9, "MFLOP/s")])

@@ -1,13 +1,16 @@
 """Running cases with implementations that are made up: what is wrong is not timed, what fails does not stop the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tilefold import reference
 from tilefold.bench.cases import Case, cases_of
+from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
-from tilefold.bench.peers import IMPLEMENTATIONS, Implementation, Prepared, implementations_named, make_inputs
-from tilefold.bench.run import Options, commit, first_line, run_case, setting_of
+from tilefold.bench.peers import IMPLEMENTATIONS, implementations_named
+from tilefold.bench.run import Options, commit, first_line, run_case, setting_of, warm_note
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -21,7 +24,7 @@ def right(inputs):
     return Prepared(lambda: out)
 
 
-def made_up(name, prepare, refuses=lambda problem, device: None):
+def made_up(name, prepare, refuses=lambda case, device: None):
     return Implementation(name, name.title(), "made up", refuses, prepare)
 
 
@@ -77,6 +80,7 @@ def failing(error):
     [
         (RuntimeError("No available kernel. Aborting execution."), "refused", "RuntimeError: No available kernel."),
         (Unsupported("head dim 257"), "refused", "head dim 257"),
+        (NotImplementedError("SM90 only"), "refused", "SM90 only"),
         (torch.OutOfMemoryError("out of memory\nlong story"), "no memory", "out of memory"),
         (ZeroDivisionError("division by zero"), "failed", "ZeroDivisionError: division by zero"),
     ],
@@ -89,9 +93,40 @@ def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note
     assert cells["good"].status == "ok"
 
 
+def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
+    from tilefold.bench import run as module
+
+    cases = [replace(CASE, problem=replace(CASE.problem, batch=batch)) for batch in (1, 2, 3)]
+    real, kept = module.run_case, []
+
+    def run_case(case, *rest):
+        if case == cases[1]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong story")
+        return real(case, *rest)
+
+    monkeypatch.setattr(module, "run_case", run_case)
+    cells = module.run_cases(cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
+    assert [(cell.case.problem.batch, cell.status) for cell in cells] == [(1, "ok"), (2, "failed")]
+    assert cells[1].note == "the GPU was lost in this case: CUDA error: an illegal memory access was encountered"
+    assert [len(each) for each in kept] == [1, 1]
+
+
+def test_a_budget_begins_no_further_case():
+    from tilefold.bench.run import run_cases
+
+    spent = replace(FAST, budget_s=0.0)
+    assert run_cases([CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []
+    assert len(run_cases([CASE], (made_up("good", right),), "cpu", replace(FAST, budget_s=60.0), lambda *_: None)) == 1
+
+
 def test_a_refusal_is_not_even_prepared():
-    refused = made_up("elsewhere", failing(AssertionError()), lambda problem, device: f"not on {device}")
+    refused = made_up("elsewhere", failing(AssertionError()), lambda case, device: f"not on {device}")
     assert run(refused)[0]["elsewhere"].note == "not on cpu"
+
+
+def test_warm_replays_that_do_not_fit_the_cache_are_called_so():
+    assert warm_note(14_000_000, 50_000_000) == ""
+    assert warm_note(133_000_000, 52_428_800) == "a replay touches 133 MB, L2 holds 52: warm, too, reads from memory"
 
 
 def test_host_cost_on_request():
@@ -105,10 +140,10 @@ def test_host_cost_on_request():
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(90, 90), (70, 100), (100, 70), (1, 33)])
 def test_the_judge_agrees_with_the_whole_reference(seq_q, seq_k, causal, window):
     problem = AttentionProblem(2, seq_q, seq_k, 4, 2, 16, 8, dtype="float32", causal=causal, window=window)
-    inputs = make_inputs(problem, "cpu")
+    inputs = make_inputs(Case("dense", problem), "cpu")
     judge = Judge(inputs, count=20)
     want = reference.attention(inputs.q, inputs.k, inputs.v, causal=causal, window=window)[0]
-    torch.testing.assert_close(judge.want, want[:, judge.rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(judge.want[0], want[:, judge.rows], rtol=1e-12, atol=1e-12)
     verdict = judge.verdict(want.float())
     assert verdict.ok
     assert verdict.max_error <= verdict.max_limit
@@ -124,8 +159,8 @@ def test_sampled_rows_keep_both_ends():
 
 
 def test_inputs_are_normal_never_zero_and_repeatable():
-    problem = cases_of("dense", "tiny")[0].problem
-    first, again, other = make_inputs(problem, "cpu"), make_inputs(problem, "cpu"), make_inputs(problem, "cpu", seed=1)
+    case = cases_of("dense", "tiny")[0]
+    first, again, other = make_inputs(case, "cpu"), make_inputs(case, "cpu"), make_inputs(case, "cpu", seed=1)
     assert first.q.equal(again.q)
     assert not first.q.equal(other.q)
     assert first.q.shape == (1, 128, 1, 128)
@@ -138,8 +173,9 @@ def test_inputs_are_normal_never_zero_and_repeatable():
 def test_torch_peers_give_the_reference(name, kv_heads, causal, seq_q):
     problem = AttentionProblem(2, seq_q, 50, 4, kv_heads, 16, 16, dtype="float32", causal=causal)
     peer = IMPLEMENTATIONS[name]
-    assert peer.refuses(problem, "cpu") is None
-    inputs = make_inputs(problem, "cpu")
+    case = Case("dense", problem)
+    assert peer.refuses(case, "cpu") is None
+    inputs = make_inputs(case, "cpu")
     prepared = peer.prepare(inputs)
     with prepared.context():
         out = prepared.call()
@@ -155,7 +191,7 @@ def test_torch_peers_get_views_of_the_inputs(monkeypatch):
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    inputs = make_inputs(CASE.problem, "cpu")
+    inputs = make_inputs(CASE, "cpu")
     out = IMPLEMENTATIONS["cudnn"].prepare(inputs).call()
     assert seen["is_causal"] is True
     assert seen["enable_gqa"] is True
@@ -168,14 +204,14 @@ def test_torch_peers_get_views_of_the_inputs(monkeypatch):
 
 
 def test_every_peer_says_why_it_is_not_available():
-    plain, unequal = CASE.problem, AttentionProblem(1, 8, 16, 1, 1, 16, 16, causal=True)
-    half = AttentionProblem(1, 8, 8, 1, 1, 16, 16)
+    plain, unequal = CASE, Case("dense", AttentionProblem(1, 8, 16, 1, 1, 16, 16, causal=True))
+    half = Case("dense", AttentionProblem(1, 8, 8, 1, 1, 16, 16))
     for name in ("cudnn", "efficient", "flex"):
         assert "GPU" in IMPLEMENTATIONS[name].refuses(half, "cpu")
     assert IMPLEMENTATIONS["fa4"].refuses(half, "cpu") in ("flash-attn-4 is not installed", "needs a GPU")
     assert "float16 and bfloat16" in IMPLEMENTATIONS["flash"].refuses(plain, "cuda")
     assert "top left" in IMPLEMENTATIONS["math"].refuses(unequal, "cpu")
-    packed = AttentionProblem(1, 8, 8, 1, 1, 16, 16, varlen=True)
+    packed = Case("dense", AttentionProblem(1, 8, 8, 1, 1, 16, 16, varlen=True))
     assert all(each.refuses(packed, "cpu") for each in IMPLEMENTATIONS.values())
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilefold.bench import peers
-from tilefold.bench.peers import Implementation, Prepared
+from tilefold.bench.implementation import Implementation, Prepared
 from tilefold.cli.app import app
 
 
@@ -52,6 +52,32 @@ def test_quick_dense_with_every_output(tmp_path):
 
 
 @pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_quick_sparse_in_both_directions(tmp_path):
+    figures, results = tmp_path / "sparse.json", tmp_path / "results"
+    options = ("--direction", "both", "--peers", "math,bsa,portable", "--rounds", "1", "--dtype", "fp32", "--log")
+    result = run("sparse", "--quick", *options, "--json", str(figures), "--results", str(results))
+    assert result.exit_code == 0, result.output
+    assert "sparse attention, forward, float32" in result.output
+    assert "sparse attention, backward, float32" in result.output
+    assert "BSA: nvidia-cudnn-frontend is not installed" in result.output
+    assert "d32_h2k1_n256x1_b64_video_s50_float32: timing" in result.output
+    rows = json.loads(figures.read_text())["rows"]
+    assert len(rows) == 6 * 4 == len((results / "sparse.jsonl").read_text().splitlines())
+    forward = [row for row in rows if row["implementation"] == "tilefold" and row["direction"] == "forward"]
+    assert {row["status"] for row in forward} == {"ok"}
+    assert {row["status"] for row in rows if row["implementation"] == "math"} == {"ok"}
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_budget_ends_the_run_and_says_so():
+    result = run("sparse", "--quick", "--peers", "none", "--rounds", "1", "--budget", "0")
+    assert result.exit_code == 0, result.output
+    assert "0 of 3 cases were reached" in result.output
+
+
+@pytest.mark.interpreter
 def test_full_sizes_are_refused_without_a_gpu():
     result = run("dense")
     assert result.exit_code == 2
@@ -62,10 +88,11 @@ def test_full_sizes_are_refused_without_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sparse", "--quick"], "family must be one of dense, got 'sparse'"),
+        (["paged", "--quick"], "family must be one of dense, sparse, got 'paged'"),
+        (["sparse", "--quick", "--direction", "up"], "direction must be one of forward, backward, both, got 'up'"),
         (
             ["dense", "--quick", "--peers", "fa3"],
-            "peers must be from cudnn, flash, fa4, flex, efficient, math (or none)",
+            "peers must be from cudnn, flash, fa4, flex, efficient, math, portable, bsa, tk, fastvideo (or none)",
         ),
         (["dense", "--quick", "--case", "d96"], "case filter 'd96' matches none of"),
         (["dense", "--quick", "--dtype", "int4"], "dtype must be bf16, fp16 or fp32"),
@@ -83,7 +110,7 @@ def test_user_errors_are_one_line_and_nothing_is_measured(arguments, message):
 @pytest.mark.interpreter
 def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
     zeros = Implementation(
-        "tilefold", "tilefold", "", lambda problem, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
+        "tilefold", "tilefold", "", lambda case, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
     )
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
     result = run("dense", "--quick", "--case", "d32,causal", "--peers", "none")

@@ -107,6 +107,7 @@ def test_functorch_grad(device):
     assert torch.equal(got, want)
 
 
+@pytest.mark.interpreter  # on a GPU Dynamo takes a jit function for a kernel, and some versions stop there in their own words
 def test_a_mod_without_a_name_is_refused_inside_a_graph(device):
     torch._dynamo.reset()
     index = lists(1, 2, 33, 48, device=device)

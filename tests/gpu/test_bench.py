@@ -1,12 +1,14 @@
 """The timers and the command line on a GPU: figures agree with one another, outputs are checked, files are written."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilefold.bench import timers
-from tilefold.bench.cases import Case, cases_of
+from tilefold.bench.cases import DECODE, Case, cases_of
+from tilefold.bench.lists import Pattern
 from tilefold.bench.peers import DEFAULT_PEERS, implementations_named
 from tilefold.bench.run import Options, run_case
 from tilefold.plan.problem import AttentionProblem
@@ -52,7 +54,7 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = implementations_named((*DEFAULT_PEERS["cuda"], "efficient", "math"))
+    implementations = implementations_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
     cells = {cell.implementation: cell for cell in run_case(case, implementations, "cuda", options, lambda *_: None)}
     assert not [cell for cell in cells.values() if cell.status not in ("ok", "refused")]
@@ -68,6 +70,68 @@ def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
     case = cases_of("dense")[1]
     (cell,) = run_case(case, implementations_named(("none",)), "cuda", Options(rounds=1, rep_ms=5.0), lambda *_: None)
     assert cell.status == "ok", cell.note
+
+
+SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern("random", 80))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_available_sparse_implementation_is_right_and_timed(backward):
+    case = replace(SPARSE, backward=backward)
+    names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
+    implementations = implementations_named(tuple(names))
+    cells = run_case(case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None)
+    by_name = {cell.implementation: cell for cell in cells}
+    assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)
+    assert not [cell for cell in cells if cell.status == "WRONG"]
+    assert by_name["cudnn"].status == "ok"
+    assert backward or by_name["flex"].status == "ok", by_name["flex"].note
+
+
+def ours(case):
+    """tilefold's cell of a case, its q, k and v in bytes; skipped where it refuses the case."""
+    (cell,) = run_case(case, implementations_named(("none",)), "cuda", Options(rounds=1, rep_ms=5.0), lambda *_: None)
+    if cell.status == "refused":
+        pytest.skip(cell.note)
+    assert cell.status == "ok", cell.note
+    p = case.problem
+    tokens = (p.seq_q * p.heads, p.seq_k * p.kv_heads)
+    return cell, tuple(n * p.batch * p.dim_qk * p.itemsize for n in tokens)
+
+
+@pytest.mark.parametrize("kind", ["random", "uneven"])
+def test_sparse_attention_copies_nothing_and_makes_no_score_matrix(kind):
+    """Beyond inputs and output: lse, and room for plans of lists; a copy of q, k or v would be eight times what is allowed, a
+    [queries, keys] matrix even of bits more still."""
+    cell, (query_bytes, _) = ours(replace(SPARSE, pattern=Pattern(kind, 80 if kind == "random" else 0)))
+    assert cell.scratch <= query_bytes // 8
+
+
+def test_split_lists_take_far_less_than_a_copy_of_k():
+    cell, (_, key_bytes) = ours(Case("sparse", DECODE, Pattern("random", 9.9)))
+    assert cell.scratch <= key_bytes // 4
+    assert cell.graph is not None, cell.note
+    assert 0 < cell.warm.ms < 1.1 * cell.graph.ms
+
+
+def test_a_short_list_stays_in_the_cache_when_warm_and_does_not_when_cold():
+    cell, _ = ours(Case("sparse", DECODE, Pattern("random", 90)))
+    assert cell.warm.ms < 0.97 * cell.graph.ms
+
+
+def test_the_backward_of_sparse_attention_states_its_scratch():
+    """At most accumulators in fp32 for dq, dk and dv, and what else rows and lists need: no [queries, keys] matrix."""
+    cell, (query_bytes, key_bytes) = ours(replace(SPARSE, backward=True))
+    assert cell.scratch is not None
+    assert cell.scratch <= 2 * (query_bytes + 2 * key_bytes) + query_bytes // 4
+
+
+def test_scratch_is_what_a_call_allocates_beyond_its_result():
+    from tilefold.bench.run import scratch_bytes
+
+    a = torch.randn(1 << 20, device="cuda")
+    assert scratch_bytes(lambda: a * 2) == 0
+    assert scratch_bytes(lambda: (a * 2 + 1, a.view(-1))) == pytest.approx(4 << 20, rel=0.01)
 
 
 def test_the_command_line(tmp_path):

@@ -1,26 +1,35 @@
-"""Is an output right? Asked of every implementation before it is timed, against the fp64 reference on a sample of query rows.
+"""Is a result right? Asked of every implementation before it is timed, against the fp64 reference on a sample.
 
-The whole of a large case does not fit in fp64, and need not: each row of attention depends on its own query only, so a random
-set of rows, with the first and the last among them, judges a kernel at any size.
+The whole of a large case does not fit in fp64, and need not. Forward, each row of attention depends on its own query only, so a
+random set of rows, with the first and the last among them, judges a kernel at any size. Backward, the gradients of a KV head
+depend on that head alone, but on all its queries: some heads are computed in full, a stretch of queries at a time, so that no
+[queries, keys] matrix is ever there in full.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilefold.bench.peers import Inputs
+from tilefold.bench.implementation import Inputs, Result
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["Judge", "Verdict", "sampled_rows"]
+    from tilefold.reference.tolerance import Comparison
+
+__all__ = ["Judge", "Verdict", "sampled_heads", "sampled_rows", "visible"]
 
 ROWS = 64
+HEADS = 2
+STRETCH = 1 << 25  # scores that the reference of a backward holds at a time, of which it keeps a few copies in fp64
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the comparison found: the largest absolute error and the relative L2 error, the limits that they had to meet, and
-    whether they did. finite: no NaN or infinity anywhere in the output, the rows that were not sampled included."""
+    whether they did; of several gradients those of the one nearest to its limit or furthest beyond. finite: no NaN or infinity
+    anywhere in the result, the parts that were not sampled included."""
 
     ok: bool
     max_error: float
@@ -40,45 +49,120 @@ def sampled_rows(seq_q: int, count: int = ROWS, seed: int = 1) -> list[int]:
     return sorted([0, *inner.tolist(), seq_q - 1])
 
 
+def sampled_heads(batch: int, kv_heads: int, count: int = HEADS, seed: int = 1) -> list[tuple[int, int]]:
+    """`count` different (batch entry, KV head), ascending, the last among them; all if there are fewer."""
+    import torch
+
+    everything = [(b, h) for b in range(batch) for h in range(kv_heads)]
+    order = torch.randperm(len(everything) - 1, generator=torch.Generator().manual_seed(seed))[: count - 1]
+    return sorted([*(everything[i] for i in order.tolist()), everything[-1]])
+
+
 class Judge:
     """The reference of one case, computed once, on the device that holds the inputs.
 
-    The rows go through `tilefold.reference.attention`, one batch entry at a time, with the causal mask and the window of their
-    true positions given as a boolean mask. The same rows computed by plain PyTorch in the inputs' dtype say how much error that
-    dtype allows (`tilefold.reference.compare`).
+    What it samples goes through `tilefold.reference.attention`, with the causal mask, the window and the lists of the true
+    positions given as a boolean mask. The same computed by plain PyTorch in the inputs' dtype says how much error that dtype
+    allows (`tilefold.reference.compare`). A backward is torch's gradient through that reference.
+    lists: False judges what computes every pair, whatever the lists say.
     """
 
-    def __init__(self, inputs: Inputs, count: int = ROWS) -> None:
+    def __init__(self, inputs: Inputs, count: int = ROWS, lists: bool = True) -> None:
+        import torch
+
+        self.inputs, self.lists = inputs, lists
+        self.rows = sampled_rows(inputs.problem.seq_q, count)
+        self.heads = sampled_heads(inputs.problem.batch, inputs.problem.kv_heads)
+        both = (torch.float64, inputs.q.dtype)
+        self.want, self.plain = (self._gradients(d) if inputs.case.backward else [self._rows(d)] for d in both)
+
+    def verdict(self, result: Result) -> Verdict:
+        """Judge an output [B, Sq, H, Dv], or gradients (dq, dk, dv)."""
+        from tilefold import reference
+
+        parts = self._sampled(result) if self.inputs.case.backward else [result[:, self.rows]]
+        found = [reference.compare(*each) for each in zip(parts, self.want, self.plain, strict=True)]
+        worst = max(found, key=_strain)
+        whole = result if self.inputs.case.backward else (result,)
+        finite = all(bool(t.isfinite().all()) for t in whole)
+        errors = (worst.max_error, worst.max_limit, worst.l2_error, worst.l2_limit)
+        return Verdict(all(one.ok for one in found) and finite, *errors, finite=finite)
+
+    def _rows(self, dtype: "torch.dtype") -> "Tensor":
+        """The sampled rows of the output [B, rows, H, Dv], one batch entry at a time."""
         import torch
 
         from tilefold import reference
 
-        self.rows = sampled_rows(inputs.problem.seq_q, count)
-        mask = visible(inputs, self.rows)
-        want, plain = [], []
-        for b in range(inputs.problem.batch):
-            q, k, v = inputs.q[b : b + 1, self.rows], inputs.k[b : b + 1], inputs.v[b : b + 1]
-            want.append(reference.attention(q, k, v, mask=mask)[0])
-            plain.append(reference.attention(q, k, v, mask=mask, dtype=q.dtype)[0])
-        self.want: Tensor = torch.cat(want)
-        self.plain: Tensor = torch.cat(plain)
+        i = self.inputs
+        outs = []
+        for b in range(i.problem.batch):
+            mask = visible(i, self.rows, self.lists, b)
+            q, k, v = i.q[b : b + 1, self.rows], i.k[b : b + 1], i.v[b : b + 1]
+            outs.append(reference.attention(q, k, v, mask=mask, dtype=dtype)[0])
+        return torch.cat(outs)
 
-    def verdict(self, out: "Tensor") -> Verdict:
-        """Judge an output [B, Sq, H, Dv]."""
+    def _sampled(self, result: "Sequence[Tensor]") -> "list[Tensor]":
+        """Of each gradient the sampled heads: [tokens, heads of the group or 1, dim] of all, one after the other."""
+        import torch
+
+        group = self.inputs.problem.group
+        dq, dk, dv = result
+        return [
+            torch.cat([t[b, :, h * n : (h + 1) * n] for b, h in self.heads], 1)
+            for t, n in ((dq, group), (dk, 1), (dv, 1))
+        ]
+
+    def _gradients(self, dtype: "torch.dtype") -> "list[Tensor]":
+        """dq, dk, dv of the sampled heads, as `_sampled` cuts them out of a result."""
+        import torch
+
+        each = [self._gradients_of(b, h, dtype) for b, h in self.heads]
+        return [torch.cat(parts, 1) for parts in zip(*each, strict=True)]
+
+    def _gradients_of(self, b: int, h: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor, Tensor]":
+        """dq [Sq, group, D], dk [Sk, 1, D], dv [Sk, 1, Dv] of a KV head; dk and dv summed over the stretches in fp64."""
+        import torch
+
         from tilefold import reference
 
-        found = reference.compare(out[:, self.rows], self.want, self.plain)
-        finite = bool(out.isfinite().all())
-        errors = (found.max_error, found.max_limit, found.l2_error, found.l2_limit)
-        return Verdict(found.ok and finite, *errors, finite=finite)
+        i, group = self.inputs, self.inputs.problem.group
+        assert i.grad is not None
+        mine = slice(h * group, (h + 1) * group)
+        k, v = (t[b : b + 1, :, h : h + 1] for t in (i.k, i.v))
+        dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (k, v))
+        dq = []
+        for rows in self._stretches():
+            # Leaves of the inputs' dtype would round their gradients, the exact ones, too.
+            leaves = [t.detach().to(dtype).requires_grad_() for t in (i.q[b : b + 1, rows, mine], k, v)]
+            mask = visible(i, rows, self.lists, b, mine)
+            with torch.enable_grad():
+                out = reference.attention(*leaves, mask=mask, dtype=dtype)[0]
+                found = torch.autograd.grad(out, leaves, i.grad[b : b + 1, rows, mine].to(dtype))
+            dq.append(found[0][0])
+            dk += found[1]
+            dv += found[2]
+        return torch.cat(dq), dk[0].to(dtype), dv[0].to(dtype)
+
+    def _stretches(self) -> Iterator[list[int]]:
+        """All queries in stretches of few enough for the reference's memory."""
+        p = self.inputs.problem
+        step = max(1, STRETCH // max(1, p.seq_k * p.group))
+        for start in range(0, p.seq_q, step):
+            yield list(range(start, min(start + step, p.seq_q)))
 
 
-def visible(inputs: Inputs, rows: list[int]) -> "Tensor":
-    """Which keys each of the rows sees: bool [1, 1, len(rows), seq_k], on the inputs' device."""
+def visible(
+    inputs: Inputs, rows: list[int], lists: bool = True, batch: int = 0, heads: slice | None = None
+) -> "Tensor":
+    """Which keys each of the rows of a batch entry sees: bool [1, H or 1, len(rows), seq_k], on the inputs' device.
+
+    lists: narrow what causal and window allow to the blocks listed; heads: only those of the lists."""
     import torch
 
     p, device = inputs.problem, inputs.q.device
-    place = torch.tensor(rows, device=device)[:, None] + (p.seq_k - p.seq_q)
+    query = torch.tensor(rows, device=device)
+    place = query[:, None] + (p.seq_k - p.seq_q)
     keys = torch.arange(p.seq_k, device=device)[None, :]
     left, right = p.sides
     seen = torch.ones(len(rows), p.seq_k, dtype=torch.bool, device=device)
@@ -86,4 +170,20 @@ def visible(inputs: Inputs, rows: list[int]) -> "Tensor":
         seen &= keys >= place - left
     if right >= 0:
         seen &= keys <= place + right
-    return seen[None, None]
+    if inputs.index is None or not lists:
+        return seen[None, None]
+    index = inputs.index.expand(p.batch, p.heads)
+    mine = slice(None) if heads is None else heads
+    numbers, counts = (t[batch : batch + 1, mine][:, :, query // index.block_q] for t in (index.indices, index.counts))
+    meant = torch.arange(index.capacity, device=device) < counts[..., None]
+    # Entries past the count go to a column of their own, which is cut off.
+    blocks = torch.zeros(*numbers.shape[:3], index.kv_blocks + 1, dtype=torch.bool, device=device)
+    blocks.scatter_(-1, torch.where(meant, numbers, index.kv_blocks).long(), True)
+    return blocks[..., torch.arange(p.seq_k, device=device) // index.block_k] & seen
+
+
+def _strain(one: "Comparison") -> float:
+    """How far a comparison is into its limits: above 1 it is beyond one; NaN counts as infinitely far."""
+    pairs = ((one.max_error, one.max_limit), (one.l2_error, one.l2_limit))
+    strains = [error / limit if limit > 0 else float("inf") if error > 0 else 0.0 for error, limit in pairs]
+    return float("inf") if not one.same_specials or any(s != s for s in strains) else max(strains)

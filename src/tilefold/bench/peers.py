@@ -1,86 +1,26 @@
 """The implementations that are measured: tilefold and the libraries it is compared with, each used if it can run here.
 
 Every adapter takes the same tensors, [batch, seq, heads, dim] in memory, and gives back a view of that shape. Libraries that
-want [batch, heads, seq, dim] get transposed views; nothing is copied, so none pays for the layout of another.
+want [batch, heads, seq, dim] get transposed views; nothing is copied, so none pays for the layout of another. Those that follow
+lists of blocks alone are in `block_peers`.
 """
 
-import importlib.util
+import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilefold.errors import ValueRangeError
+from tilefold.bench.block_peers import BLOCK_PEERS, portable_plan
+from tilefold.bench.cases import Case
+from tilefold.bench.implementation import Implementation, Inputs, Prepared, importable, prepared
+from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "DEFAULT_PEERS",
-    "IMPLEMENTATIONS",
-    "Implementation",
-    "Inputs",
-    "Prepared",
-    "implementations_named",
-    "make_inputs",
-]
+    from tilefold.sparse import BlockIndex
 
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] of one problem, on one device."""
-
-    problem: AttentionProblem
-    q: "Tensor"
-    k: "Tensor"
-    v: "Tensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A call that is ready to be timed, giving out [B, Sq, H, Dv]; `context` has to be open while it runs (backend choices)."""
-
-    call: Callable[[], "Tensor"]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """One implementation of attention.
-
-    name: as on the command line and in result files; title: as in tables; what: one line for --help.
-    refuses: (problem, device type "cuda" or "cpu") -> why it cannot be used there, or None.
-    prepare: makes the call; whatever is done once (compilation, block masks) happens there.
-    """
-
-    name: str
-    title: str
-    what: str
-    refuses: Callable[[AttentionProblem, str], str | None]
-    prepare: Callable[[Inputs], Prepared]
-
-    @property
-    def ours(self) -> bool:
-        """Whether this is tilefold and not a peer."""
-        return self.name.startswith("tilefold")
-
-
-def make_inputs(problem: AttentionProblem, device: str, seed: int = 0) -> Inputs:
-    """Standard-normal q, k and v, the same for a seed and device. Never zeros: a GPU draws less power on them and runs faster."""
-    import torch
-
-    generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = getattr(torch, problem.dtype)
-    p = problem
-
-    def normal(*shape: int) -> "Tensor":
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    q = normal(p.batch, p.seq_q, p.heads, p.dim_qk)
-    k = normal(p.batch, p.seq_k, p.kv_heads, p.dim_qk)
-    return Inputs(problem, q, k, normal(p.batch, p.seq_k, p.kv_heads, p.dim_v))
-
+__all__ = ["DEFAULT_PEERS", "IMPLEMENTATIONS", "implementations_named"]
 
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
 
@@ -89,14 +29,29 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
     """The public function, as a user calls it."""
     import tilefold
 
-    p, (q, k, v) = inputs.problem, (inputs.q, inputs.k, inputs.v)
+    p, index = inputs.problem, inputs.index
     window = None if p.window == (-1, -1) else p.window
 
-    def call() -> "Tensor":
+    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
         out: Tensor = tilefold.attention(q, k, v, causal=p.causal, window=window)
         return out
 
-    return Prepared(call)
+    def sparse_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        assert index is not None
+        out: Tensor = tilefold.sparse_attention(q, k, v, index, causal=p.causal)
+        return out
+
+    return prepared(inputs, function if index is None else sparse_function)
+
+
+def prepare_portable(inputs: Inputs) -> Prepared:
+    """`sparse_attention` by the portable kernel, where the plan takes another one by itself."""
+    import tilefold
+
+    index, plan = inputs.index, portable_plan(inputs)
+    if index is None or plan is None:
+        raise Unsupported("it is what tilefold runs by itself here")
+    return prepared(inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan))
 
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
@@ -111,8 +66,9 @@ def _beyond_causal(p: AttentionProblem) -> str | None:
     return None
 
 
-def _sdpa_refuses(backend: str) -> Callable[[AttentionProblem, str], str | None]:
-    def refuses(p: AttentionProblem, device: str) -> str | None:
+def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
+    def refuses(case: Case, device: str) -> str | None:
+        p = case.problem
         if device != "cuda" and backend in ("cudnn", "efficient"):
             return "needs a GPU"
         if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
@@ -139,14 +95,14 @@ def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
             "math": SDPBackend.MATH,
         }[backend]
         p = inputs.problem
-        q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
         # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
         causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
 
-        def call() -> "Tensor":
+        def function(*tensors: "Tensor") -> "Tensor":
+            q, k, v = (t.transpose(1, 2) for t in tensors)
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
-        return Prepared(call, lambda: sdpa_kernel(chosen))
+        return prepared(inputs, function, lambda: sdpa_kernel(chosen))
 
     return prepare
 
@@ -154,7 +110,8 @@ def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
 # --- FlexAttention ----------------------------------------------------------------------------------------------------------
 
 
-def _flex_refuses(p: AttentionProblem, device: str) -> str | None:
+def _flex_refuses(case: Case, device: str) -> str | None:
+    p = case.problem
     if device != "cuda":
         return "compiled FlexAttention needs a GPU"
     if p.varlen or not p.plain or p.window != (-1, -1):
@@ -164,42 +121,67 @@ def _flex_refuses(p: AttentionProblem, device: str) -> str | None:
 
 def _prepare_flex(inputs: Inputs) -> Prepared:
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import flex_attention
 
-    p = inputs.problem
-    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-    offset, mask = p.seq_k - p.seq_q, None
-    if p.causal:
-
-        def sees(batch: "Tensor", head: "Tensor", i: "Tensor", j: "Tensor") -> "Tensor":
-            return i + offset >= j
-
-        mask = create_block_mask(sees, None, None, p.seq_q, p.seq_k, device=q.device)
+    mask, options = flex_mask(inputs), flex_options(inputs.case)
+    grouped, pattern = inputs.problem.heads != inputs.problem.kv_heads, inputs.case.pattern
     # Each case compiles for its own lengths; without this the later ones would run into the limit of recompilations.
     torch.compiler.reset()
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    grouped = p.heads != p.kv_heads
+    config.donated_buffer = False  # buffers that a backward gives away would forbid to run it twice
+    # Its one backward tile for sm_90 does not fit blocks of 64 keys; tuning finds one that does.
+    tuned = inputs.case.backward and pattern is not None and pattern.block_k < 128
+    mode = "max-autotune-no-cudagraphs" if tuned else None
+    compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
-    def call() -> "Tensor":
-        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+    def function(*tensors: "Tensor") -> "Tensor":
+        q, k, v = (t.transpose(1, 2) for t in tensors)
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
         return out.transpose(1, 2)
 
-    return Prepared(call)
+    return prepared(inputs, function)
+
+
+def flex_options(case: Case) -> dict[str, int] | None:
+    """A forward tile that fits small blocks: the usual one on sm_90 has 128 queries, and there is no other without tuning.
+    Shorter sequences take another kernel, which has its own."""
+    pattern = case.pattern
+    if pattern is None or pattern.block_q >= 128 or case.problem.seq_q < 128:
+        return None
+    tile = {"BLOCK_M": pattern.block_q, "BLOCK_N": min(64, pattern.block_k), "num_warps": 4, "num_stages": 3}
+    return {f"fwd_{name}": size for name, size in tile.items()}
+
+
+def flex_mask(inputs: Inputs) -> Any:
+    """The BlockMask of a case: its lists as full blocks, or causal, or None."""
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    p, index = inputs.problem, inputs.index
+    if index is not None:
+        whole = index.expand(p.batch, p.heads)
+        full = torch.nn.functional.pad(whole.indices, (0, index.kv_blocks - index.capacity))
+        counts, none = whole.counts.contiguous(), torch.zeros_like(whole.counts)
+        blocks, lengths = (index.block_q, index.block_k), (p.seq_q, p.seq_k)
+        return BlockMask.from_kv_blocks(
+            none, torch.zeros_like(full), counts, full, BLOCK_SIZE=blocks, seq_lengths=lengths
+        )
+    if not p.causal:
+        return None
+    offset = p.seq_k - p.seq_q
+
+    def sees(batch: "Tensor", head: "Tensor", i: "Tensor", j: "Tensor") -> "Tensor":
+        return i + offset >= j
+
+    return create_block_mask(sees, None, None, p.seq_q, p.seq_k, device=inputs.q.device)
 
 
 # --- FlashAttention-4 (CuTe DSL) --------------------------------------------------------------------------------------------
 
 
-def _installed(module: str) -> bool:
-    """Whether a (dotted) module can be imported, found out without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _fa4_refuses(p: AttentionProblem, device: str) -> str | None:
-    if not _installed("flash_attn.cute"):
+def _fa4_refuses(case: Case, device: str) -> str | None:
+    p, pattern = case.problem, case.pattern
+    if not importable("flash_attn.cute"):
         return "flash-attn-4 is not installed"
     if device != "cuda":
         return "needs a GPU"
@@ -211,37 +193,81 @@ def _fa4_refuses(p: AttentionProblem, device: str) -> str | None:
         return "takes float16 and bfloat16 only"
     if p.varlen or not p.plain or p.window != (-1, -1):
         return "this adapter takes plain and causal attention only"
+    if pattern is not None and case.backward and pattern.block_k % 128:
+        return "its backward takes KV blocks of 128 on sm_90"
     return None
 
 
 def _prepare_fa4(inputs: Inputs) -> Prepared:
     interface: Any = importlib.import_module("flash_attn.cute")
-    function, causal = interface.flash_attn_func, inputs.problem.causal
-    q, k, v = inputs.q, inputs.k, inputs.v
+    options: dict[str, Any] = {"causal": inputs.problem.causal}
+    if inputs.index is not None:
+        options["block_sparse_tensors"] = _fa4_lists(inputs, inputs.index)
+        if inputs.grad is not None:
+            options["block_sparse_tensors_bwd"] = _fa4_lists(inputs, inputs.index.transpose())
 
-    def call() -> "Tensor":
-        result: Any = function(q, k, v, causal=causal)
+    def function(*tensors: "Tensor") -> "Tensor":
+        result: Any = interface.flash_attn_func(*tensors, **options)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return Prepared(call)
+    return prepared(inputs, function)
+
+
+def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
+    """Its record of lists: all blocks full, none masked; block sizes are (query, key), also of the transposed lists."""
+    import torch
+
+    sparsity: Any = importlib.import_module("flash_attn.cute.block_sparsity")
+    whole, pattern = index.expand(inputs.problem.batch, inputs.problem.heads), inputs.case.pattern
+    counts, lists = whole.counts.contiguous(), whole.indices.contiguous()
+    return sparsity.BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(lists),
+        full_block_cnt=counts,
+        full_block_idx=lists,
+        block_size=(pattern.block_q, pattern.block_k) if pattern else None,
+    )
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------------
 
 
-def _tilefold_refuses(p: AttentionProblem, device: str) -> str | None:
-    return None if p.plain and not p.varlen else "this adapter takes plain dense attention only"
+def _tilefold_refuses(case: Case, device: str) -> str | None:
+    p = case.problem
+    return None if p.plain and not p.varlen else "this adapter takes plain attention only"
+
+
+def _portable_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is None:
+        return "a row of its own in the family sparse only"
+    return "a plan chooses the forward kernel only" if case.backward else _tilefold_refuses(case, device)
 
 
 _ALL = (
-    Implementation("tilefold", "tilefold", "tilefold.attention", _tilefold_refuses, prepare_tilefold),
+    Implementation(
+        "tilefold",
+        "tilefold",
+        "tilefold.attention and sparse_attention",
+        _tilefold_refuses,
+        prepare_tilefold,
+        lists=True,
+        package="tilefold",
+    ),
     Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
     Implementation(
         "flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")
     ),
-    Implementation("fa4", "FA4", "flash_attn.cute (FlashAttention-4), if installed", _fa4_refuses, _prepare_fa4),
-    Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex),
+    Implementation(
+        "fa4",
+        "FA4",
+        "flash_attn.cute (FlashAttention-4), if installed",
+        _fa4_refuses,
+        _prepare_fa4,
+        lists=True,
+        package="flash-attn-4",
+    ),
+    Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex, lists=True),
     Implementation(
         "efficient",
         "efficient",
@@ -256,9 +282,23 @@ _ALL = (
         _sdpa_refuses("math"),
         _prepare_sdpa("math"),
     ),
+    Implementation(
+        "portable",
+        "portable",
+        "tilefold.sparse_attention by its portable kernel, where the plan takes another one",
+        _portable_refuses,
+        prepare_portable,
+        lists=True,
+        package="tilefold",
+    ),
+    *BLOCK_PEERS,
 )
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in _ALL}
-DEFAULT_PEERS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "flash", "fa4", "flex"), "cpu": ("flash", "math")}
+# Family -> device -> the peers that are measured unasked.
+DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "dense": {"cuda": ("cudnn", "flash", "fa4", "flex"), "cpu": ("flash", "math")},
+    "sparse": {"cuda": ("portable", "bsa", "tk", "fastvideo", "fa4", "flex", "cudnn"), "cpu": ("math",)},
+}
 
 
 def implementations_named(names: tuple[str, ...]) -> tuple[Implementation, ...]:

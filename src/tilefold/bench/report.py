@@ -4,11 +4,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold.bench.grid import OURS, Grid, best_peer, crossings, geometric_means, mean_of, ratio, title_of
+from tilefold.bench.implementation import version_of
 from tilefold.bench.peers import IMPLEMENTATIONS
 from tilefold.bench.run import OK, WRONG, Cell, Setting
 
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append_results",
+    "crossing_lines",
     "detail_table",
+    "directions",
     "geometric_means",
     "heading_of",
     "notes_of",
     "ratio",
+    "results_path",
     "rows_of",
     "speed_tables",
     "to_csv",
@@ -29,51 +34,17 @@ __all__ = [
     "to_markdown",
 ]
 
-OURS = "tilefold"
-# Columns of a speed table, in characters: those that are always there, and one peer's.
-FIXED_WIDTH, PEER_WIDTH = 45, 13
+# Columns of a speed table, in characters: those that are always there but the third, one peer's, and the best peer's ratio.
+FIXED_WIDTH, PEER_WIDTH, BEST_WIDTH = 39, 13, 7
 LABELS = {WRONG: "WRONG", "refused": "-", "no memory": "OOM", "failed": "failed"}
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Cells by case and implementation, in the order in which they were measured."""
-
-    cells: tuple[Cell, ...]
-
-    @property
-    def implementations(self) -> list[str]:
-        return list(dict.fromkeys(cell.implementation for cell in self.cells))
-
-    @property
-    def cases(self) -> list[str]:
-        return list(dict.fromkeys(cell.case.name for cell in self.cells))
-
-    def at(self, case: str, implementation: str) -> Cell:
-        return next(c for c in self.cells if c.case.name == case and c.implementation == implementation)
-
-
-def title_of(implementation: str) -> str:
-    known = IMPLEMENTATIONS.get(implementation)
-    return known.title if known else implementation
-
-
-def ratio(ours: Cell, peer: Cell) -> float | None:
-    """How many times as fast as the peer we are (above 1: we are faster), or None where one of the two has no time."""
-    return peer.timing.ms / ours.timing.ms if ours.timing and peer.timing else None
-
-
-def geometric_means(cells: Sequence[Cell]) -> dict[str, tuple[float, int]]:
-    """Peer -> geometric mean of `ratio` over the cases that both ran, and how many those were. Peers without any are left out."""
-    grid = Grid(tuple(cells))
-    means: dict[str, tuple[float, int]] = {}
-    for name in grid.implementations:
-        if name == OURS:
-            continue
-        ratios = [r for case in grid.cases if (r := ratio(grid.at(case, OURS), grid.at(case, name))) is not None]
-        if ratios:
-            means[name] = math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios)
-    return means
+def directions(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of each direction, which are tables of their own."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.case.direction, []).append(cell)
+    return list(found.values())
 
 
 def unit_of(cells: Iterable[Cell]) -> tuple[float, str]:
@@ -91,11 +62,20 @@ def digits(value: float) -> str:
 
 
 def shape_of(cell: Cell) -> tuple[str, str, str]:
-    """(D and H, N x B, mask) of a case, as the tables show it."""
+    """(D and H, N x B, mask or lists) of a case, as the tables show it."""
     p = cell.case.problem
     tokens = f"{p.seq_q}" if p.seq_q == p.seq_k else f"{p.seq_q}/{p.seq_k}"
     heads = f"{p.heads}" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
-    return f"{p.dim_qk}, {heads}", f"{tokens} x {p.batch}", "causal" if p.causal else "full"
+    return f"{p.dim_qk}, {heads}", f"{tokens} x {p.batch}", what_of(cell)
+
+
+def what_of(cell: Cell) -> str:
+    """The mask of a case, or its lists."""
+    p, pattern = cell.case.problem, cell.case.pattern
+    if pattern is None:
+        return "causal" if p.causal else "full"
+    title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
+    return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
 
 
 # --- terminal ---------------------------------------------------------------------------------------------------------------
@@ -128,8 +108,10 @@ def peer_cell(ours: Cell, peer: Cell, scale: float) -> str:
 
 def heading_of(cells: Sequence[Cell], setting: Setting) -> str:
     """What the speed tables show: "dense attention, forward, bfloat16, TFLOP/s, on NVIDIA H200"."""
+    case = cells[0].case
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
-    return f"{cells[0].case.family} attention, forward, {dtypes}, {unit_of(cells)[1]}, on {setting.device}"
+    unit = unit_of(cells)[1] + (" on the listed blocks" if case.pattern else "")
+    return f"{case.family} attention, {case.direction}, {dtypes}, {unit}, on {setting.device}"
 
 
 def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
@@ -143,20 +125,34 @@ def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
         for name in grid.implementations
         if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
     ]
-    fit = max(1, (width - FIXED_WIDTH) // PEER_WIDTH)
+    third = max(len(what_of(cell)) for cell in cells)
+    best = BEST_WIDTH if best_ratios(grid) else 0
+    fit = max(1, (width - FIXED_WIDTH - third - best) // PEER_WIDTH)
     groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
     return [_speed_table(grid, group, unit_of(cells)[0]) for group in groups]
+
+
+def best_ratios(grid: Grid) -> dict[str, float]:
+    """Case -> how many times as fast as the best peer we are; with lists only, where the best is not always the same."""
+    found = {}
+    for case in grid.cases:
+        best = best_peer(grid.of(case)) if grid.of(case)[0].case.pattern else None
+        relative = ratio(grid.at(case, OURS), best) if best else None
+        if relative is not None:
+            found[case] = relative
+    return found
 
 
 def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
     from rich.table import Table
 
-    means = geometric_means(grid.cells)
+    means, best = geometric_means(grid.cells), best_ratios(grid)
     table = Table(pad_edge=False, box=None)
     table.add_column("D, H", no_wrap=True)
-    for heading in ("N x B", "mask", "ms", "tilefold", *(title_of(name) for name in peers)):
+    third = third_heading(grid)
+    for heading in ("N x B", third, "ms", "tilefold", *(["best"] if best else []), *(title_of(name) for name in peers)):
         style = "bold" if heading == "tilefold" else ""
-        table.add_column(heading, justify="left" if heading == "mask" else "right", no_wrap=True, style=style)
+        table.add_column(heading, justify="left" if heading == third else "right", no_wrap=True, style=style)
     shown = ("", "")
     for case in grid.cases:
         ours = grid.at(case, OURS)
@@ -165,30 +161,44 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
             table.add_row()
         row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
         row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)]
+        row += [coloured(best[case]) if case in best else ""] if best else []
         table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
         shown = (dims, tokens)
     if any(name in means for name in peers):
         table.add_row()
-        table.add_row("mean", "(geom.)", "", "", "", *(coloured(means[n][0]) if n in means else "" for n in peers))
+        middle = [coloured(mean_of(list(best.values())))] if best else []
+        table.add_row(
+            "mean", "(geom.)", "", "", "", *middle, *(coloured(means[n][0]) if n in means else "" for n in peers)
+        )
     return table
 
 
+def third_heading(grid: Grid) -> str:
+    return "lists" if any(cell.case.pattern for cell in grid.cells) else "mask"
+
+
+def crossing_lines(cells: Sequence[Cell]) -> list[str]:
+    """Sentences that say from which sparsity on tilefold is faster than dense cuDNN."""
+    return [f"tilefold overtakes dense cuDNN {where}: {what}" for what, where in crossings(cells)]
+
+
 def detail_table(cells: Sequence[Cell]) -> "Table":
-    """One row per case and implementation: median and spread, host cost and graph replay if measured, error beside its limit."""
+    """One row per case and implementation: median and spread, error beside its limit, and if measured: host cost, graph replays
+    (cold: K and V come from memory; warm: what fits stays in the L2 cache), memory that a call takes beyond inputs and results.
+    """
     from rich.table import Table
 
-    host, graph = any(cell.host for cell in cells), any(cell.graph for cell in cells)
+    measured: dict[str, Callable[[Cell], str]] = {
+        "host us": lambda cell: digits(cell.host.us) if cell.host else "",
+        "cold us": lambda cell: digits(cell.graph.us) if cell.graph else "",
+        "warm us": lambda cell: digits(cell.warm.us) if cell.warm else "",
+        "MB more": lambda cell: "" if cell.scratch is None else f"{cell.scratch / 1e6:.1f}",
+    }
+    extra = [heading for heading, text in measured.items() if any(text(cell) for cell in cells)]
     table = Table(pad_edge=False, box=None)
     table.add_column("case", no_wrap=True)
     table.add_column("implementation", no_wrap=True)
-    for heading in (
-        "ms",
-        "20-80 %",
-        *(["host us"] if host else []),
-        *(["graph us"] if graph else []),
-        "max error",
-        "limit",
-    ):
+    for heading in ("ms", "20-80 %", *extra, "max error", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     shown = ""
     for cell in cells:
@@ -199,8 +209,7 @@ def detail_table(cells: Sequence[Cell]) -> "Table":
         time = cell.timing
         row = [name, title_of(cell.implementation), digits(time.ms) if time else "[bold red]WRONG[/]"]
         row.append(f"{digits(time.low)}-{digits(time.high)}" if time else "")
-        row += [digits(cell.host.us) if cell.host else ""] if host else []
-        row += [digits(cell.graph.us) if cell.graph else ""] if graph else []
+        row += [measured[heading](cell) for heading in extra]
         table.add_row(*row, f"{cell.verdict.max_error:.1e}", f"{cell.verdict.max_limit:.1e}")
     return table
 
@@ -237,8 +246,11 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
                 "date": setting.date,
                 "family": cell.case.family,
                 "case": cell.case.name,
+                "direction": cell.case.direction,
+                "density": cell.case.density,
                 "dtype": p.dtype,
                 "implementation": cell.implementation,
+                "version": version_named(cell.implementation, setting),
                 "status": cell.status,
                 "ms": time.ms if time else None,
                 "ms_p20": time.low if time else None,
@@ -249,6 +261,8 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
                 "tilefold_speedup": relative,
                 "host_us": cell.host.us if cell.host else None,
                 "graph_us": cell.graph.us if cell.graph else None,
+                "graph_warm_us": cell.warm.us if cell.warm else None,
+                "scratch_bytes": cell.scratch,
                 "flops": cell.case.flops,
                 "bytes": cell.case.bytes,
                 "max_abs_error": finite(verdict.max_error) if verdict else None,
@@ -262,6 +276,14 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def version_named(implementation: str, setting: Setting) -> str | None:
+    """The version of the distribution that an implementation comes in, "" if it is not installed."""
+    known = IMPLEMENTATIONS.get(implementation)
+    if known is None or known.ours:
+        return setting.tilefold
+    return setting.torch if known.package == "torch" else version_of(known.package) or ""
 
 
 def finite(value: float) -> float | None:
@@ -280,23 +302,36 @@ def to_csv(cells: Sequence[Cell], setting: Setting) -> str:
 
 
 def to_json(cells: Sequence[Cell], setting: Setting) -> str:
-    """{"setting", "geometric_means", "rows"} as JSON."""
-    means = {name: {"tilefold_speedup": mean, "cases": count} for name, (mean, count) in geometric_means(cells).items()}
-    document = {"setting": asdict(setting), "geometric_means": means, "rows": rows_of(cells, setting)}
+    """{"setting", "geometric_means", "crossings", "rows"} as JSON."""
+    means = {
+        name if part[0].case.direction == "forward" else f"{name}, backward": {"tilefold_speedup": mean, "cases": count}
+        for part in directions(cells)
+        for name, (mean, count) in geometric_means(part).items()
+    }
+    crossed = {what: asdict(where) for what, where in crossings(cells)}
+    rows = rows_of(cells, setting)
+    document = {"setting": asdict(setting), "geometric_means": means, "crossings": crossed, "rows": rows}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
-    """The speed table for a document, with the sentence that says where it was measured."""
+    """The speed tables for a document, one a direction, with the sentences that say where they were measured."""
+    return "\n".join(_markdown(part, setting) for part in directions(cells))
+
+
+def _markdown(cells: Sequence[Cell], setting: Setting) -> str:
     grid = Grid(tuple(cells))
+    best = best_ratios(grid)
     scale, unit = unit_of(cells)
     means = geometric_means(cells)
     peers = [name for name in grid.implementations if name != OURS]
-    heads = ["D, H", "N x B", "mask", "tilefold ms", "tilefold", *(title_of(name) for name in peers)]
+    middle = ["best peer"] if best else []
+    heads = ["D, H", "N x B", third_heading(grid), "tilefold ms", "tilefold", *middle, *map(title_of, peers)]
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * 3 + " ---: |" * (len(heads) - 3)]
     for case in grid.cases:
         ours = grid.at(case, OURS)
         row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
+        row += [f"({times(best[case])})" if case in best else ""] if best else []
         for name in peers:
             relative = ratio(ours, grid.at(case, name))
             row.append(
@@ -304,14 +339,25 @@ def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
             )
         lines.append(f"| {' | '.join(row)} |")
     if means:
-        last = ["geometric mean", "", "", "", "", *(f"({times(means[n][0])})" if n in means else "" for n in peers)]
+        middle = [f"({times(mean_of(list(best.values())))})"] if best else []
+        last = [
+            "geometric mean",
+            "",
+            "",
+            "",
+            "",
+            *middle,
+            *(f"({times(means[n][0])})" if n in means else "" for n in peers),
+        ]
         lines.append(f"| {' | '.join(last)} |")
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
     where = (
-        f"{unit}, {dtypes}; in brackets how many times as fast as the peer tilefold is. {setting.device}, {setting.date[:10]}, "
+        f"{cells[0].case.direction}, {unit}, {dtypes}; in brackets how many times as fast as the peer tilefold is. "
+        f"{setting.device}, {setting.date[:10]}, "
         f"tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
     )
-    return "\n".join([*lines, "", where, *(f"\n{note}." for note in notes_of(cells))]) + "\n"
+    notes = [*crossing_lines(cells), *notes_of(cells)]
+    return "\n".join([*lines, "", where, *(f"\n{note}." for note in notes)]) + "\n"
 
 
 def plain_cell(cell: Cell, scale: float) -> str:
@@ -319,10 +365,15 @@ def plain_cell(cell: Cell, scale: float) -> str:
     return LABELS.get(cell.status, cell.status) if cell.status != OK or rate is None else digits(rate / scale)
 
 
+def results_path(folder: Path, cells: Sequence[Cell]) -> Path:
+    """`folder`/FAMILY.jsonl."""
+    return folder / f"{cells[0].case.family}.jsonl"
+
+
 def append_results(folder: Path, cells: Sequence[Cell], setting: Setting) -> Path:
-    """Append one JSON line per cell to `folder`/FAMILY.jsonl, which is never rewritten; the path of the file."""
+    """Append one JSON line per cell to `results_path`, which is never rewritten; the path of the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{cells[0].case.family}.jsonl"
+    path = results_path(folder, cells)
     lines = [json.dumps(row, allow_nan=False) for row in rows_of(cells, setting)]
     with path.open("a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")

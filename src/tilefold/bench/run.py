@@ -5,33 +5,36 @@ import functools
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilefold.bench import timers
 from tilefold.bench.cases import Case
+from tilefold.bench.implementation import Implementation, Inputs, Prepared, Result, make_inputs
 from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.peers import Implementation, Inputs, Prepared, make_inputs
 from tilefold.bench.timers import Timing
 from tilefold.errors import TilefoldError, Unsupported
 
 __all__ = ["Cell", "Options", "Setting", "run_case", "run_cases", "setting_of"]
 
 Progress = Callable[[Case, str], None]
+Finished = Callable[["list[Cell]"], None]
 OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. host, graph: measure the
-    host cost of a call, and CUDA-graph replays, too. seed: of the inputs."""
+    host cost of a call, and CUDA-graph replays, too. seed: of the inputs. budget_s: no case is begun after so many seconds."""
 
     rounds: int = 5
     rep_ms: float = 40.0
     host: bool = False
     graph: bool = False
     seed: int = 0
+    budget_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Cell:
 
     status: "ok"; "WRONG" (the output fails the tolerance, never timed); "refused" (cannot take the case here); "no memory";
     "failed" (raised something else). note: why. timing is there only for "ok", host and graph where they were asked for.
+    graph: replays over so many buffers that none is in the L2 cache when its turn comes; warm: replays over one set of buffers,
+    of which stays in L2 what fits. scratch: bytes that a call allocates at its peak beyond its inputs and results (GPU only).
     """
 
     case: Case
@@ -50,6 +55,8 @@ class Cell:
     timing: Timing | None = None
     host: Timing | None = None
     graph: Timing | None = None
+    warm: Timing | None = None
+    scratch: int | None = None
 
     @property
     def flops_per_s(self) -> float | None:
@@ -121,10 +128,28 @@ def run_cases(
     device: str,
     options: Options,
     progress: Progress,
+    finished: Finished = lambda cells: None,
 ) -> list[Cell]:
     """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
-    check and one, "timing", per case."""
-    return [cell for case in cases for cell in run_case(case, implementations, device, options, progress)]
+    check and one, "timing", per case; finished(cells) after each case. Cases that the budget does not reach have no cells, nor
+    have those after one in which some implementation broke the GPU's context: nothing runs there any more."""
+    found: list[Cell] = []
+    begin = time.perf_counter()
+    for case in cases:
+        if options.budget_s is not None and time.perf_counter() - begin > options.budget_s:
+            break
+        try:
+            cells, lost = run_case(case, implementations, device, options, progress), False
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            note = f"the GPU was lost in this case: {first_line(error)}"
+            cells, lost = [Cell(case, each.name, FAILED, note) for each in implementations], True
+        finished(cells)
+        found += cells
+        if lost:
+            break
+    return found
 
 
 def run_case(
@@ -136,11 +161,11 @@ def run_case(
     cells: dict[str, Cell] = {}
     ready: dict[str, Prepared] = {}
     try:
-        inputs = make_inputs(case.problem, device, options.seed)
-        judge = Judge(inputs)
+        inputs = make_inputs(case, device, options.seed)
+        judge_of = judges(inputs)
         for implementation in implementations:
             progress(case, implementation.title)
-            cell, prepared = check_one(case, implementation, inputs, judge, device)
+            cell, prepared = check_one(case, implementation, inputs, judge_of, device)
             cells[implementation.name] = cell
             if prepared is not None:
                 ready[implementation.name] = prepared
@@ -161,25 +186,41 @@ def run_case(
     return [cells[implementation.name] for implementation in implementations]
 
 
+def judges(inputs: Inputs) -> Callable[[Implementation], Judge]:
+    """The judge of an implementation's result, made when first needed: one for those that follow the case's lists, another for
+    those that compute every pair."""
+
+    @functools.cache
+    def judge(lists: bool) -> Judge:
+        return Judge(inputs, lists=lists)
+
+    return lambda implementation: judge(implementation.lists or inputs.index is None)
+
+
 def check_one(
-    case: Case, implementation: Implementation, inputs: Inputs, judge: Judge, device: str
+    case: Case, implementation: Implementation, inputs: Inputs, judge_of: Callable[[Implementation], Judge], device: str
 ) -> tuple[Cell, Prepared | None]:
-    """Prepare and run an implementation once and judge its output; what is ready to be timed comes back too."""
+    """Prepare and run an implementation once and judge its result; what is ready to be timed comes back too."""
     import torch
 
-    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
-        return Cell(case, implementation.name, status, note, verdict)
+    scratch: int | None = None
 
-    reason = implementation.refuses(case.problem, device)
+    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
+        return Cell(case, implementation.name, status, note, verdict, scratch=scratch)
+
+    reason = implementation.refuses(case, device)
     if reason is not None:
         return cell(REFUSED, reason), None
+    judge = judge_of(implementation)
     try:
         prepared = implementation.prepare(inputs)
         with prepared.context():
             verdict = judge.verdict(prepared.call())
+            if device == "cuda":
+                scratch = scratch_bytes(prepared.call)
     except torch.OutOfMemoryError as error:
         return cell(MEMORY, first_line(error)), None
-    except Unsupported as error:
+    except (Unsupported, NotImplementedError) as error:
         return cell(REFUSED, first_line(error)), None
     except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
         refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
@@ -194,6 +235,19 @@ def check_one(
     return cell(OK, "", verdict), prepared
 
 
+def scratch_bytes(call: Callable[[], Result]) -> int:
+    """Bytes that a (warmed) call allocates at its peak beyond what is still there when it has returned: its results."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    scratch = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result  # alive until here, so that the second figure counts it
+    return int(scratch)
+
+
 def extras(
     cell: Cell, implementation: Implementation, ready: dict[str, Prepared], device: str, options: Options
 ) -> Cell:
@@ -202,10 +256,26 @@ def extras(
         cell = replace(
             cell, host=host_timing(ready[implementation.name], device, cell.timing.ms if cell.timing else 1.0)
         )
-    if options.graph and device == "cuda":
-        graph = graph_timing(implementation, cell.case, options)
-        cell = replace(cell, note=graph) if isinstance(graph, str) else replace(cell, graph=graph)
+    if (options.graph or cell.case.replayed) and device == "cuda":
+        graphs = graph_timings(implementation, cell.case, options)
+        if isinstance(graphs, str):
+            return replace(cell, note=graphs)
+        cell = replace(cell, graph=graphs[0], warm=graphs[1], note=warm_note(cell.case.bytes, l2_bytes()))
     return cell
+
+
+def l2_bytes() -> int:
+    """Bytes of the current GPU's L2 cache."""
+    import torch
+
+    return int(torch.cuda.get_device_properties().L2_cache_size)
+
+
+def warm_note(touched: int, cache: int) -> str:
+    """What has to be said of warm replays that touch more than the cache holds; "" if they fit."""
+    if touched <= cache:
+        return ""
+    return f"a replay touches {touched / 1e6:.0f} MB, L2 holds {cache / 1e6:.0f}: warm, too, reads from memory"
 
 
 def first_line(error: BaseException) -> str:
@@ -242,16 +312,15 @@ def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:
         return timers.time_host(prepared.call, torch.cpu.synchronize, calls=1, repetitions=2)
 
 
-def graph_timing(implementation: Implementation, case: Case, options: Options) -> Timing | str:
-    """A CUDA-graph replay over as many input sets as overflow the L2 cache, or why the implementation cannot be captured."""
-    import torch
-
-    sets = timers.rotations(case.bytes, torch.cuda.get_device_properties().L2_cache_size)
+def graph_timings(implementation: Implementation, case: Case, options: Options) -> tuple[Timing, Timing] | str:
+    """CUDA-graph replays, cold (over as many input sets as overflow the L2 cache twice) and warm (over one), or why the
+    implementation cannot be captured."""
+    # Three at least: a cache that does not replace the oldest first keeps part of a single set that is larger than itself.
+    sets = max(3, timers.rotations(case.bytes, l2_bytes()))
     try:
-        prepared = [
-            implementation.prepare(make_inputs(case.problem, "cuda", options.seed + turn)) for turn in range(sets)
-        ]
+        prepared = [implementation.prepare(make_inputs(case, "cuda", options.seed + turn)) for turn in range(sets)]
         with prepared[0].context():
-            return timers.time_graph([each.call for each in prepared])
+            calls = [each.call for each in prepared]
+            return timers.time_graph(calls), timers.time_graph(calls[:1])
     except Exception as error:  # a library that cannot be captured still has its eager figure
         return f"no graph: {first_line(error)}"

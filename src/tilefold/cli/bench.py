@@ -1,5 +1,7 @@
 """`tilefold bench`: the library beside others on named cases, every output checked before it is timed."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +15,12 @@ from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.cases import Case
-    from tilefold.bench.peers import Implementation
+    from tilefold.bench.implementation import Implementation
     from tilefold.bench.run import Cell, Options, Setting
 
 __all__ = ["EPILOG", "bench"]
+
+DETAIL_WIDTH = 130  # names of sparse cases are long; a narrow terminal wraps their lines rather than cut figures
 
 EPILOG = """
 **Examples**
@@ -27,61 +31,87 @@ EPILOG = """
 
     tilefold bench dense --host --graph --csv dense.csv --json dense.json --results benchmarks/results
 
+    tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
+
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
-FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone.
+FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
+block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), if installed, and portable (tilefold's own
+portable kernel, where the plan takes another one); peers that know no lists compute every pair, and are judged by that.
 
 **Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order
-alternates. Exit code 1 if an output of tilefold is wrong.
+alternates. Backward, the gradients of q, k and v are computed over a graph that is kept. Rates of sparse cases count the listed
+blocks only, dense peers' too. Exit code 1 if a result of tilefold is wrong.
 """
 
 
 @user_errors
 def bench(
-    family: Annotated[str, typer.Argument(help="Which cases: `dense`.")],
+    family: Annotated[str, typer.Argument(help="Which cases: `dense` or `sparse`.")],
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones in the interpreter).")] = False,
     peers: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Comma-separated, or `none`.", show_default="those usual here")
     ] = None,
     case: Annotated[
         str | None,
-        typer.Option(metavar="FILTER", help="Only cases whose name has these comma-separated parts, as d128,causal."),
+        typer.Option(
+            metavar="FILTER",
+            help="Only cases whose name has these comma-separated parts, as d128,causal; | separates alternatives.",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward",
     host: Annotated[bool, typer.Option("--host", help="Measure the host cost of a call, too.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each implementation gets.")] = 5,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Append the figures to DIR/FAMILY.jsonl, which is never rewritten."),
+        typer.Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl."),
     ] = None,
 ) -> None:
     """Time tilefold and other libraries on named cases, each output checked before it is timed."""
     for path, name in ((csv, "--csv"), (json, "--json"), (markdown, "--markdown")):
         writable(path, name)
     runtime = prepare_runtime()
+    from tilefold.bench.grid import is_ours
+    from tilefold.bench.report import append_results
     from tilefold.bench.run import Options, setting_of
 
-    cases = chosen_cases(family, quick, case, dtype_named(dtype), runtime)
-    implementations = chosen_peers(peers, runtime)
+    cases = chosen_cases(family, quick, case, (dtype_named(dtype), direction), runtime)
+    implementations = chosen_peers(family, peers, runtime)
     console = Console()
     setting = setting_of(runtime.device)
     console.print(
         Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
     )
-    options = Options(rounds=rounds if runtime.gpu else min(rounds, 2), host=host, graph=graph)
-    cells = measure(cases, implementations, runtime, options, console)
+    options = Options(rounds=rounds if runtime.gpu else min(rounds, 2), host=host, graph=graph, budget_s=budget)
+
+    def keep(done: "list[Cell]") -> None:
+        if results is not None:
+            append_results(results, done, setting)
+
+    cells = measure(cases, implementations, runtime, options, keep, console, log)
+    if not cells:
+        return
     show(cells, setting, runtime, host or graph, console)
     write(cells, setting, {"csv": csv, "json": json, "markdown": markdown}, results, console)
-    if any(cell.implementation == "tilefold" and cell.status in ("WRONG", "failed") for cell in cells):
+    if any(is_ours(cell.implementation) and cell.status in ("WRONG", "failed") for cell in cells):
         raise typer.Exit(1)
 
 
-def chosen_cases(family: str, quick: bool, pattern: str | None, dtype: str, runtime: Runtime) -> "tuple[Case, ...]":
-    """The cases that the options name. Raises ValueRangeError for full sizes in the interpreter, which would take days."""
+def chosen_cases(
+    family: str, quick: bool, pattern: str | None, how: tuple[str, str], runtime: Runtime
+) -> "tuple[Case, ...]":
+    """The cases that the options name, how: their dtype and direction.
+
+    Raises ValueRangeError for full sizes in the interpreter, which would take days."""
     from tilefold.bench.cases import cases_of, select_cases
 
     if not quick and not runtime.gpu:
@@ -90,15 +120,15 @@ def chosen_cases(family: str, quick: bool, pattern: str | None, dtype: str, runt
             f"the full cases of {family!r} need a GPU: in the interpreter they would take days. Add --quick"
         )
     size = "full" if not quick else "quick" if runtime.gpu else "tiny"
-    return select_cases(cases_of(family, size, dtype), pattern)
+    return select_cases(cases_of(family, size, *how), pattern)
 
 
-def chosen_peers(peers: str | None, runtime: Runtime) -> "tuple[Implementation, ...]":
+def chosen_peers(family: str, peers: str | None, runtime: Runtime) -> "tuple[Implementation, ...]":
     """tilefold and the peers that the option names, or those usual on this machine."""
     from tilefold.bench.peers import DEFAULT_PEERS, implementations_named
 
     if peers is None:
-        return implementations_named(DEFAULT_PEERS[runtime.device])
+        return implementations_named(DEFAULT_PEERS[family][runtime.device])
     return implementations_named(tuple(name.strip().lower() for name in peers.split(",") if name.strip()))
 
 
@@ -107,9 +137,11 @@ def measure(
     implementations: "tuple[Implementation, ...]",
     runtime: Runtime,
     options: "Options",
+    keep: "Callable[[list[Cell]], None]",
     console: Console,
+    log: bool = False,
 ) -> "list[Cell]":
-    """Run the cases under a progress bar."""
+    """Run the cases under a progress bar; each one's cells are kept as soon as they are there, should a later one fail."""
     from tilefold.bench.run import run_cases
 
     columns = (
@@ -123,25 +155,35 @@ def measure(
 
         def step(case: "Case", what: str) -> None:
             progress.update(task, description=f"{case.name}: {what}")
+            if log:
+                console.print(Text(f"{time.strftime('%H:%M:%S')} {case.name}: {what}", style="dim"), soft_wrap=True)
             progress.advance(task)
 
-        return run_cases(cases, implementations, runtime.device, options, step)
+        cells = run_cases(cases, implementations, runtime.device, options, step, keep)
+    reached = len({cell.case for cell in cells})
+    if reached < len(cases):
+        console.print(Text(f"{reached} of {len(cases)} cases were reached", style="yellow"))
+    return cells
 
 
 def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: bool, console: Console) -> None:
     """Print the tables and the notes."""
     from tilefold.bench import report
 
-    console.print(Text(report.heading_of(cells, setting), style="bold"))
-    console.print()
-    for table in report.speed_tables(cells, console.width):
-        console.print(table)
+    for part in report.directions(cells):
+        console.print(Text(report.heading_of(part, setting), style="bold"))
         console.print()
+        for table in report.speed_tables(part, console.width):
+            console.print(table)
+            console.print()
     if report.geometric_means(cells):
         console.print(Text("1.20x: tilefold takes 1 / 1.20 of that library's time", style="dim"))
-    if details or not runtime.gpu:
+    for line in report.crossing_lines(cells):
+        console.print(Text(line), soft_wrap=True)
+    if details or not runtime.gpu or any(cell.case.pattern for cell in cells):
         console.print()
-        console.print(report.detail_table(cells))
+        wide = Console(width=max(console.width, DETAIL_WIDTH), file=console.file)
+        wide.print(report.detail_table(cells))
         console.print()
     for note in report.notes_of(cells):
         console.print(Text(note, style="red" if "WRONG" in note or "failed" in note else "dim"), soft_wrap=True)
@@ -157,7 +199,7 @@ def show(cells: "list[Cell]", setting: "Setting", runtime: Runtime, details: boo
 def write(
     cells: "list[Cell]", setting: "Setting", files: dict[str, Path | None], results: Path | None, console: Console
 ) -> None:
-    """Write the files that were asked for and say so."""
+    """Write the files that were asked for and say so; the results were appended before."""
     from tilefold.bench import report
 
     texts = {"csv": report.to_csv, "json": report.to_json, "markdown": report.to_markdown}
@@ -166,5 +208,5 @@ def write(
             path.write_text(texts[kind](cells, setting), encoding="utf-8")
             console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
     if results is not None:
-        path = report.append_results(results, cells, setting)
+        path = report.results_path(results, cells)
         console.print(Text(f"appended {len(cells)} rows to {path}", style="dim"), soft_wrap=True)

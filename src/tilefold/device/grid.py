@@ -5,6 +5,7 @@ Programs that run together then share the K and V of a head in the L2 cache.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -28,3 +29,18 @@ def rows_of_sequence(Offsets, i_b, longest):
     else:
         first = tl.load(Offsets + i_b)
         return first.to(tl.int64), tl.load(Offsets + i_b + 1) - first
+
+
+@triton.jit
+def let_next_kernel_start(EARLY: tl.constexpr):
+    """EARLY (sm_90 and newer): the next kernel, if it was launched as a dependent one, may take its places from now on; it stays
+    in `wait_for_previous_kernel` until this one is through (programmatic dependent launch: hides 1 us of launch)."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous_kernel(EARLY: tl.constexpr):
+    """EARLY: until the kernel before this one is through and what it wrote can be read; nothing of its results before that."""
+    if EARLY:
+        gdc_wait()

@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_tiles
-from ..device.grid import place_of_program, rows_of_sequence
+from ..device.grid import (
+    let_next_kernel_start,
+    place_of_program,
+    rows_of_sequence,
+    wait_for_previous_kernel,
+)
 from ..device.ranges import FULL, range_share
 from ..device.source import (
     fetch_box,
@@ -57,6 +62,7 @@ def attend_list(
     FETCH: tl.constexpr,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -67,7 +73,8 @@ def attend_list(
     BLOCK_V: tl.constexpr,
 ):
     """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at, over this program's share of its list.
-    rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf."""
+    rows_live: rows of the sequence from here on that are real queries; the others give 0 and -inf.
+    EARLY: what is stored are partials, and `combine`, launched already, waits for them."""
     q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
@@ -142,6 +149,7 @@ def sparse_forward(
     mask_mods,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -154,7 +162,9 @@ def sparse_forward(
 ):
     """Q [B, Sq, H, Dqk], K [B, Sk, H/group, Dqk], V [B, Sk, H/group, Dv], Out [splits, B, Sq, H, Dv], Lse [splits, B, H, Sq];
     Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] or None, QuerySizes [B, H, Qb] or None, int32 (0 broadcasts)."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     i_k = i_h // group
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
@@ -167,7 +177,7 @@ def sparse_forward(
     v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
     source = (index, Sizes, seq_k, KV_BLOCK, offset)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
-                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -208,6 +218,7 @@ def sparse_forward_box(
     mask_mods,
     MASKED: tl.constexpr,
     EMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -219,7 +230,9 @@ def sparse_forward_box(
     BLOCK_V: tl.constexpr,
 ):
     """sparse_forward with K and V as host descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D]."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     i_k = (i_h // group).to(tl.int32)
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
@@ -232,7 +245,7 @@ def sparse_forward_box(
     v_side = (V, i_b.to(tl.int32), i_k)
     source = (index, Sizes, seq_k, KV_BLOCK, offset)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
-                score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                score_mods, mask_mods, locate_listed_box, fetch_box, MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -241,14 +254,17 @@ def sparse_forward_varlen(
     Q, K, V, Out, Lse, Index, Count, Sizes, QuerySizes, CuQ, CuK, scale, seq_q, total_q, heads, group, batch,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_os, stride_om, stride_oh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_sb, stride_sh, stride_pb, stride_ph, score_mods, mask_mods,
-    MASKED: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Q [Tq, H, Dqk], K [Tk, H/group, Dqk], V [Tk, H/group, Dv], Out [splits, Tq, H, Dv], Lse [splits, H, Tq]; sequence b is
     rows CuQ[b]..CuQ[b+1] of the queries, seq_q at most, and CuK[b]..CuK[b+1] of the keys (int32), and has the lists [b], counted
     from its own start.  Programs past a sequence's end leave; so does what is listed past it."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     first_q, seq_q = rows_of_sequence(CuQ, i_b, seq_q)
     first_k, seq_k = rows_of_sequence(CuK, i_b, seq_q)
     if i_m * BLOCK_M >= seq_q:
@@ -266,7 +282,7 @@ def sparse_forward_varlen(
     v_side = (V + first_k * stride_vn + i_k * stride_vh, stride_vn)
     source = (index, Sizes, seq_k, KV_BLOCK, offset)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, seq_k, scale, stride_qm, stride_om,
-                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, WIDE, DIM_QK, DIM_V,
+                score_mods, mask_mods, locate_listed, fetch_rows, MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V,
                 KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
 
 
@@ -276,14 +292,17 @@ def sparse_forward_paged(
     stride_qb, stride_qm, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_os, stride_ob, stride_om, stride_oh, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_sb, stride_sh,
     stride_pb, stride_ph, stride_tb, score_mods, mask_mods,
-    MASKED: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """sparse_forward with K [pages, PAGE, H/group, Dqk] and V [pages, PAGE, H/group, Dv]: key j of sequence b is row j % PAGE of
     page Table[b, j // PAGE], for j below Lengths[b] (int32), seq_k at most.  No page past that end is looked up.  WIDE: as for
     load_rows, or a page spans 2^31 elements or more."""
+    let_next_kernel_start(EARLY)
     i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    wait_for_previous_kernel(EARLY)
     i_k = i_h // group
     i_s = tl.program_id(1).to(tl.int64)
     index, count, end, offset = list_of_tile(Index, Count, QuerySizes, i_m, i_b, i_h, seq_q, stride_ib, stride_ih,
@@ -299,4 +318,4 @@ def sparse_forward_paged(
     source = (index, Sizes, length, KV_BLOCK, offset, Table + i_b * stride_tb, PAGE)
     attend_list(q, out, lse, k_side, v_side, source, count, end, i_m, i_b, i_h, seq_q, length, scale, stride_qm, stride_om,
                 score_mods, mask_mods, locate_listed_page if PAGE % BLOCK_N == 0 else locate_listed_pages, fetch_paged,
-                MASKED, EMULATE, WIDE, DIM_QK, DIM_V, KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
+                MASKED, EMULATE, EARLY, WIDE, DIM_QK, DIM_V, KV_BLOCK, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip

@@ -144,9 +144,11 @@ def _bind(
     box = plan.kernel == "sparse_forward_box"
     sides = ((k, n.block_qk), (v, n.block_v)) if box else ()
     emulate = interpreting() and q.dtype == torch.bfloat16
+    early = plan.splits > 1 and plan.device.backend == "cuda" and plan.device.generation >= 90
     constants = {
         "MASKED": problem.masked or n.varlen or problem.page_size > 0 or n.seq_k % problem.block_k != 0,
         "EMULATE": emulate,
+        "EARLY": early,
         "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": n.dim_qk,
         "DIM_V": n.dim_v,
@@ -160,8 +162,15 @@ def _bind(
     if problem.page_size:
         constants["PAGE"] = problem.page_size
         constants["WIDE"] |= problem.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    merge_constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
+    merge_constants = {
+        "EMULATE": emulate,
+        "DIM": n.dim_v,
+        "BLOCK_D": n.block_v,
+        "BLOCK_S": BLOCK_SPLITS,
+        "EARLY": early,
+    }
+    merge_options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
     device = q.device.index or 0
     part_strides = (math.prod(shapes[0]), *out_strides)
     # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
@@ -181,7 +190,7 @@ def _bind(
         boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
         mods=mods,
         launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
-        merge=Launch(combine.combine, (rows * n.heads * batch, 1, 1), merge_constants, {"num_warps": 4}, device),
+        merge=Launch(combine.combine, (rows * n.heads * batch, 1, 1), merge_constants, merge_options, device),
         merge_args=(plan.splits, batch, rows, n.heads, part_strides[0], *around, *out_strides, *around, *out_strides),
         keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )

@@ -27,6 +27,7 @@ POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
 VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
 KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL)
 MAX_SPLITS = 128
+MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
 
 
@@ -163,7 +164,7 @@ def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
 
 
 def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int:
-    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 85 % of the best reachable one.
+    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 95 % of the best reachable one.
 
     items: programs without splitting; slots: programs that run at once.  A share holds at least MIN_KEYS keys.  The efficiency is
     that of the waves times that of the uneven shares, which differ by up to one tile."""
@@ -176,12 +177,12 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
     if items == 0 or tiles == 0 or items >= slots:
         return 1
     best = max(efficiency(s) for s in range(1, top + 1))
-    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.85 * best)
+    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.95 * best)
 
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _buffered(problem, tile)))
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(tile)))
     tiles = problem.capacity * (problem.block_k // tile.block_n)
     splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
     if splits == 1:
@@ -200,19 +201,20 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
     width = max(problem.attention.block_qk, problem.attention.block_v)
     if device.backend == "interpreter":
         return (Tile(rows, keys, 4, 1),)
-    stages = 3 if problem.page_size else 2  # of which a page number, loaded before its page, takes its share
+    stages = 3 if problem.page_size else 2  # page numbers are loaded ahead of their pages, see _as_dense
     if problem.attention.dtype == "float32":
         small = min(keys, 32 if width <= 64 else 16)
         return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
     narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
     if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
         return (narrow if uses_wgmma(problem.attention, device, narrow) else replace(narrow, num_warps=8), last)
-    return (Tile(rows, keys, 4, stages), narrow, last)
-
-
-def _buffered(problem: SparseProblem, tile: Tile) -> Tile:
-    """The tile with as many stages as it has buffers of K and V: 2 * n - 1 stages buffer n pages."""
-    return replace(tile, num_stages=(tile.num_stages + 1) // 2) if problem.page_size else tile
+    if _programs(problem, rows) < device.sms:  # few programs: each must keep the memory busy by itself
+        most = 8 if device.generation < 100 else 4  # tcgen05 keeps addresses of every buffer in registers
+        buffers = max(2, min(most, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
+        deep = tuple(Tile(rows, keys, 4, 2 * b - 1) for b in range(buffers, 2, -1))
+    else:
+        deep = ()
+    return (*deep, Tile(rows, keys, 4, stages), narrow, last)
 
 
 def _layout_kernel(problem: SparseProblem) -> str | None:
@@ -228,6 +230,12 @@ def _programs(problem: SparseProblem, block_m: int) -> int:
 def _dense(kernel: str) -> str:
     """The dense kernel with the same loads, whose limits hold."""
     return {BOX_KERNEL: BOX, VARLEN_KERNEL: VARLEN}.get(kernel, POINTER)
+
+
+def _as_dense(tile: Tile) -> Tile:
+    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads
+    that depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
+    return replace(tile, num_stages=max(min(tile.num_stages, 2), (tile.num_stages + 1) // 2))
 
 
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
@@ -254,4 +262,6 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         return "splits", f"must be between 1 and {MAX_SPLITS}, got {splits}"
     if _programs(problem, tile.block_m) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} programs"
-    return tile_violation(problem.attention, device, _dense(kernel), _buffered(problem, tile))
+    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= MAX_STAGES:
+        return "num_stages", f"must be from 1 to {MAX_STAGES}, got {tile.num_stages!r}"
+    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(tile))

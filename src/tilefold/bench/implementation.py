@@ -1,0 +1,141 @@
+"""What an implementation under measurement is: the inputs it gets, the call it gives back, and how it refuses."""
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.cases import Case
+from tilefold.bench.lists import lists_of
+from tilefold.plan.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilefold.sparse import BlockIndex
+
+__all__ = [
+    "Function",
+    "Implementation",
+    "Inputs",
+    "Prepared",
+    "Result",
+    "importable",
+    "make_inputs",
+    "prepared",
+    "version_of",
+]
+
+Result = Any  # the output [B, Sq, H, Dv], or the gradients (dq, dk, dv) in the shapes of q, k and v
+Function = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] of one case, on one device.
+
+    index: the lists of a sparse case, there too. grad: the gradient of the output [B, Sq, H, Dv] of a backward case.
+    """
+
+    case: Case
+    q: "Tensor"
+    k: "Tensor"
+    v: "Tensor"
+    index: "BlockIndex | None" = None
+    grad: "Tensor | None" = None
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return self.case.problem
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that is ready to be timed, giving out [B, Sq, H, Dv], or for a backward case the gradients (dq, dk, dv).
+
+    `context` has to be open while it runs (backend choices)."""
+
+    call: Callable[[], Result]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One implementation of attention.
+
+    name: as on the command line and in result files; title: as in tables; what: one line for --help.
+    refuses: (case, device type "cuda" or "cpu") -> why it cannot be used there, or None.
+    prepare: makes the call; whatever is done once (compilation, block masks, transposed lists) happens there. Unsupported and
+        NotImplementedError count as a refusal, too.
+    lists: whether it follows the lists of a sparse case; one that does not computes every pair and is judged by that.
+    package: the distribution that it comes in.
+    """
+
+    name: str
+    title: str
+    what: str
+    refuses: Callable[[Case, str], str | None]
+    prepare: Callable[[Inputs], Prepared]
+    lists: bool = False
+    package: str = "torch"
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is tilefold and not a peer."""
+        return self.package == "tilefold"
+
+
+def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
+    """Standard-normal q, k, v and gradient, the same for a seed and device, and the case's lists, whatever the seed.
+
+    Never zeros: a GPU draws less power on them and runs faster."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    p = case.problem
+    dtype = getattr(torch, p.dtype)
+
+    def normal(*shape: int) -> "Tensor":
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    q = normal(p.batch, p.seq_q, p.heads, p.dim_qk)
+    k = normal(p.batch, p.seq_k, p.kv_heads, p.dim_qk)
+    v = normal(p.batch, p.seq_k, p.kv_heads, p.dim_v)
+    index = None if case.pattern is None else lists_of(case.pattern, p).to(device)
+    return Inputs(case, q, k, v, index, normal(p.batch, p.seq_q, p.heads, p.dim_v) if case.backward else None)
+
+
+def prepared(
+    inputs: Inputs, function: Function, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Prepared:
+    """The call of a function of (q, k, v) in the case's direction: the function itself, or torch's gradient through it, over a
+    graph that is made here once and kept."""
+    import torch
+
+    if inputs.grad is None:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        return Prepared(lambda: function(q, k, v), context)
+    grad, leaves = inputs.grad, [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    with context():
+        out = function(*leaves)
+    return Prepared(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), context)
+
+
+def importable(module: str) -> bool:
+    """Whether a (dotted) module can be imported, found out without importing it (but its parents)."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@functools.cache
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

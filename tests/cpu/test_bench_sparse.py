@@ -1,0 +1,323 @@
+"""The sparse family: its cases and FLOPs, its judges, gradients beside fp64, the crossing, and reports of made-up times."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilefold import reference
+from tilefold.bench import grid, report
+from tilefold.bench.cases import DECODE, VIDEO, Case, cases_of
+from tilefold.bench.implementation import Implementation, make_inputs, prepared
+from tilefold.bench.judge import Judge, Verdict, sampled_heads, visible
+from tilefold.bench.lists import Pattern, lists_of
+from tilefold.bench.run import Cell, Options, Setting, run_case
+from tilefold.bench.timers import Timing
+from tilefold.errors import ValueRangeError
+from tilefold.plan.problem import AttentionProblem
+
+SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
+RIGHT = Verdict(True, 1e-3, 2e-3, 3e-3, 6e-3)
+PROBLEM = AttentionProblem(2, 96, 160, 4, 2, 16, 8, dtype="float32")
+SPARSE = Case("sparse", PROBLEM, Pattern("uneven", 0, 32, 16))
+QUICK = Options(rounds=1, rep_ms=1.0)
+
+
+def timing(ms):
+    return Timing(ms, ms, ms, 5, "alternating")
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_full_family_is_what_the_published_table_and_more_ask_for():
+    names = [case.name for case in cases_of("sparse")]
+    assert len(set(names)) == len(names)
+    main = "d128_h12_n23296x1_b64_"
+    for wanted in ("random_s50", "random_s65.1", "random_s80", "random_s90", "random_s99", "video_s80", "uneven"):
+        assert main + wanted in names
+    assert {
+        "d128_h12k3_n23296x1_b64_random_s80",
+        "d64_h12_n23296x1_b64_random_s80",
+        "d128_h12_n23296x4_b64_random_s80",
+    } < set(names)
+    assert {main + "random_s80_float16", "d128_h12_n23296x1_b128_random_s80"} < set(names)
+    assert {"d128_h12_q64k23296x1_b64_random_s9.9", "d128_h12_q64k23296x1_b64_random_s90"} < set(names)
+
+
+def test_flops_count_the_listed_blocks_and_two_and_a_half_times_backward():
+    case = Case("sparse", VIDEO, Pattern("random", 80))
+    assert case.flops == 4 * 64 * 64 * 128 * 12 * 364 * 73
+    assert replace(case, backward=True).flops == case.flops * 5 // 2
+    assert Case("sparse", VIDEO, Pattern("random", 0)).flops == Case("dense", VIDEO).flops
+    assert Case("sparse", replace(VIDEO, kv_heads=3), Pattern("random", 80)).flops == case.flops
+
+
+def test_bytes_of_a_decoding_step_are_those_of_the_blocks_it_touches():
+    case = Case("sparse", DECODE, Pattern("random", 90))
+    rows = 64 * 12 * (256 * 2 + 4)
+    assert case.bytes == rows + 36 * 64 * 12 * 256 * 2
+    assert case.replayed
+    assert not Case("sparse", VIDEO, Pattern("random", 90)).replayed
+
+
+def test_backward_leaves_decoding_out_and_both_has_forward_first():
+    forward, backward = cases_of("sparse"), cases_of("sparse", direction="backward")
+    assert len(backward) == len(forward) - 2
+    assert all(case.backward and case.name.endswith("_backward") for case in backward)
+    assert cases_of("sparse", direction="both") == forward + backward
+    assert len(cases_of("dense", direction="both")) == 24
+    with pytest.raises(ValueRangeError, match="direction must be one of forward, backward, both, got 'down'"):
+        cases_of("sparse", direction="down")
+
+
+def test_another_dtype_moves_every_case_once():
+    half = cases_of("sparse", dtype="float16")
+    assert {case.problem.dtype for case in half} == {"float16"}
+    assert len({case.name for case in half}) == len(half) == len(cases_of("sparse")) - 1
+
+
+# --- judges ---------------------------------------------------------------------------------------------------------------------
+
+
+def whole_reference(inputs):
+    return reference.sparse_attention(inputs.q, inputs.k, inputs.v, inputs.index)[0]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_visible_is_the_element_mask_of_the_lists(batch):
+    inputs = make_inputs(SPARSE, "cpu")
+    from tilefold.reference.sparse import element_mask
+
+    rows = [0, 5, 31, 32, 95]
+    want = element_mask(inputs.index, 2, 4)[batch : batch + 1][:, :, rows]
+    assert torch.equal(visible(inputs, rows, batch=batch), want)
+    assert torch.equal(visible(inputs, rows, batch=batch, heads=slice(2, 4)), want[:, 2:4])
+    assert visible(inputs, rows, lists=False).all()
+
+
+def test_the_judge_follows_the_lists_or_not_as_told():
+    inputs = make_inputs(SPARSE, "cpu")
+    sparse, dense = whole_reference(inputs).float(), reference.attention(inputs.q, inputs.k, inputs.v)[0].float()
+    assert Judge(inputs).verdict(sparse).ok
+    assert not Judge(inputs).verdict(dense).ok
+    assert Judge(inputs, lists=False).verdict(dense).ok
+
+
+@pytest.mark.parametrize("lists", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_judge_of_gradients_agrees_with_autograd_through_the_whole_reference(causal, lists, monkeypatch):
+    monkeypatch.setattr("tilefold.bench.judge.STRETCH", 40 * 320)  # several stretches
+    case = replace(SPARSE, backward=True, problem=replace(PROBLEM, causal=causal))
+    inputs = make_inputs(case, "cpu")
+    leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    if lists:
+        out = reference.sparse_attention(*leaves, inputs.index, causal=causal)[0]
+    else:
+        out = reference.attention(*leaves, causal=causal)[0]
+    want = torch.autograd.grad(out, leaves, inputs.grad.double())
+    judge = Judge(inputs, lists=lists)
+    for mine, whole in zip(judge.want, judge._sampled(want), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-11, atol=1e-11)
+    assert judge.verdict(tuple(t.float() for t in want)).ok
+    b, h = judge.heads[-1]
+    for which, head in ((0, h * 2 + 1), (1, h), (2, h)):
+        wrong = [t.float().clone() for t in want]
+        wrong[which][b, 3, head] += 1e-2
+        assert not judge.verdict(tuple(wrong)).ok
+    unsampled = [t.float().clone() for t in want]
+    unsampled[1][0, 0, 0, 0] = float("nan")
+    assert not judge.verdict(tuple(unsampled)).finite
+
+
+def test_sampled_heads_are_distinct_and_keep_the_last():
+    assert sampled_heads(1, 1) == [(0, 0)]
+    assert sampled_heads(1, 2, 5) == [(0, 0), (0, 1)]
+    found = sampled_heads(4, 12)
+    assert len(set(found)) == 2
+    assert (3, 11) in found
+    assert found == sorted(found)
+
+
+# --- running --------------------------------------------------------------------------------------------------------------------
+
+
+def by_lists(inputs):
+    return prepared(inputs, lambda q, k, v: reference.sparse_attention(q, k, v, inputs.index)[0].to(q.dtype))
+
+
+def by_every_pair(inputs):
+    return prepared(inputs, lambda q, k, v: reference.attention(q, k, v)[0].to(q.dtype))
+
+
+def made_up(name, prepare, lists):
+    return Implementation(name, name, "made up", lambda case, device: None, prepare, lists=lists)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_each_is_judged_by_what_it_claims_to_compute(backward):
+    case = replace(SPARSE, backward=backward)
+    everyone = [
+        made_up("lists", by_lists, True),
+        made_up("pairs", by_every_pair, False),
+        made_up("liar", by_every_pair, True),
+    ]
+    cells = run_case(case, everyone, "cpu", QUICK, lambda case, what: None)
+    assert [cell.status for cell in cells] == ["ok", "ok", "WRONG"]
+    assert cells[0].scratch is None  # a GPU's figure
+
+
+def test_a_gradient_is_computed_over_a_graph_that_is_made_once():
+    calls = []
+
+    def prepare(inputs):
+        def function(q, k, v):
+            calls.append(1)
+            return reference.sparse_attention(q, k, v, inputs.index)[0].to(q.dtype)
+
+        return prepared(inputs, function)
+
+    inputs = make_inputs(replace(SPARSE, backward=True), "cpu")
+    ready = prepare(inputs)
+    first, again = ready.call(), ready.call()
+    assert len(calls) == 1
+    assert [t.shape for t in first] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
+    assert all(map(torch.equal, first, again))
+    assert not inputs.q.requires_grad
+
+
+def test_the_gradient_of_a_case_does_not_change_its_other_inputs():
+    forward, backward = make_inputs(SPARSE, "cpu"), make_inputs(replace(SPARSE, backward=True), "cpu")
+    assert forward.grad is None
+    assert backward.grad.shape == (2, 96, 4, 8)
+    assert all(torch.equal(getattr(forward, name), getattr(backward, name)) for name in "qkv")
+    assert torch.equal(forward.index.to_map(), lists_of(SPARSE.pattern, PROBLEM).to_map())
+
+
+# --- the crossing ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_crossing_is_where_the_straight_lines_meet():
+    points = [(90, 1.0, 5.0), (50, 4.0, 5.0), (25, 6.0, 5.0), (0, 8.0, 5.0)]
+    found = grid.crossing_of(points)
+    assert (found.sparsity, found.least, found.most) == (pytest.approx(37.5), 25, 50)
+    assert str(found) == "at 37.5 % sparsity (between 25 and 50 %)"
+
+
+def test_the_crossing_is_the_last_one_on_the_way_up():
+    found = grid.crossing_of([(0, 4.0, 5.0), (25, 6.0, 5.0), (50, 4.0, 5.0)])
+    assert (found.least, found.most) == (25, 50)
+
+
+def test_without_a_change_of_sides_the_crossing_is_a_bound():
+    assert str(grid.crossing_of([(50, 4.0, 5.0), (90, 1.0, 5.0)])) == "below 50 % sparsity"
+    assert str(grid.crossing_of([(50, 9.0, 5.0), (90, 6.0, 5.0)])) == "not up to 90 % sparsity"
+    assert grid.crossing_of([(50, 9.0, 5.0)]) is None
+
+
+# --- reports --------------------------------------------------------------------------------------------------------------------
+
+
+def measured(sparsities=(0, 50, 90)):
+    """tilefold and TK in 10 ms for all blocks and in proportion, BSA in 1.25 times that, dense cuDNN in 7; each forward and
+    2.5 times that backward; FA4 refuses."""
+    cells = []
+    for backward in (False, True):
+        for sparsity in sparsities:
+            case = Case("sparse", VIDEO, Pattern("random", sparsity), backward)
+            ms = 10 * case.density * (2.5 if backward else 1)
+
+            def cell(name, ms, case=case):
+                return Cell(case, name, "ok", "", RIGHT, timing(ms), scratch=1_200_000)
+
+            dense = 17.5 if backward else 7
+            cells += [cell("tilefold", ms), cell("bsa", 1.25 * ms), cell("tk", ms), cell("cudnn", dense)]
+            cells.append(Cell(case, "fa4", "refused", "flash-attn-4 is not installed"))
+    return cells
+
+
+def test_the_best_peer_does_the_same_work_and_is_not_ours():
+    cells = [cell for cell in measured() if cell.case.name.endswith("s0")]
+    assert grid.best_peer(cells).implementation == "tk"  # dense cuDNN is faster, but computes something else
+    cells.append(replace(cells[0], implementation="portable", timing=timing(0.1)))
+    assert grid.best_peer(cells).implementation == "tk"
+    assert grid.best_peer(cells[:1]) is None
+    dense = [replace(cell, case=Case("dense", VIDEO)) for cell in cells]
+    assert grid.best_peer(dense).implementation == "cudnn"
+
+
+def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
+    from rich.console import Console
+
+    parts = report.directions(measured())
+    assert [part[0].case.direction for part in parts] == ["forward", "backward"]
+    assert "sparse attention, backward, bfloat16, TFLOP/s on the listed blocks" in report.heading_of(parts[1], SETTING)
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        for table in report.speed_tables(parts[0], 120):
+            console.print(table)
+        console.print(report.detail_table(parts[0]))
+    text = capture.get()
+    header = text.splitlines()[0].split()
+    assert header == ["D,", "H", "N", "x", "B", "lists", "ms", "tilefold", "best", "BSA", "TK", "cuDNN"]
+    assert "64 random 90 %" in text
+    assert "1.00x" in text
+    assert "1.25x" in text
+    assert "MB more" in text
+    assert "…" not in text
+
+
+def test_rows_say_their_lists():
+    def what(pattern, **changes):
+        return report.what_of(Cell(Case("sparse", replace(VIDEO, **changes), pattern), "tilefold", "ok"))
+
+    assert what(Pattern("random", 0)) == "64 random 0 %"
+    assert what(Pattern("uneven")) == "64 uneven 83.0 %"
+    assert what(Pattern("video", 65.1)) == "64 video 65.1 %"
+    assert what(Pattern("random", 80, 128, 128), dtype="float16") == "128 random 80 % fp16"
+
+
+def test_the_crossing_is_said_once_for_each_direction():
+    lines = report.crossing_lines(measured())
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "tilefold overtakes dense cuDNN at 30.0 % sparsity (between 0 and 50 %): forward, d128_h12"
+    )
+    assert ": backward, d128_h12_n23296x1, blocks of 64" in lines[1]
+
+
+def test_documents_and_rows_carry_the_new_figures():
+    cells = measured()
+    text = report.to_markdown(cells, SETTING)
+    assert text.count("| D, H | N x B | lists | tilefold ms | tilefold | best peer | BSA | TK | cuDNN | FA4 |") == 2
+    assert "tilefold overtakes dense cuDNN at 30.0 %" in text
+    document = json.loads(report.to_json(cells, SETTING))
+    assert document["geometric_means"]["bsa"]["tilefold_speedup"] == pytest.approx(1.25)
+    assert document["geometric_means"]["bsa, backward"]["cases"] == 3
+    assert document["crossings"]["forward, d128_h12_n23296x1, blocks of 64"]["sparsity"] == pytest.approx(30)
+    row = document["rows"][0]
+    assert (row["direction"], row["density"], row["scratch_bytes"]) == ("forward", 1.0, 1_200_000)
+    assert row["version"] == "0.1.0"
+    assert row["tflops"] == pytest.approx(VIDEO.seq_q**2 * 4 * 128 * 12 / 10e-3 / 1e12)
+
+
+def test_cold_and_warm_replays_have_columns_of_their_own():
+    from rich.console import Console
+
+    case = Case("sparse", DECODE, Pattern("random", 90))
+    cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
+    console = Console(width=140, color_system=None)
+    with console.capture() as capture:
+        console.print(report.detail_table([cell]))
+    assert {"cold", "warm"} < set(capture.get().split())
+    (row,) = report.rows_of([cell], SETTING)
+    assert (row["graph_us"], row["graph_warm_us"]) == (pytest.approx(12.5), pytest.approx(11.8))
+
+
+def test_results_are_there_case_by_case(tmp_path):
+    cells = measured()
+    for case in dict.fromkeys(cell.case for cell in cells):
+        report.append_results(tmp_path, [cell for cell in cells if cell.case == case], SETTING)
+    rows = [json.loads(line) for line in (tmp_path / "sparse.jsonl").read_text().splitlines()]
+    assert len(rows) == len(cells)
