@@ -15,10 +15,13 @@ PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),
     "d128 sizes causal": SparseProblem(problem(128, causal=True), 64, 64, 32, True),
     "d64 one block": SparseProblem(problem(64, seq_q=64), 64, 64, 64),
+    "one block causal": SparseProblem(problem(128, seq_q=64, causal=True), 64, 64, 64),
+    "one block sizes": SparseProblem(problem(128, seq_q=64), 64, 64, 64, True),
     "d256": SparseProblem(problem(256), 64, 64, 32),
 } | {  # the other layouts of K and V, forward
     "varlen d128 causal": SparseProblem(problem(128, varlen=True, causal=True), 64, 64, 32),
     "varlen d256 sizes": SparseProblem(problem(256, varlen=True), 64, 64, 32, True),
+    "varlen one block": SparseProblem(problem(128, seq_q=64, varlen=True, causal=True), 64, 64, 64),
     "varlen fp32": SparseProblem(problem(64, varlen=True, dtype="float32"), 64, 64, 32),
     "pages of 16 d128 causal": SparseProblem(problem(128, causal=True), 64, 64, 32, page_size=16),
     "pages of 64 d64": SparseProblem(problem(64), 64, 64, 32, page_size=64),

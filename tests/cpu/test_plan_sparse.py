@@ -108,19 +108,21 @@ def test_other_layouts_have_a_plan_on_every_device(device, dtype):
         assert {plan.kernel for plan in paged} == {"sparse_forward_paged"}
 
 
-def test_a_paged_loop_has_two_buffers():
-    """The table's load takes a stage for each one of K and V, so 3 stages buffer 2 tiles, and are counted as such."""
-    plan = plan_sparse(replace(problem(), page_size=64), device_named("h200"))
-    flat = plan_sparse(replace(problem(), masked=True), device_named("h200"), portable=True)
-    assert (plan.num_stages, flat.num_stages) == (3, 2)
-    assert plan.splits == flat.splits
-
-
-def test_few_programs_run_deep_pipelines():
-    """One program an SM has to keep the memory busy: several buffers of K and V, whatever their layout."""
-    for changes in ({"page_size": 64}, {"masked": True}, {}):
-        plan = plan_sparse(replace(problem(seq_q=64, capacity=328), **changes), device_named("h200"))
-        assert (plan.num_stages, plan.splits) == (7, 11)
+def test_stages_that_a_list_or_a_table_takes():
+    """A table is loaded ahead of its pages and takes every second stage; so does a list whose blocks no mask looks at; where one
+    does, every stage is a buffer (as compiled, tests/cpu/test_aot_sparse.py)."""
+    h200 = device_named("h200")
+    few = problem(seq_q=64, capacity=328)
+    causal = replace(few, attention=replace(few.attention, causal=True))
+    stages = [
+        plan_sparse(p, h200).num_stages for p in (few, causal, replace(few, masked=True), replace(few, page_size=64))
+    ]
+    assert stages == [7, 4, 4, 7]
+    assert plan_sparse(replace(problem(), page_size=64), h200).num_stages == 3
+    assert plan_sparse(replace(problem(), masked=True), h200, portable=True).num_stages == 2
+    assert (
+        len({plan_sparse(p, h200).splits for p in (causal, replace(few, masked=True), replace(few, page_size=64))}) == 1
+    )
 
 
 def test_layouts_are_told_apart():

@@ -214,7 +214,7 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(tile)))
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
     tiles = problem.capacity * (problem.block_k // tile.block_n)
     splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
     if splits == 1:
@@ -233,18 +233,19 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
     width = max(problem.attention.block_qk, problem.attention.block_v)
     if device.backend == "interpreter":
         return (Tile(rows, keys, 4, 1),)
-    stages = 3 if problem.page_size else 2  # of which a page number, loaded before its page, takes its share
+    stages = 3 if problem.page_size else 2  # see _as_dense
     if problem.attention.dtype == "float32":
         small = min(keys, 32 if width <= 64 else 16)
         return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
     narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
     if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
         return (narrow if uses_wgmma(problem.attention, device, narrow) else replace(narrow, num_warps=8), last)
-    deep: tuple[Tile, ...] = ()
     if _programs(problem, rows) < device.sms:  # few programs: each must keep the memory busy by itself
         most = 8 if device.generation < 100 else 4  # tcgen05 keeps addresses of every buffer in registers
         buffers = max(2, min(most, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
-        deep = tuple(Tile(rows, keys, 4, 2 * b - 1) for b in range(buffers, 2, -1))
+        deep = tuple(Tile(rows, keys, 4, 2 * b - 1 if _runs_ahead(problem) else b) for b in range(buffers, 2, -1))
+    else:
+        deep = ()
     return (*deep, Tile(rows, keys, 4, stages), narrow, last)
 
 
@@ -263,9 +264,19 @@ def _dense(kernel: str) -> str:
     return {BOX_KERNEL: BOX, VARLEN_KERNEL: VARLEN}.get(kernel, POINTER)
 
 
-def _as_dense(tile: Tile) -> Tile:
-    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads
-    that depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
+def _runs_ahead(problem: SparseProblem) -> bool:
+    """Whether the pipeline gives the list, or the table of pages, stages of its own ahead of the loads that depend on it: if
+    its values are nothing but addresses, as page numbers are, and block numbers where no mask or mod looks at a key's index."""
+    n = problem.attention
+    looked_at = problem.masked or n.varlen or n.causal or n.score_mods or n.mask_mods or n.seq_k % problem.block_k
+    return problem.page_size > 0 or not looked_at
+
+
+def _as_dense(problem: SparseProblem, tile: Tile) -> Tile:
+    """The tile of a dense kernel with as many K and V buffers: a load that runs ahead takes as many stages, so that past two
+    every second one buys no buffer (compiled with triton 3.6.0)."""
+    if not _runs_ahead(problem):
+        return tile
     return replace(tile, num_stages=max(min(tile.num_stages, 2), (tile.num_stages + 1) // 2))
 
 
@@ -299,4 +310,4 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         return "grid", f"more than {MAX_GRID} programs"
     if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= MAX_STAGES:
         return "num_stages", f"must be from 1 to {MAX_STAGES}, got {tile.num_stages!r}"
-    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(tile))
+    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(problem, tile))
