@@ -5,7 +5,7 @@ quad share a row.  Statistics of rows that need no exchange inside the loop stay
 the quad) and are summed once, at the end.
 """
 
-from .gluon import gl, jit, opaque, schedule_fence
+from .gluon import gl, jit, opaque
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -133,8 +133,8 @@ def softmax_step(s, m, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 @jit
 def rescale(acc, alpha, ROW: gl.constexpr):
-    """acc [M, D] times alpha [M].  The fence keeps the multiplications behind the product that was issued before them."""
-    return acc * gl.expand_dims(gl.convert_layout(schedule_fence(alpha), ROW), 1)
+    """acc [M, D] times alpha [M]."""
+    return acc * gl.expand_dims(gl.convert_layout(alpha, ROW), 1)
 
 
 @jit

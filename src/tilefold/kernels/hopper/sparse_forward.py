@@ -22,7 +22,6 @@ from .gluon import (
     jit,
     mbarrier,
     reinterpret,
-    schedule_fence,
     tma_load,
     wgmma,
     wgmma_wait,
@@ -259,7 +258,6 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
                 if lives != WHOLE:
                     s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
             p_next, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
-            l = schedule_fence(l)
             acc = wgmma_wait(0, deps=(o_flying,))
             mbarrier.arrive(v_empty.index(vs), count=1)
             p = p_next
