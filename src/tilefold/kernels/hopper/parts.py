@@ -75,14 +75,21 @@ def entry(index, i, count):
 
 
 @jit
-def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, SIZED: gl.constexpr):
     """Valid tokens of a KV block, 0 for block -1.  sizes: where this head's block sizes begin (looked at if SIZED)."""
-    live = gl.where(block >= 0, KV_BLOCK, 0)
-    if MASKED:
-        live = gl.minimum(live, seq_k - block * KV_BLOCK)
+    live = gl.minimum(gl.where(block >= 0, KV_BLOCK, 0), seq_k - block * KV_BLOCK)
     if SIZED:
         live = gl.minimum(live, gl.load(sizes + gl.maximum(block, 0)))
     return live
+
+
+@jit
+def live_of_entry(index, i, count, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+    """Valid tokens of entry i of a list, 0 if it has none; without MASKED every block is whole and no number is looked at."""
+    if MASKED:
+        return live_keys(entry(index, i, count), sizes, seq_k, KV_BLOCK, SIZED)
+    else:
+        return gl.where((i >= 0) & (i < count), KV_BLOCK, 0)
 
 
 # ---------------------------------------------------------------- the fold on accumulators
