@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+import tilefold
 from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.sparse import MIN_KEYS, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
 
 
 def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):
@@ -16,12 +19,60 @@ def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **cha
 
 
 def test_video_shape_takes_boxes_and_no_splits():
-    plan = plan_sparse(problem(), device_named("h200"))
+    plan = plan_sparse(problem(), device_named("h200"), portable=True)
     assert (plan.kernel, plan.splits, plan.grid) == ("sparse_forward_box", 1, (364 * 12, 1, 1))
 
 
 def test_blocks_with_sizes_are_read_by_pointers():
-    assert plan_sparse(problem(masked=True), device_named("h200")).kernel == "sparse_forward"
+    assert plan_sparse(problem(masked=True), device_named("h200"), portable=True).kernel == "sparse_forward"
+
+
+def test_hopper_takes_its_own_kernel():
+    for made in (problem(), problem(masked=True), problem(dim=64, dtype="float16"), problem(seq_q=23290, seq_k=70)):
+        plan = plan_sparse(made, device_named("h200"))
+        assert plan.kernel == HOPPER
+        assert SparsePlan.from_json(plan.to_json()) == plan
+        assert programs_per_sm(made) * (shared_bytes(made, plan.tile) + 1024) <= plan.device.smem_per_sm
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (problem(dim=96), "head dims of 64 and 128"),
+        (problem(dtype="float32"), "multiplies bfloat16 and float16"),
+        (problem(causal=True), "no masks"),
+        (problem(score_mods=("softcap",)), "no masks"),
+        (problem(descriptors=False), "strides of K or V"),
+        (replace(problem(), descriptors=False), "strides of Q"),
+        (replace(problem(), block_q=32), "blocks of 64 and 128 tokens"),
+    ],
+)
+def test_what_the_hopper_kernel_refuses(made, why):
+    plan = plan_sparse(made, device_named("h200"))
+    assert plan.kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match=why):
+        plan.with_tile(kernel=HOPPER)
+
+
+def test_other_devices_take_portable_kernels():
+    for device in ("a100", "b200", "mi300x", "interpreter"):
+        assert plan_sparse(problem(), device_named(device)).kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match="written for sm_90"):
+        plan_sparse(problem(), device_named("b200")).with_tile(kernel=HOPPER)
+
+
+def test_changing_the_kernel_brings_its_tile():
+    for blocks in (64, 128):
+        made = replace(problem(), block_q=blocks, block_k=blocks)
+        plan = plan_sparse(made, device_named("h200"))
+        box = plan.with_tile(kernel="sparse_forward_box")
+        assert (box.tile, box.programs) == (plan_sparse(made, device_named("h200"), portable=True).tile, 0)
+        assert box.with_tile(kernel=HOPPER).tile == plan.tile
+        for fields in ({"block_n": 32}, {"splits": 2}, {"num_stages": 8}, {"programs": -1}, {"num_warps": 8}):
+            with pytest.raises(tilefold.PlanError, match=next(iter(fields))):
+                plan.with_tile(**fields)
+        with pytest.raises(tilefold.PlanError, match="programs"):
+            box.with_tile(programs=4)
 
 
 def test_one_query_block_is_split():

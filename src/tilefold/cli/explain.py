@@ -124,4 +124,4 @@ def _sparse_problem(
             raise Unsupported(f"{name} does not go with --blocks: sparse attention has no such argument")
     block_q, block_k = pair_of(blocks, "--blocks", "Q,KV such as 64,64")
     room = -(-problem.seq_k // block_k) if listed is None and block_k > 0 else listed or 0
-    return SparseProblem(problem, block_q, block_k, room, sizes, page_size)
+    return SparseProblem(problem, block_q, block_k, room, sizes, page_size=page_size)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
+from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
 from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
 from .sparse_call import Lists, SparseCall, check_call, dense_call, key_of
@@ -27,6 +27,7 @@ __all__ = [
     "prepare",
 ]
 
+HOPPER_KERNEL = "sparse_forward_hopper"
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 
@@ -114,11 +115,40 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         index.indices.shape[3],
         masked=index.block_sizes is not None,
         page_size=0 if call.paged is None else sizes["page_size"],
+        descriptors=boxable(q),
     )
-    plan: SparsePlan = plan_sparse(problem, device) if call.plan is None else call.plan  # type: ignore[assignment]
+    shapes = out_shape, lse_shape
     if call.plan is not None:
-        plan.check(problem, device)
-    return _bind(q, k, v, call, sizes, scale, plan, (out_shape, lse_shape))
+        given: SparsePlan = call.plan  # type: ignore[assignment]
+        given.check(problem, device)
+        return _bind(q, k, v, call, sizes, scale, given, shapes)
+    plan = plan_sparse(problem, device)
+    if plan.kernel == HOPPER_KERNEL:
+        found = _hopper(q, k, v, call, scale, plan, shapes)
+        if found is not None:
+            return found
+        plan = plan_sparse(problem, device, portable=True)
+    return _bind(q, k, v, call, sizes, scale, plan, shapes)
+
+
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: SparseCall,
+    scale: float,
+    plan: "SparsePlan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared | None:
+    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
+    from ..kernels import hopper
+    from . import sparse_hopper
+
+    if refusal := hopper.refusal():
+        sparse_hopper.warn_portable(refusal)
+        return None
+    p = sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
+    return p if sparse_hopper.compiles(p, q, k, v, call) else None
 
 
 def _bind(
@@ -136,6 +166,10 @@ def _bind(
     from ..kernels import combine, sparse_forward
     from .launch import Launch
 
+    if plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
     problem = plan.problem
     n, index = problem.attention, call.lists
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
@@ -221,6 +255,10 @@ def _arguments(
     call: SparseCall,
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.arguments(p, q, k, v, out, lse, call)
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
     score, masks = mods_of_call(p, q, call)
     return (q, *sides, out, lse, *call.lists[:4], *call.placement, *p.scalars, *p.strides, score, masks)

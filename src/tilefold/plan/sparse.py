@@ -20,12 +20,14 @@ from tilefold.plan.limits import (
     uses_wgmma,
 )
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
+from tilefold.plan.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
 
 __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
 VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
-KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL)
+KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL, HOPPER_KERNEL)
 MAX_SPLITS = 128
 MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
@@ -39,6 +41,7 @@ class SparseProblem:
     capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
     page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
     (attention.varlen) lengths are the longest and every sequence has lists of its own.
+    descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
     """
 
     attention: AttentionProblem
@@ -46,6 +49,7 @@ class SparseProblem:
     block_k: int
     capacity: int
     masked: bool = False
+    descriptors: bool = True
     page_size: int = 0
 
     def __post_init__(self) -> None:
@@ -82,8 +86,10 @@ class SparsePlan:
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
-    (packed sequences) or "sparse_forward_paged" (K and V in pages). block_m rows of one query
-    block per program, block_n keys per step; splits: shares of each list, folded apart and merged by `combine` if more than 1.
+    (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90). block_m rows of one
+    query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are buffers of V);
+    splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper kernel
+    launches, each making several query blocks in turn, 0: one per query block.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
 
@@ -97,9 +103,12 @@ class SparsePlan:
     splits: int
     rule: str
     reason: str
+    programs: int = 0
 
     def __post_init__(self) -> None:
         fault = _violation(self.problem, self.device, self.kernel, self.tile, self.splits)
+        if not fault and (self.programs < 0 or (self.programs and self.kernel != HOPPER_KERNEL)):
+            fault = "programs", f"must be 0, or positive with {HOPPER_KERNEL}, got {self.programs} with {self.kernel}"
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -111,7 +120,8 @@ class SparsePlan:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Programs: query tiles x heads x batch, and splits."""
-        return (_programs(self.problem, self.block_m), self.splits, 1)
+        items = _programs(self.problem, self.block_m)
+        return (min(self.programs or items, items), self.splits, 1)
 
     def __str__(self) -> str:
         n = self.problem.attention
@@ -136,7 +146,13 @@ class SparsePlan:
         return serialise.from_json(cls, text)
 
     def with_tile(self, **fields: int | str) -> "SparsePlan":
-        """The plan with other tile fields, kernel or splits; PlanError names the field that does not fit."""
+        """The plan with other tile fields, kernel, splits or programs; PlanError names the field that does not fit.
+        Another kernel brings its own tile, where the fields do not say otherwise."""
+        if HOPPER_KERNEL in (self.kernel, kernel := fields.get("kernel", self.kernel)) and kernel != self.kernel:
+            own = _tiles(self.problem, self.device)[0]
+            tile = hopper_tile(self.problem, self.device) if kernel == HOPPER_KERNEL else own
+            names = ("block_m", "block_n", "num_warps", "num_stages")
+            fields = {**{name: getattr(tile, name) for name in names}, "programs": 0, **fields}
         return replace(self, rule="override", reason="The caller chose these fields.", **fields)  # type: ignore[arg-type]
 
     def check(self, problem: SparseProblem, device: Device) -> None:
@@ -150,9 +166,25 @@ class SparsePlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
-    """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) -> SparsePlan:
+    """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
+
+    portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
+    plan = _portable(problem, device)
+    refusal = hopper_refusal(problem, device)
+    if portable or plan.splits > 1 or refusal:
+        return plan
+    tile = hopper_tile(problem, device)
+    return SparsePlan(
+        problem, device, HOPPER_KERNEL, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, 1, "hopper-lists",
+        "A loading warp, folding warpgroups and wgmma; there are enough query blocks to fill the device.",
+        hopper_programs(problem, device, _programs(problem, tile.block_m)),
+    )  # fmt: skip
+
+
+def _portable(problem: SparseProblem, device: Device) -> SparsePlan:
+    """The first portable tile that fits."""
     kernel = _layout_kernel(problem) or (BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL)
     faults = []
     for tile in _tiles(problem, device):
@@ -263,6 +295,10 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
     only = _layout_kernel(problem)
     if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
         return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
+    if kernel == HOPPER_KERNEL:
+        if _programs(problem, problem.block_q) > MAX_GRID:
+            return "grid", f"more than {MAX_GRID} query blocks"
+        return hopper_violation(problem, device, tile, splits)
     if kernel == BOX_KERNEL and problem.masked:
         return "kernel", f"{kernel} needs blocks that are valid throughout"
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
