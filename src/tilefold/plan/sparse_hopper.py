@@ -29,6 +29,8 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
         return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
     if not n.plain or n.causal or n.window != (-1, -1):
         return "it has no masks and no changes of scores inside a block"
+    if problem.page_size:
+        return "it reads K and V in one piece, not in pages"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     return box_refusal(n, device)
