@@ -206,3 +206,17 @@ def test_falls_back_with_a_warning(monkeypatch):
     call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
     with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
         assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
+
+
+def test_falls_back_where_the_kernel_does_not_compile(monkeypatch):
+    from tilefold.ops.launch import Launch
+
+    def refuse(self, args):
+        raise RuntimeError("no such instruction, says this test")
+
+    monkeypatch.setattr(Launch, "compile", refuse)
+    q, k, v = qkv(2, 64 * 51, 64 * 51, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = lists(1, 1, 64 * 51, 64 * 51)
+    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    with pytest.warns(RuntimeWarning, match="no such instruction"):
+        assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
