@@ -102,11 +102,11 @@ def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: 
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(results: dict[tuple[str, str], JobResult], name: str) -> None:
-    """wgmma in loops without spills or registers in flight; Triton 3.9 spills a register or two outside of them."""
+    """wgmma in loops without spills or registers in flight; Triton 3.9 spills a few outside of them."""
     found = results[f"hopper {name}", "sm_90"]
     assert found.problems(spills="outside loops") == ()
     assert found.report is not None
-    assert found.report.spill_store_bytes <= 8
+    assert found.report.spill_store_bytes <= 32
     made = HOPPER[name]
     plan = plan_sparse(made, device_named("h200"))
     assert plan.kernel == HOPPER_KERNEL

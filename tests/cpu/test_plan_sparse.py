@@ -119,7 +119,7 @@ def test_stages_that_a_list_or_a_table_takes():
     ]
     assert stages == [7, 4, 4, 7]
     assert plan_sparse(replace(problem(), page_size=64), h200).num_stages == 3
-    assert plan_sparse(replace(problem(), masked=True), h200).num_stages == 2
+    assert plan_sparse(replace(problem(), masked=True), h200, portable=True).num_stages == 2
     assert (
         len({plan_sparse(p, h200).splits for p in (causal, replace(few, masked=True), replace(few, page_size=64))}) == 1
     )

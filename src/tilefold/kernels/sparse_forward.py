@@ -14,12 +14,7 @@ import triton
 import triton.language as tl
 
 from ..device.fold import fold_tiles
-from ..device.grid import (
-    let_next_kernel_start,
-    place_of_program,
-    rows_of_sequence,
-    wait_for_previous_kernel,
-)
+from ..device.grid import let_next_kernel_start, place_of_program, rows_of_sequence, wait_for_previous_kernel
 from ..device.ranges import FULL, range_share
 from ..device.source import (
     fetch_box,
@@ -254,10 +249,9 @@ def sparse_forward_varlen(
     Q, K, V, Out, Lse, Index, Count, Sizes, QuerySizes, CuQ, CuK, scale, seq_q, total_q, heads, group, batch,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_os, stride_om, stride_oh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_sb, stride_sh, stride_pb, stride_ph, score_mods, mask_mods,
-    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
-    DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Q [Tq, H, Dqk], K [Tk, H/group, Dqk], V [Tk, H/group, Dv], Out [splits, Tq, H, Dv], Lse [splits, H, Tq]; sequence b is
     rows CuQ[b]..CuQ[b+1] of the queries, seq_q at most, and CuK[b]..CuK[b+1] of the keys (int32), and has the lists [b], counted
@@ -292,10 +286,9 @@ def sparse_forward_paged(
     stride_qb, stride_qm, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_os, stride_ob, stride_om, stride_oh, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_sb, stride_sh,
     stride_pb, stride_ph, stride_tb, score_mods, mask_mods,
-    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
-    DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr, EMULATE: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """sparse_forward with K [pages, PAGE, H/group, Dqk] and V [pages, PAGE, H/group, Dv]: key j of sequence b is row j % PAGE of
     page Table[b, j // PAGE], for j below Lengths[b] (int32), seq_k at most.  No page past that end is looked up.  WIDE: as for

@@ -114,8 +114,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         index.block_k,
         index.indices.shape[3],
         masked=index.block_sizes is not None,
-        page_size=0 if call.paged is None else sizes["page_size"],
         descriptors=boxable(q),
+        page_size=0 if call.paged is None else sizes["page_size"],
     )
     shapes = out_shape, lse_shape
     if call.plan is not None:

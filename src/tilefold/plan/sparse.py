@@ -39,9 +39,9 @@ class SparseProblem:
 
     attention: lengths, heads, dims, dtype and mods, as for the dense kernel. block_q, block_k: tokens per query and KV block.
     capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
+    descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
     page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
     (attention.varlen) lengths are the longest and every sequence has lists of its own.
-    descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
     """
 
     attention: AttentionProblem
@@ -173,7 +173,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     require_supported(problem.attention, device)
     plan = _portable(problem, device)
     refusal = hopper_refusal(problem, device)
-    if portable or plan.splits > 1 or refusal:
+    if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
         return plan
     tile = hopper_tile(problem, device)
     return SparsePlan(

@@ -5,7 +5,7 @@ quad share a row.  Statistics of rows that need no exchange inside the loop stay
 the quad) and are summed once, at the end.
 """
 
-from .gluon import gl, jit, opaque, schedule_fence
+from .gluon import gl, jit, opaque
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -75,14 +75,21 @@ def entry(index, i, count):
 
 
 @jit
-def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, SIZED: gl.constexpr):
     """Valid tokens of a KV block, 0 for block -1.  sizes: where this head's block sizes begin (looked at if SIZED)."""
-    live = gl.where(block >= 0, KV_BLOCK, 0)
-    if MASKED:
-        live = gl.minimum(live, seq_k - block * KV_BLOCK)
+    live = gl.minimum(gl.where(block >= 0, KV_BLOCK, 0), seq_k - block * KV_BLOCK)
     if SIZED:
         live = gl.minimum(live, gl.load(sizes + gl.maximum(block, 0)))
     return live
+
+
+@jit
+def live_of_entry(index, i, count, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+    """Valid tokens of entry i of a list, 0 if it has none; without MASKED every block is whole and no number is looked at."""
+    if MASKED:
+        return live_keys(entry(index, i, count), sizes, seq_k, KV_BLOCK, SIZED)
+    else:
+        return gl.where((i >= 0) & (i < count), KV_BLOCK, 0)
 
 
 # ---------------------------------------------------------------- the fold on accumulators
@@ -133,8 +140,8 @@ def softmax_step(s, m, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 @jit
 def rescale(acc, alpha, ROW: gl.constexpr):
-    """acc [M, D] times alpha [M].  The fence keeps the multiplications behind the product that was issued before them."""
-    return acc * gl.expand_dims(gl.convert_layout(schedule_fence(alpha), ROW), 1)
+    """acc [M, D] times alpha [M]."""
+    return acc * gl.expand_dims(gl.convert_layout(alpha, ROW), 1)
 
 
 @jit

@@ -11,8 +11,11 @@ In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the
 side has a ring of buffers with two barriers a buffer: `full` (the copy engine has written it) and `empty` (every consumer
 has read it).  The parity that a side waits for flips each time it has gone round its ring.
 
-A grid smaller than the number of query blocks makes the programs go on to their next block, whose loads then run under the
-end of the one before.  Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
+There are as many programs as the device has places.  Each draws the number of its next query block from a counter while it
+still loads for the one before: the next loads run under the end of the fold, and lists of different lengths share the
+device evenly.  Which program makes a block changes no bit of it.
+
+Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
 from .gluon import (
@@ -22,7 +25,6 @@ from .gluon import (
     jit,
     mbarrier,
     reinterpret,
-    schedule_fence,
     tma_load,
     wgmma,
     wgmma_wait,
@@ -38,6 +40,7 @@ from .parts import (
     entry,
     list_of_item,
     live_keys,
+    live_of_entry,
     place_of_item,
     quad_sums,
     read_ticket,
@@ -206,22 +209,21 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
         index = list_of_item(lists, i_q, i_b, i_h)
         units, missing = units_of_list(count, PER)
         sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
-        live_0 = live_keys(entry(index, 0 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
-        live_1 = live_keys(entry(index, 1 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
+        live_0 = live_of_entry(index, 0 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+        live_1 = live_of_entry(index, 1 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
-            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
             ahead_0 = entry(index, 2 * PER - missing, count)
             ahead_1 = ahead_0
             if PER == 2:
-                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_1 = entry(index, 5 - missing, count)
         m = gl.full([64], LOWEST, gl.float32, ROW_S)
         l = gl.zeros_like(quad_sums(nothing))
         acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
 
         q = q_tiles.index(CID).load(Q_LAYOUT)
-
         ks = first % K_SLOTS
         vs = first % V_SLOTS
         v_parity = (first // V_SLOTS) & 1
@@ -243,10 +245,10 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
                 if lives != WHOLE:
                     _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
                 lives = lives_next
-                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_0 = entry(index, (j + 2) * PER - missing, count)
                 if PER == 2:
-                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, SIZED)
                     ahead_1 = entry(index, (j + 2) * PER + 1 - missing, count)
             mbarrier.wait(k_full.index(ks), (t // K_SLOTS) & 1)
             s_flying = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -259,7 +261,6 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
                 if lives != WHOLE:
                     s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
             p_next, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
-            l = schedule_fence(l)
             acc = wgmma_wait(0, deps=(o_flying,))
             mbarrier.arrive(v_empty.index(vs), count=1)
             p = p_next
