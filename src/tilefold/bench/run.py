@@ -93,8 +93,8 @@ def setting_of(device: str) -> Setting:
 
 @functools.cache
 def commit() -> str:
-    """What TILEFOLD_COMMIT says, for sources that were copied to another machine; else the short commit of the checkout that holds
-    this file, "+" appended if files differ from it; else "unknown"."""
+    """What TILEFOLD_COMMIT says, for sources copied to another machine; else the short commit of the checkout that holds this
+    file, "+" appended if files differ from it; else "unknown"."""
     if given := os.environ.get("TILEFOLD_COMMIT"):
         return given
     here = Path(__file__).resolve().parent
