@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilefold
-from cases import dilated, dilated_twin, packed, prefix, prefix_twin, rand, relative, relative_twin
+from cases import dilated, dilated_twin, one, packed, prefix, prefix_twin, rand, relative, relative_twin
 from index_cases import held, lists, plan_of
 from tilefold import BlockIndex, reference
 
@@ -82,6 +84,25 @@ def test_mods(device):
     check(*case, mask_mod=prefix, mask_args=(4,), twins={"mask_mod": prefix_twin})
     hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
     check(*case, splits=2, twins={"score_mod": relative_twin, "mask_mod": dilated_twin}, **hook)
+
+
+@triton.jit
+def inside(score, batch, head, q_index, kv_index, args):
+    """The score; args[0] is set to 1 if an index lies outside its sequence."""
+    seen, seq_q, seq_k = args
+    outside = (q_index < 0) | (q_index >= seq_q) | (kv_index < 0) | (kv_index >= seq_k)
+    tl.store(seen + q_index * 0 + kv_index * 0, 1.0, mask=outside)
+    return score
+
+
+@pytest.mark.parametrize("lengths", [([20, 33], [0, 17]), ([0, 33], [20, 17]), ([5, 33], [60, 1])])
+def test_mods_are_never_given_an_index_outside(lengths, device):
+    """Forward and backward, also where a sequence has no keys, no queries, or fewer than its lists name."""
+    tensors, index, where = batch(*lengths, density=1.0, device=device)
+    inputs, seen = [t.requires_grad_() for t in tensors], torch.zeros(1, device=device)
+    hook = {"score_mod": inside, "score_args": (seen,), "score_grad": one}
+    tilefold.sparse_attention_varlen(*inputs, index, **where, **hook).sum().backward()
+    assert seen.item() == 0
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -48,7 +48,8 @@ def sparse_backward_queries(
     end = seq_q
     if QuerySizes is not None:
         end = tl.minimum(end, i_q * Q_BLOCK + tl.load(QuerySizes + i_b * stride_pb + i_h * stride_ph + i_q))
-    count = tl.load(Count + i_b * stride_cb + i_h * stride_ch + i_q)
+    # Without a key there is no index that the mods could be given.
+    count = tl.where(seq_k > 0, tl.load(Count + i_b * stride_cb + i_h * stride_ch + i_q), 0)
     q = load_rows(Q + i_b * stride_qb + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, end, stride_qm, WIDE,
                   BLOCK_M, DIM_QK, BLOCK_QK)  # fmt: skip
     do = load_rows(DOut + i_b * stride_db + first_q * stride_dm + i_h * stride_dh, i_m * BLOCK_M, end, stride_dm, WIDE,
@@ -105,7 +106,7 @@ def sparse_backward_keys(
         live = o_n < seq_k
         if Sizes is not None:
             live = live & (o_n - block * KV_BLOCK < tl.load(Sizes + i_b * stride_sb + i_h * stride_sh + block))
-        count = tl.load(Count + i_b * stride_cb + i_h * stride_ch + block)
+        count = tl.where(seq_q > 0, tl.load(Count + i_b * stride_cb + i_h * stride_ch + block), 0)
         index = Index + i_b * stride_ib + i_h * stride_ih + block.to(tl.int64) * stride_iq
         source = (index, QuerySizes, seq_q, Q_BLOCK, i_b * stride_pb + i_h * stride_ph)
         q_side = side_of(Q, i_b, i_h, first_q, stride_qb, stride_qm, stride_qh, BOX)
