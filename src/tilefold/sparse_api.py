@@ -61,7 +61,7 @@ def sparse_attention(
 
         Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
         last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
-        and kept on the index.  Its scratch is one fp32 number a query and head.
+        and kept on the index.  Its scratch is two fp32 numbers a query and head.
 
     Raises:
         As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.

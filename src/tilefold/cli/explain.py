@@ -8,7 +8,7 @@ from tilefold.cli.runtime import dtype_named, pair_of, user_errors
 from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem
+    from tilefold.plan import AttentionProblem, Device
     from tilefold.plan.sparse import SparseProblem
 
 __all__ = ["EPILOG", "explain"]
@@ -72,7 +72,7 @@ def explain(
     Needs no GPU: the answer is computed from the shapes and the device's record alone. A causal mask, a window and the
     modifications of the scores count, their values do not.
     """
-    from tilefold.plan import AttentionProblem, device_named, plan_attention
+    from tilefold.plan import AttentionProblem, plan_attention
     from tilefold.plan.sparse import plan_sparse
 
     problem = AttentionProblem(
@@ -93,17 +93,23 @@ def explain(
         descriptors=not varlen,
     )
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
-    if device == "here":
-        import torch
-
-        from tilefold.cli.runtime import prepare_runtime
-        from tilefold.ops.device import device_of
-
-        record = device_of(torch.device(prepare_runtime().device))
-    else:
-        record = device_named(device)
+    record = _record(device)
     plan = plan_attention(problem, record) if sparse is None else plan_sparse(sparse, record)
     typer.echo(plan.to_json() if as_json else str(plan))
+
+
+def _record(device: str) -> "Device":
+    """The device of that name, or this machine's for "here"."""
+    from tilefold.plan import device_named
+
+    if device != "here":
+        return device_named(device)
+    import torch
+
+    from tilefold.cli.runtime import prepare_runtime
+    from tilefold.ops.device import device_of
+
+    return device_of(torch.device(prepare_runtime().device))
 
 
 def _sparse_problem(

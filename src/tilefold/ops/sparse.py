@@ -163,7 +163,7 @@ def _bind(
 ) -> Prepared:
     """Kernels, run-time scalars and compile-time constants of this call under this plan."""
     from ..device import mods
-    from ..kernels import combine, sparse_forward
+    from ..kernels import sparse_forward
     from .launch import Launch
 
     if plan.kernel == HOPPER_KERNEL:
@@ -179,32 +179,8 @@ def _bind(
     sides = ((k, n.block_qk), (v, n.block_v)) if box else ()
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.backend == "cuda" and plan.device.generation >= 90
-    constants = {
-        "MASKED": problem.masked or n.varlen or problem.page_size > 0 or n.seq_k % problem.block_k != 0,
-        "EMULATE": emulate,
-        "EARLY": early,
-        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
-        "Q_BLOCK": problem.block_q,
-        "KV_BLOCK": problem.block_k,
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
-    }
-    if problem.page_size:
-        constants["PAGE"] = problem.page_size
-        constants["WIDE"] |= problem.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
+    constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
-    merge_constants = {
-        "EMULATE": emulate,
-        "DIM": n.dim_v,
-        "BLOCK_D": n.block_v,
-        "BLOCK_S": BLOCK_SPLITS,
-        "EARLY": early,
-    }
-    merge_options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
     device = q.device.index or 0
     part_strides = (math.prod(shapes[0]), *out_strides)
     # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
@@ -224,10 +200,43 @@ def _bind(
         boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
         mods=mods,
         launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
-        merge=Launch(combine.combine, (rows * n.heads * batch, 1, 1), merge_constants, merge_options, device),
+        merge=_merge(plan, rows * n.heads * batch, emulate, early, device),
         merge_args=(plan.splits, batch, rows, n.heads, part_strides[0], *around, *out_strides, *around, *out_strides),
         keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )
+
+
+def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, int, int]) -> dict[str, Any]:
+    """The kernel's compile-time constants; rows: the strides of a row of q, k and v."""
+    problem = plan.problem
+    n = problem.attention
+    wide = rows[0] * plan.block_m >= 1 << 31
+    return {
+        "MASKED": problem.masked or n.varlen or problem.page_size > 0 or n.seq_k % problem.block_k != 0,
+        "EMULATE": emulate,
+        "EARLY": early,
+        "WIDE": wide or problem.page_size * max(rows[1:]) >= 1 << 31,
+        "DIM_QK": n.dim_qk,
+        "DIM_V": n.dim_v,
+        "Q_BLOCK": problem.block_q,
+        "KV_BLOCK": problem.block_k,
+        **({"PAGE": problem.page_size} if problem.page_size else {}),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_QK": n.block_qk,
+        "BLOCK_V": n.block_v,
+    }
+
+
+def _merge(plan: "SparsePlan", rows: int, emulate: bool, early: bool, device: int) -> Any:
+    """The launch that merges the shares of `rows` rows."""
+    from ..kernels.combine import combine
+    from .launch import Launch
+
+    n = plan.problem.attention
+    constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": early}
+    options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
+    return Launch(combine, (rows, 1, 1), constants, options, device)
 
 
 def list_strides(index: Lists) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
 VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
-KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL)
+KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL, HOPPER_KERNEL)
 MAX_SPLITS = 128
 MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
@@ -290,15 +290,15 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
 
 def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    only = _layout_kernel(problem)
+    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+        return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == HOPPER_KERNEL:
         if _programs(problem, problem.block_q) > MAX_GRID:
             return "grid", f"more than {MAX_GRID} query blocks"
         return hopper_violation(problem, device, tile, splits)
-    if kernel not in KERNELS:
-        return "kernel", f"must be one of {', '.join(map(repr, (*KERNELS, HOPPER_KERNEL)))}, got {kernel!r}"
-    only = _layout_kernel(problem)
-    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
-        return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == BOX_KERNEL and problem.masked:
         return "kernel", f"{kernel} needs blocks that are valid throughout"
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):

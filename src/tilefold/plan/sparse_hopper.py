@@ -30,7 +30,7 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
     if not n.plain or n.causal or n.window != (-1, -1):
         return "it has no masks and no changes of scores inside a block"
     if problem.page_size:
-        return "it reads K and V in one piece, not in pages"
+        return "K and V lie in pages, and it takes them in by boxes"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     return box_refusal(n, device)
