@@ -45,7 +45,7 @@ def test_hopper_takes_its_own_kernel():
         (problem(descriptors=False), "strides of K or V"),
         (replace(problem(), descriptors=False), "strides of Q"),
         (replace(problem(), block_q=32), "blocks of 64 and 128 tokens"),
-        (replace(problem(), page_size=64), "not in pages"),
+        (replace(problem(), page_size=64), "page_size=64"),
     ],
 )
 def test_what_the_hopper_kernel_refuses(made, why):
