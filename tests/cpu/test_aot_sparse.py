@@ -1,13 +1,11 @@
-"""The sparse kernels and the merge of splits, as planned for real devices, compile for four targets under two Tritons."""
+"""The forward sparse kernels and the merge, as planned for real devices, compile for their targets under two Tritons."""
 
 import pytest
 
-from aot_cases import DEVICES, problem
-from tilefold.aot import Job, JobResult, newest_triton, run_jobs
-from tilefold.aot.jobs import NEWEST_VARIABLE
+from aot_cases import DEVICES, Results, compiled, problem
+from tilefold.aot import Job
 from tilefold.plan import device_named
 from tilefold.plan.sparse import SparseProblem, plan_sparse
-from tilefold.plan.sparse_backward import plan_sparse_backward
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
 
@@ -26,14 +24,17 @@ PROBLEMS = {
     "pages of 256 d128 one block": SparseProblem(problem(128, seq_q=64), 64, 128, 64, page_size=256),
     "pages of 100 d256 sizes": SparseProblem(problem(256), 64, 64, 32, True, page_size=100),
 }
+EVERYWHERE = ("d128 sizes causal", "d64 one block", "d256", "varlen d128 causal", "pages of 16 d128 causal")
 BUILDER = "tilefold.ops.sparse:example_launch"
 JOBS = {
     (name, target): Job(
-        BUILDER, {"plan": plan_sparse(made, device_named(device))}, target, label=f"{name} for {target}"
+        BUILDER, {"plan": plan_sparse(made, device_named(device), portable=True)}, target, label=f"{name} for {target}"
     )
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
+    if target == "sm_90" or name in EVERYWHERE
 }
+PORTABLE = [*JOBS]
 HOPPER = {
     "64 d128": SparseProblem(problem(128), 64, 64, 32),
     "64 d128 sizes": SparseProblem(problem(128), 64, 64, 32, True),
@@ -51,59 +52,32 @@ JOBS |= {
     )
     for name, made in HOPPER.items()
 }
-# The portable kernels serve this architecture too, where the Hopper kernel does not
-JOBS |= {
-    (name, "sm_90"): Job(
-        BUILDER, {"plan": plan_sparse(made, device_named("h200"), portable=True)}, "sm_90", label=f"{name} for sm_90"
-    )
-    for name, made in PROBLEMS.items()
-}
 JOBS |= {
     ("merge", target): Job(
         BUILDER, {"plan": plan_sparse(PROBLEMS["d64 one block"], device_named(device)), "merge": True}, target
     )
     for target, device in DEVICES.items()
 }
-BACKWARD = "tilefold.ops.sparse_backward:example_launch"
-JOBS |= {
-    (f"{part} {name}", target): Job(
-        BACKWARD,
-        {
-            "plan": plan_sparse(made, device_named(device)),
-            "backward_plan": plan_sparse_backward(made, device_named(device)),
-            "part": part,
-        },
-        target,
-        label=f"{part} {name} for {target}",
-    )
-    for name, made in PROBLEMS.items()
-    for target, device in DEVICES.items()
-    for part in ("delta", "queries", "keys")
-    if name.startswith("d") and name != "d64 one block" and (part != "delta" or name == "d128")
-}
 pytestmark = pytest.mark.xdist_group("test_aot_sparse")  # one process compiles, the others would only repeat it
 
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], JobResult]:
-    folder = newest_triton() if request.param == "newest" else None
-    if request.param == "newest" and folder is None:
-        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
-    return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder), strict=True))
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param)
 
 
-@pytest.mark.parametrize("target", DEVICES)
-@pytest.mark.parametrize("name", [*PROBLEMS, "merge"])
-def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
+@pytest.mark.parametrize(("name", "target"), [*PORTABLE, *(("merge", target) for target in DEVICES)])
+def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if name == "merge" else "best"
     other_layout = name.startswith(("varlen", "pages"))  # a few registers of the prologue wait in memory on sm_80
-    assert results[name, target].problems(tensor=tensor, spills="outside loops" if other_layout else "none") == ()
+    found = results.of(name, target)
+    assert found.problems(tensor=tensor, spills="outside loops" if other_layout else "none") == ()
 
 
 @pytest.mark.parametrize("name", HOPPER)
-def test_hopper(results: dict[tuple[str, str], JobResult], name: str) -> None:
+def test_hopper(results: Results, name: str) -> None:
     """wgmma in loops without spills or registers in flight; Triton 3.9 spills a few outside of them."""
-    found = results[f"hopper {name}", "sm_90"]
+    found = results.of(f"hopper {name}", "sm_90")
     assert found.problems(spills="outside loops") == ()
     assert found.report is not None
     assert found.report.spill_store_bytes <= 32
@@ -112,17 +86,3 @@ def test_hopper(results: dict[tuple[str, str], JobResult], name: str) -> None:
     assert plan.kernel == HOPPER_KERNEL
     assert 0 <= shared_bytes(made, plan.tile) - found.report.shared_bytes < 512
     assert found.report.occupancy.programs == programs_per_sm(made)
-
-
-@pytest.mark.parametrize(("name", "target"), [key for key in JOBS if key[0].split()[0] in ("delta", "queries", "keys")])
-def test_backward(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
-    """dk and dv hold twice the accumulators of any other kernel: what lives across the loop may be spilled around it, and a few
-    registers inside where that measured faster on an H200 than smaller tiles without (D=256: 1.4 times, D=128: 1.15 times)."""
-    part = name.split()[0]
-    found = results[name, target]
-    assert (
-        found.problems(tensor="none" if part == "delta" else "best", spills="any" if part == "keys" else "none") == ()
-    )
-    assert found.report is not None
-    few = 0 if part != "keys" else 100 if name == "keys d256" else 8  # at D=256 Triton 3.6 has 5, 3.9 has 85
-    assert sum(loop.spills for loop in found.report.loops) <= few

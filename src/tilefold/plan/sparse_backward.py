@@ -90,8 +90,10 @@ class SparseBackwardPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_sparse_backward(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
-    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool = False) -> SparseBackwardPlan:
+    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
+
+    portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
     queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
