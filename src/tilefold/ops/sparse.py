@@ -116,6 +116,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         masked=index.block_sizes is not None,
         descriptors=boxable(q),
         page_size=0 if call.paged is None else sizes["page_size"],
+        query_masked=index.query_sizes is not None,
     )
     shapes = out_shape, lse_shape
     if call.plan is not None:

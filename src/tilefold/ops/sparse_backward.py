@@ -1,8 +1,8 @@
 """Backward block-sparse attention: plan, allocate, launch; and the autograd function around forward and backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,15 +11,19 @@ from . import sparse
 from .attention import boxable, describe_box, head_strides
 from .call import facts_of
 from .device import device_of, interpreting
+from .sparse_backward_hopper import HopperBound, example_parts
+from .sparse_backward_hopper import bind as bind_hopper
+from .sparse_backward_hopper import run as run_hopper
 
 if TYPE_CHECKING:
-    from ..plan.sparse import SparsePlan, SparseProblem
+    from ..plan.sparse import SparsePlan
     from ..plan.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
 
 __all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+HOPPER_KERNEL = "sparse_backward_hopper"
 ROWS = 64  # rows of delta that one program makes
 
 
@@ -130,6 +134,9 @@ def backward(
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
+    if isinstance(bound, HopperBound):
+        gradients = run_hopper(bound, saved, dout, dlse, call, transposed)
+        return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
     queries, keys = _arguments(prepared, bound, saved, dout, statistics, call, transposed)
@@ -188,33 +195,29 @@ def _bound(
     dlse: torch.Tensor | None,
     call: "SparseCall",
     transposed: "Lists",
-) -> Bound:
+) -> "Bound | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     hooks = call.score_grad, call.backward_plan
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), dlse is None, facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
-    found = prepared.backward.get(key)
+    found: Bound | HopperBound | None = prepared.backward.get(key)
     if found is None:
         found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, saved[0]))
         prepared.backward[key] = found
         prepared.keep += hooks
-    bound: Bound = found
-    return bound
-
-
-def _problem(problem: "SparseProblem", q: torch.Tensor, call: "SparseCall") -> "SparseProblem":
-    """The forward pass's problem; its descriptors also need a q that the copy engine can read, valid throughout."""
-    n = problem.attention
-    descriptors = n.descriptors and call.lists.query_sizes is None and boxable(q)
-    return replace(problem, attention=replace(n, descriptors=descriptors))
+    return found
 
 
 def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor) -> "SparseBackwardPlan":
+    from ..kernels.hopper import available
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
-    problem = _problem(prepared.plan.problem, q, call)
+    problem = prepared.plan.problem
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(q.device))
+        plan = plan_sparse_backward(problem, device_of(q.device))
+        if plan.kernel == HOPPER_KERNEL and not available():
+            plan = plan_sparse_backward(problem, device_of(q.device), portable=True)
+        return plan
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
     call.backward_plan.check(problem, device_of(q.device))
@@ -228,9 +231,11 @@ def _bind(
     call: "SparseCall",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
-) -> Bound:
+) -> "Bound | HopperBound":
     from ..kernels import sparse_backward as kernels
 
+    if plan.kernel == HOPPER_KERNEL:
+        return bind_hopper(saved, dout, call, transposed, plan, prepared.scalars[0])
     q, k, v, out, lse = saved
     problem, n = plan.problem, plan.problem.attention
     packed = call.packed is not None
@@ -319,6 +324,9 @@ def example_launch(
     )
     transposed = lists._replace(indices=indices, counts=counts)
     bound = _bind(prepared, saved, out, call, transposed, backward_plan)
+    if isinstance(bound, HopperBound):
+        made, given = example_parts(bound, saved, out, call, transposed)[part]
+        return made.fn, given, made.keywords
     statistics = torch.empty((2, *lse.shape), device="meta")
     queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)
     launch, args = {

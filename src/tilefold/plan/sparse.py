@@ -42,6 +42,7 @@ class SparseProblem:
     descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
     page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
     (attention.varlen) lengths are the longest and every sequence has lists of its own.
+    query_masked: some query block may have fewer valid tokens than block_q (the forward pass does not mind).
     """
 
     attention: AttentionProblem
@@ -51,6 +52,7 @@ class SparseProblem:
     masked: bool = False
     descriptors: bool = True
     page_size: int = 0
+    query_masked: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):

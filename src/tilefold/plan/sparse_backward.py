@@ -9,22 +9,31 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse import SparseProblem
+from tilefold.plan.sparse_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse_backward_hopper import (
+    KEYS,
+    QUERIES,
+    SCRATCH_LIMIT,
+    heads_at_once,
+    hopper_refusal,
+    scratch_bytes,
+)
 
 __all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
 
-KERNELS = POINTERS, BOX = "sparse_backward", "sparse_backward_box"
+POINTERS, BOX = "sparse_backward", "sparse_backward_box"
+KERNELS = (POINTERS, BOX, HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBackwardPlan:
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
-    problem: that of the forward pass, except that problem.attention.descriptors also says that q can be read by descriptors
-    and that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with pointer loads) or
-    "sparse_backward_box" (what streams by comes by tensor descriptors). queries: the tile of the kernel that makes dq, block_m
-    of its own queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own
-    keys against block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or
-    exceeds a limit of the device.
+    problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
+    streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: ds is kept for `heads` KV heads at a time,
+    so that it is made once). queries: the tile of the kernel that makes dq, block_m of its own queries against block_n listed
+    keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own keys against block_m listed queries a
+    step. Raises PlanError, naming the field, if a tile does not divide its blocks or exceeds a limit of the device.
     """
 
     problem: SparseProblem
@@ -34,9 +43,10 @@ class SparseBackwardPlan:
     keys: Tile
     rule: str
     reason: str
+    heads: int = 0
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys)
+        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -46,13 +56,19 @@ class SparseBackwardPlan:
         queries, keys = _programs(self.problem, self.queries, self.keys)
         return (queries, 1, 1), (keys, 1, 1)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of ds that are kept at a time, beside two fp32 numbers a query and head."""
+        return scratch_bytes(self.problem, self.heads)
+
     def __str__(self) -> str:
         n = self.problem.attention
+        kept = f"; ds of {self.heads} KV heads at a time, {self.scratch_bytes / 2**20:.0f} MiB" if self.heads else ""
         return (
             f"Sparse attention backward plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
-            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}\n"
+            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}{kept}\n"
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs\n"
             f"  rule      {self.rule}. {self.reason}"
         )
@@ -67,14 +83,19 @@ class SparseBackwardPlan:
         return serialise.from_json(cls, text)
 
     def with_tiles(
-        self, queries: Tile | None = None, keys: Tile | None = None, kernel: str | None = None
+        self, queries: Tile | None = None, keys: Tile | None = None, kernel: str | None = None, heads: int | None = None
     ) -> "SparseBackwardPlan":
-        """The plan with other tiles or another kernel; PlanError names the field that does not fit."""
+        """The plan with other tiles, another kernel (and the tiles that go with it) or another number of heads at a time;
+        PlanError names the field that does not fit."""
+        base = self
+        if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
+            base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
         return replace(
-            self,
-            queries=queries or self.queries,
-            keys=keys or self.keys,
-            kernel=kernel or self.kernel,
+            base,
+            queries=queries or base.queries,
+            keys=keys or base.keys,
+            kernel=kernel or base.kernel,
+            heads=base.heads if heads is None else heads,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -84,7 +105,7 @@ class SparseBackwardPlan:
         self.problem.require_same(problem)
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
             raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
-        fault = _violation(problem, device, self.kernel, self.queries, self.keys)
+        fault = _violation(problem, device, self.kernel, self.queries, self.keys, self.heads)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -95,6 +116,19 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
 
     portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
+    # At D=64 the portable kernels measured as fast on an H200, and they keep nothing.
+    if portable or hopper_refusal(problem, device) or problem.attention.dim_qk < 128:
+        return _portable(problem, device)
+    return _hopper(problem, device)
+
+
+def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
+    reason = "A loading warp, wgmma, five products a pair; the order of every sum is that of one list."
+    heads = heads_at_once(problem)
+    return SparseBackwardPlan(problem, device, HOPPER, QUERIES, KEYS, "hopper-lists", reason, heads)
+
+
+def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
     queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
     reason = "Each program owns its rows and follows one list."
@@ -183,17 +217,23 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
     if problem.attention.dtype == "float32":
         return "fp32 products are not made from shared memory, and boxes would only take registers"
-    if problem.masked:
+    if not problem.descriptors:
+        return "the base or the strides of Q are not multiples of 16 bytes"
+    if problem.masked or problem.query_masked:
         return "rows past a block's valid tokens may hold anything, and a box would read them"
     return box_refusal(problem.attention, device)
 
 
 def _violation(
-    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile
+    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    if kernel == HOPPER:
+        return _hopper_violation(problem, device, queries, keys, heads)
+    if heads != 0:
+        return "heads", f"must be 0 for {kernel}, which keeps no ds, got {heads}"
     refusal = _box_refusal(problem, device) if kernel == BOX else None
     if refusal:
         return "kernel", f"{kernel} cannot be used: {refusal}"
@@ -203,4 +243,21 @@ def _violation(
             return f"{name}.{fault[0]}", fault[1]
     if max(_programs(problem, queries, keys)) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} programs"
+    return None
+
+
+def _hopper_violation(
+    problem: SparseProblem, device: Device, queries: Tile, keys: Tile, heads: int
+) -> tuple[str, str] | None:
+    refusal = hopper_refusal(problem, device)
+    if refusal:
+        return "kernel", f"{HOPPER} cannot be used: {refusal}"
+    for name, tile, made in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
+        if tile != made:
+            return name, f"must be {made} for {HOPPER}, got {tile}"
+    rows = problem.attention.batch * problem.attention.kv_heads
+    if type(heads) is not int or not 1 <= heads <= rows:
+        return "heads", f"must be from 1 to {rows}, the KV heads of all sequences, got {heads!r}"
+    if scratch_bytes(problem, heads) > SCRATCH_LIMIT:
+        return "heads", f"ds of {heads} takes {scratch_bytes(problem, heads)} bytes, at most {SCRATCH_LIMIT} are kept"
     return None
