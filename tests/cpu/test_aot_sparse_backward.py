@@ -87,6 +87,8 @@ def test_hopper(results: Results, name: str, part: str) -> None:
     rules = ("best", "any" if part == "keys" else "none") if part in ("keys", "queries") else ("none", "none")
     assert found.problems(tensor=rules[0], spills=rules[1]) == ()  # type: ignore[arg-type]
     assert found.report is not None
-    assert sum(loop.spills for loop in found.report.loops) <= 8
+    assert (
+        sum(loop.spills for loop in found.report.loops) <= 20
+    )  # none under Triton 3.6; 6 and, with sizes, 18 under 3.9
     if rules[0] == "best":
         assert found.report.occupancy.programs == 2

@@ -8,7 +8,10 @@ import pytest
 import tilefold
 from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan.limits import Tile
 from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.sparse_backward_hopper import SCRATCH_LIMIT
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
 
@@ -136,3 +139,25 @@ def test_layouts_are_told_apart():
     for kernel in ("sparse_forward_varlen", "sparse_forward_paged"):
         with pytest.raises(PlanError, match=f"{kernel} does not serve varlen=False, page_size=0"):
             plan.with_tile(kernel=kernel)
+
+
+def test_backward_keeps_a_bounded_scratch():
+    """The Gluon backward pass keeps ds of as many heads as fit a fixed limit; where one head does not, it is not chosen."""
+    h200 = device_named("h200")
+    for capacity in (1, 36, 127, 364):
+        plan = plan_sparse_backward(problem(capacity=capacity), h200)
+        assert plan.kernel == "sparse_backward_hopper"
+        assert 0 < plan.scratch_bytes <= SCRATCH_LIMIT
+        assert f"ds of {plan.heads} KV heads at a time" in str(plan)
+        assert plan.scratch_bytes == plan.heads * 364 * capacity * 64 * 64 * 2
+    long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
+    assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
+    assert plan_sparse_backward(problem(dim=64), h200).kernel == "sparse_backward_box"
+    assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"
+    plan = plan_sparse_backward(problem(), h200)
+    assert plan.with_tiles(kernel="sparse_backward_box").scratch_bytes == 0
+    assert plan.with_tiles(kernel="sparse_backward_box").with_tiles(kernel="sparse_backward_hopper").heads == plan.heads
+    for fields in ({"heads": 0}, {"heads": 13}, {"queries": Tile(64, 64, 8, 4)}, {"keys": Tile(64, 64, 4, 3)}):
+        with pytest.raises(PlanError, match=next(iter(fields))):
+            plan.with_tiles(**fields)
+    assert SparseBackwardPlan.from_json(plan.to_json()) == plan

@@ -37,6 +37,8 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if problem.capacity == 0 or n.seq_k == 0:
         return "there is nothing listed"
+    if n.batch * n.heads * -(-n.seq_q // BLOCK) * 2 * BLOCK >= 1 << 31:
+        return "there are more than 2**24 query blocks"
     if scratch_bytes(problem, 1) > SCRATCH_LIMIT:
         return f"ds of one KV head takes {scratch_bytes(problem, 1) >> 20} MiB, more than {SCRATCH_LIMIT >> 20}"
     return box_refusal(n, device)
@@ -50,6 +52,6 @@ def scratch_bytes(problem: "SparseProblem", heads: int) -> int:
 
 
 def heads_at_once(problem: "SparseProblem") -> int:
-    """KV heads (of all sequences) per launch: as many as the limit lets be kept, since every launch has a last, half-empty wave."""
+    """KV heads (of all sequences) per launch: as many as the limit lets be kept, since every launch ends half empty."""
     n = problem.attention
     return max(1, min(n.batch * n.kv_heads, SCRATCH_LIMIT // max(1, scratch_bytes(problem, 1)), MOST_HEADS))
