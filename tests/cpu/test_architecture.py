@@ -44,7 +44,11 @@ OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
 }
 ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its version differences
-SHARED_BY_HOPPER = ("gluon", "parts", "backward_parts")  # Gluon's front and the device helpers of its kernels: no kernels
+SHARED_BY_HOPPER = (
+    "gluon",
+    "parts",
+    "backward_parts",
+)  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
 REFERENCE_IN_CLI = {"check", "demo"}
 
