@@ -1,0 +1,109 @@
+"""The door to Gluon: the only file that imports it, under names that hold for Triton 3.6 to 3.9.
+
+    jit, constexpr_function   decorators: a kernel or a helper; a function that runs while compiling
+    gl                        the language: gl.arange, gl.allocate_shared_memory, layouts, gl.warp_specialize
+    TensorDescriptor          host descriptor (tensor, shape, strides, block, layout) that the copy engine reads
+    tma_load, tma_store, tma_reduce_add, tma_store_wait     copies by the tensor memory accelerator
+    mbarrier                  init, wait, expect, arrive on one barrier in shared memory; barriers() makes several
+    fence_async_shared        orders writes of threads to shared memory before reads of the copy engine and of wgmma
+    wgmma, wgmma_wait, wgmma_init      products of a warpgroup
+    reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
+    opaque                    keeps the compiler from computing something early and holding it in registers
+    schedule_fence            keeps the assembler from moving a wait up
+
+Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr as plain
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wgmma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init as wgmma_init
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "barriers",
+    "builtin",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "mbarrier",
+    "opaque",
+    "reinterpret",
+    "schedule_fence",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
+    "wgmma",
+    "wgmma_init",
+    "wgmma_wait",
+]
+
+jit = gluon.jit
+constexpr_function = gluon.constexpr_function
+
+# tma_load(descriptor, coordinates, barrier, buffer, pred=True); tma_store(descriptor, coordinates, buffer).
+# 3.9 still has the old names, but they raise.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+
+@builtin
+def _reduce_add(tensor_desc, coord, src, _semantic=None):
+    """3.6 has the instruction (cp.reduce.async.bulk.tensor .add), but no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+# tma_reduce_add(descriptor, coordinates, buffer): adds a buffer to global memory.
+tma_reduce_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory under another type, shape and layout (a method whose name changed)."""
+    shape = [plain(n) for n in plain(shape)]
+    return _semantic.memdesc_reinterpret(buffer, plain(dtype), shape, plain(layout))
+
+
+@jit
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """NUMBER barriers [NUMBER, 1], each complete after COUNT arrivals.  Fence before other warps or the copy engine use them."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
+@jit
+def opaque(x):
+    """x (32 bits an element), which the compiler takes for new: it neither looks into it nor moves what is made of it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@jit
+def schedule_fence(x):
+    """x (fp32, at least 0), computed before what follows: a performance event that never fires, since no x is below -1.
+
+    ptxas (12.8 to 13.5) moves `wgmma.wait_group` up over independent arithmetic, and then nothing runs beside the product; this
+    instruction depends on x and is not moved.  A NaN compares false."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred below; setp.lt.f32 below, $1, 0fBF800000; @below pmevent 1; mov.b32 $0, $1; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,179 @@
+"""What the Hopper kernels share: the order of work, a list's entries, the softmax step on accumulators, the store of a result.
+
+Layouts: an accumulator of wgmma gives a thread two rows of 64 and, in each, pairs of neighbouring columns; the four threads of a
+quad share a row.  Statistics of rows that need no exchange inside the loop stay as four partial values a row (one per thread of
+the quad) and are summed once, at the end.
+"""
+
+from .gluon import gl, jit, opaque, schedule_fence
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.0e38)  # a row's maximum before its first key: finite, so that -inf - LOWEST is no NaN
+
+
+# ---------------------------------------------------------------- which work, in which order
+
+
+@jit
+def items_of_stream(items, stream, streams):
+    """How many of `items` work items stream number `stream` of `streams` makes; see item_of_stream."""
+    rounds = items // streams
+    place = stream + (rounds & 1) * (streams - 1 - 2 * stream)
+    return rounds + (place < items - rounds * streams).to(gl.int32)
+
+
+@jit
+def item_of_stream(i, stream, streams):
+    """The stream's i-th item.  Even rounds go up, odd rounds down: what a stream gained in one it gives in the next."""
+    return i * streams + stream + (i & 1) * (streams - 1 - 2 * stream)
+
+
+@jit
+def place_of_item(item, q_blocks, heads):
+    """-> query block, batch entry, head.  Query blocks go fastest: neighbours, whose lists often agree, share K and V in L2."""
+    row = item // q_blocks
+    return item - row * q_blocks, row // heads, row % heads
+
+
+# ---------------------------------------------------------------- a query block's list
+
+
+@jit
+def list_of_block(lists, i_q, i_b, i_h, PER: gl.constexpr):
+    """lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch) -> where the list begins, its count, and the
+    number of units: PER entries each, at least one unit.  Entry h of unit j is entry j * PER + h - (units * PER - count) of the
+    list: what is missing to whole units is missing at the front, in the one unit that is always masked."""
+    Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch = lists
+    i_b = i_b.to(gl.int64)
+    i_h = i_h.to(gl.int64)
+    index = Index + i_b * stride_ib + i_h * stride_ih + i_q.to(gl.int64) * stride_iq
+    count = gl.load(Count + i_b * stride_cb + i_h * stride_ch + i_q)
+    return index, count, gl.maximum((count + PER - 1) // PER, 1)
+
+
+@jit
+def entry(index, i, count):
+    """Entry i of a list, or -1 if it has none.  The address is clamped: i may be anything."""
+    block = gl.load(index + gl.minimum(gl.maximum(i, 0), gl.maximum(count - 1, 0)), mask=count > 0, other=0)
+    return gl.where((i >= 0) & (i < count), block, -1)
+
+
+@jit
+def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+    """Valid tokens of a KV block, 0 for block -1.  sizes: where this head's block sizes begin (looked at if SIZED)."""
+    live = gl.where(block >= 0, KV_BLOCK, 0)
+    if MASKED:
+        live = gl.minimum(live, seq_k - block * KV_BLOCK)
+    if SIZED:
+        live = gl.minimum(live, gl.load(sizes + gl.maximum(block, 0)))
+    return live
+
+
+# ---------------------------------------------------------------- the fold on accumulators
+
+
+@jit
+def quad_sums(p):
+    """p [M, N] fp32 -> [M, 4]: each thread's own sum of a row."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@jit
+def cut_columns(s, live_0, live_1, KV_BLOCK: gl.constexpr):
+    """Scores [M, 128] with -inf in the columns past a block's valid keys; live_1 belongs to the second block, if there are two.
+
+    A column is 8 * group + 2 * thread + e.  Compared like this, the group is a constant of each register and only
+    live - column varies.  As one number (which the compiler would make of it again, if it could look inside), the columns
+    would stay in 32 registers of each thread throughout the loop."""
+    M: gl.constexpr = s.shape[0]
+    parts = s.reshape([M, 16, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=GROUP), 0), 2), 3)
+    thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
+    element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
+    column = thread * 2 + element
+    if KV_BLOCK == 64:
+        live = gl.where(group < 8, group * 8 < opaque(live_0 - column), group * 8 < opaque(live_1 + 64 - column))
+    else:
+        live = group * 8 < opaque(live_0 - column)
+    return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
+
+
+@jit
+def softmax_step(s, m, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    """device.state's step without its second product: scores [M, N], m [M], l [M, 4] -> p [M, N] as an operand, m, l, alpha [M]:
+    what the accumulator is to be multiplied with.  scale turns scores into base 2."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
+    return gl.convert_layout(p.to(DTYPE), P_LAYOUT), m_new, l, alpha
+
+
+@jit
+def rescale(acc, alpha, ROW: gl.constexpr):
+    """acc [M, D] times alpha [M].  The fence keeps the multiplications behind the product that was issued before them."""
+    return acc * gl.expand_dims(gl.convert_layout(schedule_fence(alpha), ROW), 1)
+
+
+@jit
+def clear_rows(tile, live, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Zero the rows of tile [ROWS, 64] in shared memory from `live` on: 0 * NaN is NaN, so a mask on the scores does not do."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    x = tile.load(LAYOUT)
+    tile.store(gl.where(gl.expand_dims(o_r < live, 1), x, gl.zeros_like(x)))
+
+
+# ---------------------------------------------------------------- the result
+
+
+@jit
+def _pack(lo, hi, DTYPE: gl.constexpr):
+    """Two fp32 to one register of two 16-bit values, rounded to nearest even."""
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=gl.int32, is_pure=True,
+                                         pack=1)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=gl.int32, is_pure=True,
+                                         pack=1)  # fmt: skip
+
+
+@jit
+def _from_neighbour(x):
+    """Each thread's x of the thread beside it (lane xor 1)."""
+    return gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=r,r", [x], dtype=gl.int32,
+                                     is_pure=False, pack=1)  # fmt: skip
+
+
+@jit
+def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr):
+    """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).
+
+    A thread holds 4 bytes here and 4 bytes there of a row.  Neighbours swap halves, so that each store is 8 bytes wide and every
+    32-byte sector is written whole, straight from registers: shared memory is full."""
+    D: gl.constexpr = acc.shape[1]
+    lo, hi = acc.reshape([64, D // 2, 2]).split()
+    # [64 rows, D/16 groups of 16 columns, 4 threads of a quad]: words of columns 0 to 7 and of columns 8 to 15
+    a, b = _pack(lo, hi, DTYPE).reshape([64, D // 16, 2, 4]).permute((0, 1, 3, 2)).split()
+    LAYOUT: gl.constexpr = a.type.layout
+    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    o_g = gl.arange(0, D // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    o_t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    row = gl.expand_dims(gl.expand_dims(o_r, 1), 2)
+    group = gl.expand_dims(gl.expand_dims(o_g, 0), 2)
+    thread = gl.expand_dims(gl.expand_dims(o_t, 0), 0)
+    odd = (thread & 1) != 0
+    other = _from_neighbour(gl.where(odd, a, b))
+    first = gl.where(odd, other, a).to(gl.uint32, bitcast=True).to(gl.uint64)
+    second = gl.where(odd, b, other).to(gl.uint32, bitcast=True).to(gl.uint64)
+    # in steps of 8 bytes
+    offset = row.to(gl.int64) * (stride // 4) + (group * 4 + (thread & 1) * 2 + (thread >> 1)).to(gl.int64)
+    place = out.to(gl.pointer_type(gl.uint64), bitcast=True) + offset
+    gl.store(place, first | (second << 32), mask=(row < rows) & (group >= 0) & (thread >= 0))

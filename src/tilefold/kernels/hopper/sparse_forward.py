@@ -1,0 +1,333 @@
+"""Block-sparse forward attention on sm_90: a warp that loads the blocks which a list names, and warpgroups that fold them.
+
+    producer   1 warp    waits until a buffer is free, then has the copy engine fill it: Q of the next query block, K and V units
+    consumer   4 warps   64 rows of a query block: S = Q K^T, softmax, O += P V, one unit after the other
+
+A unit is 128 keys: one listed block of 128 or two of 64, the second beside the first in shared memory.  A query block of
+64 rows has one consumer, and two programs share an SM; one of 128 rows has two consumers, which read the same units.  Q
+lives in registers, so that shared memory is read for K and V alone.
+
+In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.  Each
+side has a ring of buffers with two barriers a buffer: `full` (the copy engine has written it) and `empty` (every consumer
+has read it).  The parity that a side waits for flips each time it has gone round its ring.
+
+A grid smaller than the number of query blocks makes the programs go on to their next block, whose loads then run under the
+end of the one before.  Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
+"""
+
+from .gluon import (
+    barriers,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    schedule_fence,
+    tma_load,
+    wgmma,
+    wgmma_wait,
+)
+from .parts import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    clear_rows,
+    cut_columns,
+    entry,
+    item_of_stream,
+    items_of_stream,
+    list_of_block,
+    live_keys,
+    place_of_item,
+    quad_sums,
+    rescale,
+    softmax_step,
+    store_accumulator,
+)
+
+UNIT = gl.constexpr(128)  # keys a step
+PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
+           "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph"]  # fmt: skip
+
+
+@jit
+def _load_unit(desc, bar, buffers, slot, i_b, i_h, row_0, row_1, D: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """Have one unit of K or V brought: buffers is [slots * panels * blocks, KV_BLOCK, 64], which is [slots, 128, D] swizzled."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    PANELS: gl.constexpr = D // PANEL
+    mbarrier.expect(bar, UNIT * D * 2)
+    for p in gl.static_range(PANELS):
+        place = (slot * PANELS + p) * PER
+        tma_load(desc, [i_b, i_h, row_0, p * PANEL], bar, buffers.index(place))
+        if PER == 2:
+            tma_load(desc, [i_b, i_h, row_1, p * PANEL], bar, buffers.index(place + 1))
+
+
+@jit
+def _produce(q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
+             seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr,
+             K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
+    """The producer: every load of this program, in the order in which the consumers need them."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    stream = gl.program_id(0)
+    streams = gl.num_programs(0)
+    t = 0
+    for i in range(items_of_stream(items, stream, streams)):
+        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
+        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
+        missing = units * PER - count
+        block_0 = entry(index, 0 - missing, count)
+        block_1 = entry(index, 1 - missing, count) if PER == 2 else block_0
+        for c in gl.static_range(WARPGROUPS):
+            mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), 64 * D * 2)
+            for p in gl.static_range(D // PANEL):
+                tma_load(q_desc, [i_b, i_h, i_q * (64 * WARPGROUPS) + c * 64, p * PANEL], q_full.index(c),
+                         q_buf.index(c * (D // PANEL) + p))  # fmt: skip
+        i_k = i_h // group
+        for j in range(units):
+            # a missing block is read past the end, where the copy engine gives zeros
+            row_0 = gl.where(block_0 >= 0, block_0 * KV_BLOCK, seq_k)
+            row_1 = gl.where(block_1 >= 0, block_1 * KV_BLOCK, seq_k)
+            block_0 = entry(index, (j + 1) * PER - missing, count)
+            if PER == 2:
+                block_1 = entry(index, (j + 1) * PER + 1 - missing, count)
+            ks = t % K_SLOTS
+            mbarrier.wait(k_empty.index(ks), ((t // K_SLOTS) & 1) ^ 1)
+            _load_unit(k_desc, k_full.index(ks), k_buf, ks, i_b, i_k, row_0, row_1, D, KV_BLOCK)
+            vs = t % V_SLOTS
+            mbarrier.wait(v_empty.index(vs), ((t // V_SLOTS) & 1) ^ 1)
+            _load_unit(v_desc, v_full.index(vs), v_buf, vs, i_b, i_k, row_0, row_1, D, KV_BLOCK)
+            t += 1
+
+
+@jit
+def _clear_unit(v_full, v_buf, slot, parity, live_0, live_1, D: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """Wait for a unit of V and zero its rows past the valid keys."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    mbarrier.wait(v_full.index(slot), parity)
+    for p in gl.static_range(D // PANEL):
+        place = (slot * (D // PANEL) + p) * PER
+        clear_rows(v_buf.index(place), live_0, KV_BLOCK, gl.num_warps())
+        if PER == 2:
+            clear_rows(v_buf.index(place + 1), live_1, KV_BLOCK, gl.num_warps())
+    fence_async_shared()
+
+
+@jit
+def _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE: gl.constexpr, ROW_S: gl.constexpr, ROW_O: gl.constexpr):
+    """Divide and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
+    l = gl.sum(l, 1)
+    o_r = gl.arange(0, 64, layout=ROW_O)
+    # l is 0 only if no key was live; a NaN score makes l NaN and must stay visible
+    factor = gl.where(gl.convert_layout(l, ROW_O) == 0.0, 0.0, 1.0 / gl.convert_layout(l, ROW_O))
+    dead = gl.expand_dims(o_r >= live, 1)
+    acc = gl.where(dead, 0.0, acc * gl.expand_dims(factor, 1))
+    o_s = gl.arange(0, 64, layout=ROW_S)
+    value = (m + gl.log2(gl.convert_layout(l, ROW_S))) * LN2
+    gl.store(lse + o_s, gl.where(o_s < live, value, float("-inf")), mask=o_s < rows)
+    store_accumulator(out, acc, rows, stride_om, DTYPE)
+
+
+@jit
+def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
+             outs, size_strides, seq_q, seq_k, heads, q_blocks, items, scale, CID: gl.constexpr, D: gl.constexpr,
+             KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """Consumer number CID: rows CID * 64 on of each query block of this program."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    DTYPE: gl.constexpr = k_buf.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNIT, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, k_width=2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, k_width=2)
+    ROW_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, D], DTYPE)
+    k_tiles = reinterpret(k_buf, DTYPE, [K_SLOTS, UNIT, D], TILE)
+    v_tiles = reinterpret(v_buf, DTYPE, [V_SLOTS, UNIT, D], TILE)
+    q_tiles = reinterpret(q_buf, DTYPE, [WARPGROUPS, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
+    stride_ob, stride_om, stride_oh = outs
+    stride_sb, stride_sh, stride_pb, stride_ph = size_strides
+    WHOLE: gl.constexpr = KV_BLOCK * 257 if PER == 2 else KV_BLOCK  # sizes of a unit's blocks, 8 bits each
+    scale = scale * LOG2E
+    nothing = gl.zeros([64, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
+    stream = gl.program_id(0)
+    streams = gl.num_programs(0)
+    first = 0  # the rings' position of this block's first unit
+
+    for i in range(items_of_stream(items, stream, streams)):
+        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
+        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
+        missing = units * PER - count
+        sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
+        live_0 = live_keys(entry(index, 0 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+        live_1 = live_keys(entry(index, 1 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
+        if MASKED:  # sizes are looked up one unit ahead, block numbers two
+            lives = live_0 + live_1 * 256
+            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+            ahead_0 = entry(index, 2 * PER - missing, count)
+            ahead_1 = ahead_0
+            if PER == 2:
+                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                ahead_1 = entry(index, 5 - missing, count)
+        m = gl.full([64], LOWEST, gl.float32, ROW_S)
+        l = gl.zeros_like(quad_sums(nothing))
+        acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+
+        mbarrier.wait(q_full.index(CID), i & 1)
+        q = q_tiles.index(CID).load(Q_LAYOUT)
+
+        ks = first % K_SLOTS
+        vs = first % V_SLOTS
+        v_parity = (first // V_SLOTS) & 1
+        mbarrier.wait(k_full.index(ks), (first // K_SLOTS) & 1)
+        s = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = wgmma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(ks), count=1)
+        # Not before: a load from shared memory may be on its way still when its warp has passed a barrier, beside a busy
+        # wgmma for long enough to see the next block's Q.  The product had to wait for it.
+        mbarrier.arrive(q_empty.index(CID), count=1)
+        s = cut_columns(s, live_0, live_1, KV_BLOCK)
+        p, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
+
+        for j in range(1, units):
+            t = first + j
+            ks = t % K_SLOTS
+            vs_next = t % V_SLOTS
+            if MASKED:
+                if lives != WHOLE:
+                    _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
+                lives = lives_next
+                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                ahead_0 = entry(index, (j + 2) * PER - missing, count)
+                if PER == 2:
+                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                    ahead_1 = entry(index, (j + 2) * PER + 1 - missing, count)
+            mbarrier.wait(k_full.index(ks), (t // K_SLOTS) & 1)
+            s_flying = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            acc = rescale(acc, alpha, ROW_O)
+            mbarrier.wait(v_full.index(vs), v_parity)
+            o_flying = wgmma(p, v_tiles.index(vs), acc, is_async=True)
+            s = wgmma_wait(1, deps=(s_flying,))
+            mbarrier.arrive(k_empty.index(ks), count=1)
+            if MASKED:
+                if lives != WHOLE:
+                    s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
+            p_next, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
+            l = schedule_fence(l)
+            acc = wgmma_wait(0, deps=(o_flying,))
+            mbarrier.arrive(v_empty.index(vs), count=1)
+            p = p_next
+            vs = vs_next
+            v_parity = (t // V_SLOTS) & 1
+
+        if MASKED:
+            if lives != WHOLE:
+                _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
+        acc = rescale(acc, alpha, ROW_O)
+        mbarrier.wait(v_full.index(vs), v_parity)
+        acc = wgmma(p, v_tiles.index(vs), acc, is_async=True)
+        acc = wgmma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(vs), count=1)
+
+        row = i_q * (64 * WARPGROUPS) + CID * 64
+        rows = seq_q - row
+        live = rows
+        if Q_SIZED:
+            place = i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph + i_q
+            live = gl.minimum(rows, gl.load(QuerySizes + place) - CID * 64)
+        out = Out + i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh + row.to(gl.int64) * stride_om
+        lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
+        _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE, ROW_S, ROW_O)
+        first += units
+
+
+@jit(do_not_specialize=RUNTIME)
+def sparse_forward_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    Out,
+    Lse,
+    Index,
+    Count,
+    Sizes,
+    QuerySizes,
+    scale,
+    seq_q,
+    seq_k,
+    heads,
+    group,
+    q_blocks,
+    items,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_ib,
+    stride_ih,
+    stride_iq,
+    stride_cb,
+    stride_ch,
+    stride_sb,
+    stride_sh,
+    stride_pb,
+    stride_ph,
+    D: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    K_SLOTS: gl.constexpr,
+    V_SLOTS: gl.constexpr,
+    MASKED: gl.constexpr,
+    SIZED: gl.constexpr,
+    Q_SIZED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """q_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64 or KV_BLOCK, 64]; Out [B, Sq, H, D] by
+    strides, Lse [B, H, Sq]; Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if
+    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    PANELS: gl.constexpr = D // PANEL
+    DTYPE: gl.constexpr = q_desc.dtype
+    BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_BLOCK, PANEL], DTYPE)
+    Q_BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PANEL], DTYPE)
+    q_buf = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * PANELS, 64, PANEL], Q_BOX)
+    k_buf = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
+    v_buf = gl.allocate_shared_memory(DTYPE, [V_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
+    q_full = barriers(WARPGROUPS, 1)
+    q_empty = barriers(WARPGROUPS, 1)
+    k_full = barriers(K_SLOTS, 1)
+    k_empty = barriers(K_SLOTS, WARPGROUPS)
+    v_full = barriers(V_SLOTS, 1)
+    v_empty = barriers(V_SLOTS, WARPGROUPS)
+    fence_async_shared()
+    if WARPGROUPS == 1:
+        gl.warp_specialize([
+            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
