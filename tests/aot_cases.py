@@ -1,5 +1,12 @@
 """Shared by the ahead-of-time tests: a device for each target, and attention problems of a common size."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from tilefold.aot import Job, JobResult, newest_triton, run_jobs
+from tilefold.aot.jobs import NEWEST_VARIABLE
 from tilefold.plan import AttentionProblem
 
 DEVICES = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
@@ -8,3 +15,24 @@ DEVICES = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x
 def problem(dim: int = 128, dim_v: int | None = None, **changes: object) -> AttentionProblem:
     shape = {"batch": 2, "seq_q": 4096, "seq_k": 4096, "heads": 16, "kv_heads": 4, "dim_qk": dim, "dim_v": dim_v or dim}
     return AttentionProblem(**{**shape, **changes})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What became of the jobs (name, target) that one Triton compiled."""
+
+    found: Mapping[tuple[str, str], JobResult]
+
+    def of(self, name: str, target: str) -> JobResult:
+        if (name, target) not in self.found:
+            pytest.skip("the newest Triton compiles for sm_90 only here, to save time")
+        return self.found[name, target]
+
+
+def compiled(jobs: Mapping[tuple[str, str], Job], which: str) -> Results:
+    """Compile them under the "installed" Triton, or those for sm_90 under the "newest" one; skip where there is none."""
+    folder = newest_triton() if which == "newest" else None
+    if which == "newest" and folder is None:
+        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
+    chosen = {key: job for key, job in jobs.items() if folder is None or key[1] == "sm_90"}
+    return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder), strict=True)))

@@ -26,6 +26,18 @@ def qkv(b, sq, sk, h, hk, d, dv=None, dtype=torch.float32, device="cpu"):
     )
 
 
+def packed(lengths_q, lengths_k, h=4, hk=2, d=32, dv=32, dtype=torch.float32, device="cpu"):
+    """(q [Tq, H, D], k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+
+    def offsets(lengths):
+        return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+    tq, tk = sum(lengths_q), sum(lengths_k)
+    q, k = rand(tq, h, d, dtype=dtype, device=device), rand(tk, hk, d, dtype=dtype, device=device)
+    v = rand(tk, hk, dv, dtype=dtype, device=device)
+    return (q, k, v), (offsets(lengths_q), offsets(lengths_k), max(lengths_q), max(lengths_k))
+
+
 def small_plan(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, **options: Any):
     """The plan of this call with tiles so small that short sequences span several; None: the planner's own."""
     plan = tilefold.attention_plan(q, k, v, **options)

@@ -1,9 +1,12 @@
-"""Shared by the tests of BlockIndex: random maps, and lists as Python sees them."""
+"""Shared by the tests of BlockIndex and sparse attention: random maps, lists as Python sees them, pages, the oracle's verdict."""
+
+from typing import Any
 
 import torch
 
-from tilefold import BlockIndex
-from tilefold.ops import sparse as sparse_ops
+import tilefold
+from cases import judge, qkv
+from tilefold import BlockIndex, reference
 
 
 def random_map(*shape: int, density: float = 0.4, seed: int = 0) -> torch.Tensor:
@@ -26,14 +29,52 @@ def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **siz
     block_q = block_q or block
     shape = (b, h, -(-sq // block_q), -(-sk // block))
     chosen = torch.rand(shape) < density
-    chosen[..., 0, :] = False
-    chosen[..., -1, :] = True
+    chosen[..., :1, :] = False
+    chosen[..., -1:, :] = True
     return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block, seq_q=sq, seq_k=sk, **sizes)
 
 
 def plan_of(q, k, v, index, **options):
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
-    return sparse_ops.prepare(q, k, v, call).plan
+    return tilefold.sparse_plan(q, k, v, index, **options)
+
+
+def held(name: str, tensors: Any, index: BlockIndex, where: dict[str, torch.Tensor], twins: dict[str, Any] | None = None,
+         splits: int = 1, tile: dict[str, int] | None = None, **options: Any):  # fmt: skip
+    """Run tilefold's `name` under a plan with these splits and tile fields (splits=0: the planner's own) and hold out and lse to
+    the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and mask_mod."""
+    plan = tilefold.sparse_plan(*tensors, index, **where, **options) if splits else None
+    if plan is not None:
+        plan = plan.with_tile(splits=splits, **(tile or {}))
+    out, lse = getattr(tilefold, name)(*tensors, index, **where, plan=plan, return_lse=True, **options)
+    python = {**options, **(twins or {})}
+    oracle, plain = (
+        getattr(reference, name)(*tensors, index, **where, **python, **dtype) for dtype in ({}, {"dtype": out.dtype})
+    )
+    what = f"{[tuple(t.shape) for t in tensors]} {out.dtype} splits={splits} {sorted(options)}"
+    judge(out, oracle[0], plain[0], f"out {what}")
+    judge(lse, oracle[1], plain[1].float(), f"lse {what}")
+    return out, lse
+
+
+def cache(lengths, page, h=4, hk=2, sq=20, d=32, dv=24, room=None, dtype=torch.float32, device="cpu", layout="bshd"):
+    """(q, k_pages, v_pages), {block_table, cache_seqlens}: pages in random order among others, NaN wherever no key of a
+    sequence lies, -1 in the table past its end.  room: keys that the table has pages for."""
+    width = -(-(room or max(lengths)) // page)
+    used = [-(-n // page) for n in lengths]
+    pool = torch.randperm(sum(used) + 3)
+    table = torch.full((len(lengths), width), -1, dtype=torch.int32)
+    pages = [torch.full((len(pool), page, hk, width_d), float("nan")) for width_d in (d, dv)]
+    for b, length in enumerate(lengths):
+        table[b, : used[b]], pool = pool[: used[b]], pool[used[b] :]
+        for side in pages:
+            for j in range(length):
+                side[int(table[b, j // page]), j % page] = torch.randn(hk, side.shape[3])
+    q = qkv(len(lengths), sq, 0, h, hk, d)[0]
+    tensors = [t.to(device=device, dtype=dtype) for t in (q, *pages)]
+    if layout == "bhsd":
+        tensors = [t.transpose(1, 2).contiguous() for t in tensors]
+    where = {"block_table": table, "cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
+    return tensors, {name: t.to(device) for name, t in where.items()}
 
 
 def top(sq, sk, keep, heads=4, batch=1, device="cuda", block=64, **sizes):

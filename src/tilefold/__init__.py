@@ -6,7 +6,7 @@ Importing it imports neither Triton nor transformers and does not touch the GPU.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_plan, attention_varlen, sparse_attention
+from .api import attention, attention_plan, attention_varlen
 from .errors import (
     DeviceError,
     DtypeError,
@@ -17,6 +17,7 @@ from .errors import (
     Unsupported,
     ValueRangeError,
 )
+from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attention_varlen, sparse_plan
 from .types import constant
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ __all__ = [
     "constant",
     "plan_attention",
     "sparse_attention",
+    "sparse_attention_paged",
+    "sparse_attention_varlen",
+    "sparse_plan",
 ]
 
 

@@ -1,26 +1,19 @@
-"""What users call: sign, document, delegate."""
+"""What users call of dense attention: sign, document, delegate."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import DtypeError, Unsupported
+from .errors import Unsupported
 from .ops import attention as _ops
-from .ops import sparse as _sparse
-from .ops.call import Call, Packed
+from .ops.call import Call, Packed, needs_gradient, value_of
 from .ops.library import dispatched, is_traced
-from .ops.sparse_backward import SparseAttention
-from .ops.sparse_library import HOOKS as SPARSE_HOOKS
-from .ops.sparse_library import sparse_dispatched
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan
-    from .plan.sparse import SparsePlan
-    from .plan.sparse_backward import SparseBackwardPlan
-    from .sparse import BlockIndex
 
-__all__ = ["attention", "attention_plan", "attention_varlen", "sparse_attention"]
+__all__ = ["attention", "attention_plan", "attention_varlen"]
 
 
 def attention(
@@ -142,86 +135,6 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    index: "BlockIndex",
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    score_mod: ModFunction | Constant | None = None,
-    score_args: ModArgs = (),
-    mask_mod: ModFunction | Constant | None = None,
-    mask_args: ModArgs = (),
-    score_grad: ModFunction | Constant | None = None,
-    layout: Layout = "bshd",
-    return_lse: bool = False,
-    plan: "SparsePlan | Constant | None" = None,
-    backward_plan: "SparseBackwardPlan | Constant | None" = None,
-) -> Any:
-    """Attention of each query block over the KV blocks that its list names.
-
-    Args:
-        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
-        k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
-        v: [batch, seq_k, kv_heads, dim_v], dtype of q.
-        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
-        causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
-        scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
-        score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
-            one; needed for gradients where score_mod is given (a mod that only adds: 1).
-        plan: a `SparsePlan` to follow exactly, made by `tilefold.plan.sparse.plan_sparse`; PlanError if it does not fit.
-        backward_plan: the same for the backward pass, a `SparseBackwardPlan`.
-
-    Returns:
-        out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
-        live key (an empty list, only empty blocks, a query past query_sizes) is 0 with lse -inf.  The order of a list changes
-        nothing but rounding.  Few query blocks: each list is split over the SMs and merged, the same way every run.
-
-        Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
-        last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
-        and kept on the index.  Its scratch is one fp32 number a query and head.
-
-    Raises:
-        As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
-
-    Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
-    """
-    from .sparse import BlockIndex
-
-    if not isinstance(index, BlockIndex):
-        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
-    lists = _lists_of(index)
-    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
-    call = _sparse.SparseCall(lists, causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
-    out, lse = _sparse_run(q, k, v, index, call)
-    return (out, lse) if return_lse else out
-
-
-def _sparse_run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: _sparse.SparseCall
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
-    args = Call(score_args=call.score_args, mask_args=call.mask_args)
-    differentiable = torch.is_grad_enabled() and _needs_gradient(q, k, v, args)
-    compiling = torch.compiler.is_compiling()
-    # torch.func takes autograd functions, not the dispatcher's
-    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
-    if compiling or (not transformed and is_traced(q, k, v, args)):
-        return sparse_dispatched(q, k, v, call, _lists_of(index.transpose()) if differentiable else None)
-    call = call._replace(**{name: _value_of(getattr(call, name)) for name in SPARSE_HOOKS})
-    if not differentiable and not transformed:
-        return _sparse.forward(q, k, v, call)
-    out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-def _lists_of(index: "BlockIndex") -> _sparse.Lists:
-    return _sparse.Lists(*index.tensors(), *index.geometry)
-
-
 def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> "AttentionPlan":
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
@@ -250,7 +163,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
     call = _tidy(call)
     if is_traced(q, k, v, call):
         return dispatched(q, k, v, call)
-    if torch.is_grad_enabled() and _needs_gradient(q, k, v, call):
+    if torch.is_grad_enabled() and needs_gradient(q, k, v, call):
         raise Unsupported(_NO_GRADIENT)
     return _ops.forward(q, k, v, _resolved(call))
 
@@ -260,15 +173,10 @@ def _tidy(call: Call) -> Call:
     return call._replace(window=tuple(call.window)) if isinstance(call.window, list) else call
 
 
-def _value_of(hook: Any) -> Any:
-    """What a `Constant` names; anything else as it is."""
-    return hook.value if isinstance(hook, Constant) else hook
-
-
 def _resolved(call: Call) -> Call:
     """The call with the objects that its `Constant`s name."""
     if isinstance(call.score_mod, Constant) or isinstance(call.mask_mod, Constant) or isinstance(call.plan, Constant):
-        hooks = {name: _value_of(getattr(call, name)) for name in ("score_mod", "mask_mod", "plan")}
+        hooks = {name: value_of(getattr(call, name)) for name in ("score_mod", "mask_mod", "plan")}
         return call._replace(**hooks)
     return call
 
@@ -277,19 +185,3 @@ _NO_GRADIENT = (
     "an input requires a gradient, but this release has the forward pass only: "
     "call under torch.no_grad(), or detach() the inputs"
 )
-
-
-def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    args = call.score_args if type(call.score_args) is tuple else ()
-    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
-        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
-            return True
-    return False
-
-
-def _in_forward_mode() -> bool:
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def _has_tangent(t: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None

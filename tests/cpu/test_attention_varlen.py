@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, prefix, prefix_twin, rand, relative, relative_twin
+from cases import check, packed, prefix, prefix_twin, rand, relative, relative_twin
 
 LENGTHS = [
     ([20, 0, 33, 1], [10, 30, 0, 5]),
@@ -13,16 +13,6 @@ LENGTHS = [
     ([64, 31], [64, 31]),
     ([5, 40, 16], [90, 2, 16]),
 ]
-
-
-def packed(lengths_q, lengths_k, h=4, hk=2, d=32, dv=32, dtype=torch.float32, device="cpu"):
-    def offsets(lengths):
-        return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
-
-    tq, tk = sum(lengths_q), sum(lengths_k)
-    q, k = rand(tq, h, d, dtype=dtype, device=device), rand(tk, hk, d, dtype=dtype, device=device)
-    v = rand(tk, hk, dv, dtype=dtype, device=device)
-    return (q, k, v), (offsets(lengths_q), offsets(lengths_k), max(lengths_q), max(lengths_k))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

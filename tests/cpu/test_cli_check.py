@@ -6,7 +6,18 @@ from typer.testing import CliRunner
 import tilefold
 from tilefold.cli import check
 from tilefold.cli.app import app
-from tilefold.cli.check_cases import BOX, POINTERS, VARLEN, CheckCase, arguments, check_cases
+from tilefold.cli.check_cases import (
+    BOX,
+    POINTERS,
+    SPARSE,
+    SPARSE_BOX,
+    SPARSE_PAGED,
+    SPARSE_VARLEN,
+    VARLEN,
+    CheckCase,
+    arguments,
+    check_cases,
+)
 from tilefold.cli.runtime import Runtime
 
 
@@ -17,11 +28,20 @@ def run(*arguments):
 def test_cases_cover_every_kernel_option_and_dtype():
     for quick in (False, True):
         cases = check_cases(quick, gpu=False)
-        assert {case.kernel for case in cases} >= {POINTERS, BOX, VARLEN}
-        assert {option for case in cases for option in case.options} >= {"alibi", "bias", "mask", "sinks", "dead"}
+        assert {case.kernel for case in cases} >= {POINTERS, BOX, VARLEN, SPARSE, SPARSE_VARLEN, SPARSE_PAGED}
+        assert {option for case in cases for option in case.options} >= {
+            "alibi",
+            "bias",
+            "mask",
+            "sinks",
+            "dead",
+            "sizes",
+        }
+        assert {case.lists for case in cases} == {"", "full", "random"}
         assert {case.dtype for case in cases} >= {"float16", "bfloat16"}
         assert len({case.title for case in cases}) == len(cases)
     assert {case.dim_qk for case in cases} <= {case.dim_qk for case in check_cases(False, gpu=False)}
+    assert SPARSE_BOX in {case.kernel for case in check_cases(False, gpu=False)}
     assert {1, 40, 64, 128, 192, 256} <= {case.dim_qk for case in check_cases(False, gpu=False)}
 
 
@@ -50,13 +70,27 @@ def test_packed_arguments():
     assert (packing["max_seqlen_q"], packing["max_seqlen_k"]) == (3, 4)
 
 
+def test_sparse_arguments():
+    case = CheckCase("x", SPARSE_PAGED, lists="random", lengths=((3, 40), (3, 0)), page_size=7, options=("sizes",))
+    (q, k, _), where, options = arguments(case, "cpu")
+    assert (q.shape, k.shape, "window" in options) == ((2, 3, 2, 64), (12, 7, 2, 64), False)
+    assert list(where) == ["index", "block_table", "cache_seqlens"]
+    assert (where["index"].seq_k, where["index"].block_sizes.shape) == (40, (2, 3))
+    assert (case.function, case.oracle) == ("sparse_attention_paged", "sparse_attention_paged")
+    full = CheckCase("x", SPARSE_VARLEN, lists="full")
+    assert (full.function, full.oracle) == ("sparse_attention_varlen", "attention_varlen")
+
+
 @pytest.mark.interpreter
 def test_the_quick_check_passes_in_the_interpreter():
     result = run("--quick")
     assert result.exit_code == 0, result.output
     assert "WRONG" not in result.output
     assert "…" not in result.output
-    assert "agree with fp64 (attention_forward, attention_forward_box, attention_forward_varlen)" in result.output
+    kernels = (
+        "attention_forward, attention_forward_box, attention_forward_varlen, sparse_forward, sparse_forward_paged, "
+    )
+    assert f"agree with fp64 ({kernels}sparse_forward_varlen)" in " ".join(result.output.split())
 
 
 @pytest.fixture

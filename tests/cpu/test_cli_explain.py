@@ -1,12 +1,14 @@
 """`tilefold explain`: the plan as text and as JSON, for any device, and errors that name the option's value."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, device_named, plan_attention
+from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
 
 DECODE = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--q", "1", "--kv", "8192", "--dim", "128"]
 
@@ -50,6 +52,20 @@ def test_every_option_reaches_the_problem():
     )
 
 
+def test_sparse_attention():
+    """Lists, sizes, packed sequences and pages reach the problem; the whole row of blocks is listed if nothing is said."""
+    shape = ("--heads", "12", "--q", "64", "--kv", "23296", "--dim", "128", "--blocks", "64,128", "--json")
+    dense = AttentionProblem(1, 64, 23296, 12, 12, 128, 128)
+    for more, problem in (
+        ((), SparseProblem(dense, 64, 128, 182)),
+        (("--listed", "36", "--sizes"), SparseProblem(dense, 64, 128, 36, True)),
+        (("--page-size", "16"), SparseProblem(dense, 64, 128, 182, page_size=16)),
+        (("--varlen",), SparseProblem(replace(dense, varlen=True, descriptors=False), 64, 128, 182)),
+    ):
+        result = run(*shape, *more)
+        assert SparsePlan.from_json(result.output) == plan_sparse(problem, device_named("h200"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -60,6 +76,13 @@ def test_every_option_reaches_the_problem():
         (["--dtype", "int8"], "dtype must be bf16, fp16 or fp32"),
         (["--dim", "512"], "256"),
         (["--heads", "0"], "heads must be at least 1"),
+        (["--listed", "5"], "--listed needs --blocks"),
+        (["--page-size", "16"], "--page-size needs --blocks"),
+        (["--blocks", "64,64", "--sinks"], "--sinks does not go with --blocks"),
+        (["--blocks", "64"], "--blocks must be two integers Q,KV such as 64,64, got '64'"),
+        (["--blocks", "64,60"], "block_k must be a power of two of at least 16, got 60"),
+        (["--blocks", "64,0"], "block_k must be a power of two of at least 16, got 0"),
+        (["--blocks", "64,64", "--page-size", "16", "--varlen"], "page_size must be 0 with varlen=True"),
     ],
 )
 def test_an_impossible_request_is_one_red_line_and_exit_code_2(change, message):

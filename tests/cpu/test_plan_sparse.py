@@ -1,11 +1,16 @@
 """The plan of block-sparse attention on real devices: splits fill an idle device and never cut shares too small."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+import tilefold
+from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.sparse import MIN_KEYS, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
 
 
 def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):
@@ -14,12 +19,61 @@ def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **cha
 
 
 def test_video_shape_takes_boxes_and_no_splits():
-    plan = plan_sparse(problem(), device_named("h200"))
+    plan = plan_sparse(problem(), device_named("h200"), portable=True)
     assert (plan.kernel, plan.splits, plan.grid) == ("sparse_forward_box", 1, (364 * 12, 1, 1))
 
 
 def test_blocks_with_sizes_are_read_by_pointers():
-    assert plan_sparse(problem(masked=True), device_named("h200")).kernel == "sparse_forward"
+    assert plan_sparse(problem(masked=True), device_named("h200"), portable=True).kernel == "sparse_forward"
+
+
+def test_hopper_takes_its_own_kernel():
+    for made in (problem(), problem(masked=True), problem(dim=64, dtype="float16"), problem(seq_q=23290, seq_k=70)):
+        plan = plan_sparse(made, device_named("h200"))
+        assert plan.kernel == HOPPER
+        assert SparsePlan.from_json(plan.to_json()) == plan
+        assert programs_per_sm(made) * (shared_bytes(made, plan.tile) + 1024) <= plan.device.smem_per_sm
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (problem(dim=96), "head dims of 64 and 128"),
+        (problem(dtype="float32"), "multiplies bfloat16 and float16"),
+        (problem(causal=True), "no masks"),
+        (problem(score_mods=("softcap",)), "no masks"),
+        (problem(descriptors=False), "strides of K or V"),
+        (replace(problem(), descriptors=False), "strides of Q"),
+        (replace(problem(), block_q=32), "blocks of 64 and 128 tokens"),
+        (replace(problem(), page_size=64), "page_size=64"),
+    ],
+)
+def test_what_the_hopper_kernel_refuses(made, why):
+    plan = plan_sparse(made, device_named("h200"))
+    assert plan.kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match=why):
+        plan.with_tile(kernel=HOPPER)
+
+
+def test_other_devices_take_portable_kernels():
+    for device in ("a100", "b200", "mi300x", "interpreter"):
+        assert plan_sparse(problem(), device_named(device)).kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match="written for sm_90"):
+        plan_sparse(problem(), device_named("b200")).with_tile(kernel=HOPPER)
+
+
+def test_changing_the_kernel_brings_its_tile():
+    for blocks in (64, 128):
+        made = replace(problem(), block_q=blocks, block_k=blocks)
+        plan = plan_sparse(made, device_named("h200"))
+        box = plan.with_tile(kernel="sparse_forward_box")
+        assert (box.tile, box.programs) == (plan_sparse(made, device_named("h200"), portable=True).tile, 0)
+        assert box.with_tile(kernel=HOPPER).tile == plan.tile
+        for fields in ({"block_n": 32}, {"splits": 2}, {"num_stages": 8}, {"programs": -1}, {"num_warps": 8}):
+            with pytest.raises(tilefold.PlanError, match=next(iter(fields))):
+                plan.with_tile(**fields)
+        with pytest.raises(tilefold.PlanError, match="programs"):
+            box.with_tile(programs=4)
 
 
 def test_one_query_block_is_split():
@@ -42,3 +96,43 @@ def test_every_device_has_a_plan(device, dim, dtype):
     plan = plan_sparse(problem(dim=dim, dtype=dtype), device_named(device))
     assert plan.problem.block_q % plan.block_m == 0
     assert plan.problem.block_k % plan.block_n == 0
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "rtx4090", "l4", "interpreter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_layouts_have_a_plan_on_every_device(device, dtype):
+    for dim, capacity in itertools.product((16, 64, 128, 256), (0, 4, 300)):
+        dense = problem(dim=dim, dtype=dtype, capacity=capacity, seq_q=64)
+        packed = plan_sparse(replace(dense, attention=replace(dense.attention, varlen=True)), device_named(device))
+        paged = [plan_sparse(replace(dense, page_size=size), device_named(device)) for size in (1, 16, 64, 100)]
+        assert packed.kernel == "sparse_forward_varlen"
+        assert {plan.kernel for plan in paged} == {"sparse_forward_paged"}
+
+
+def test_stages_that_a_list_or_a_table_takes():
+    """A table is loaded ahead of its pages and takes every second stage; so does a list whose blocks no mask looks at; where one
+    does, every stage is a buffer (as compiled, tests/cpu/test_aot_sparse.py)."""
+    h200 = device_named("h200")
+    few = problem(seq_q=64, capacity=328)
+    causal = replace(few, attention=replace(few.attention, causal=True))
+    stages = [
+        plan_sparse(p, h200).num_stages for p in (few, causal, replace(few, masked=True), replace(few, page_size=64))
+    ]
+    assert stages == [7, 4, 4, 7]
+    assert plan_sparse(replace(problem(), page_size=64), h200).num_stages == 3
+    assert plan_sparse(replace(problem(), masked=True), h200, portable=True).num_stages == 2
+    assert (
+        len({plan_sparse(p, h200).splits for p in (causal, replace(few, masked=True), replace(few, page_size=64))}) == 1
+    )
+
+
+def test_layouts_are_told_apart():
+    packed = AttentionProblem(1, 64, 64, 2, 2, 64, 64, varlen=True)
+    with pytest.raises(Unsupported, match="page_size must be 0 with varlen=True"):
+        SparseProblem(packed, 64, 64, 1, page_size=16)
+    with pytest.raises(ShapeError, match="page_size must be an integer of at least 0, got -1"):
+        replace(problem(), page_size=-1)
+    plan = plan_sparse(problem(), device_named("h200"))
+    for kernel in ("sparse_forward_varlen", "sparse_forward_paged"):
+        with pytest.raises(PlanError, match=f"{kernel} does not serve varlen=False, page_size=0"):
+            plan.with_tile(kernel=kernel)

@@ -1,29 +1,20 @@
 """Block-sparse forward attention against the fp64 oracle: counts, sizes, tails, blocks, splits, sharing, mods, refusals."""
 
-from typing import Any
-
 import pytest
 import torch
 
 import tilefold
 from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
-from index_cases import lists, plan_of
+from index_cases import held, lists, plan_of
 from tilefold import BlockIndex, reference
 
 BOX = "sparse_forward_box"
 
 
-def check(q, k, v, index, splits=1, kernel=None, twins: dict[str, Any] | None = None, causal=False, **options):
-    fields = {"splits": splits, **({"kernel": kernel} if kernel else {})}
-    plan = plan_of(q, k, v, index, causal=causal, **options).with_tile(**fields)
-    out, lse = tilefold.sparse_attention(q, k, v, index, causal=causal, plan=plan, return_lse=True, **options)
-    python = {**options, **(twins or {}), "causal": causal}
-    oracle = reference.sparse_attention(q, k, v, index, **python)
-    plain = reference.sparse_attention(q, k, v, index, dtype=q.dtype, **python)
-    what = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} splits={splits} {kernel} {sorted(options)}"
-    judge(out, oracle[0], plain[0], f"out {what}")
-    judge(lse, oracle[1], plain[1].float(), f"lse {what}")
-    return out, lse
+def check(q, k, v, index, splits=1, kernel=None, **options):
+    return held(
+        "sparse_attention", (q, k, v), index, {}, splits=splits, tile={"kernel": kernel} if kernel else None, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -63,6 +54,14 @@ def test_sizes_per_head_and_query_sizes(device):
     sizes = torch.randint(0, 17, (2, 4, 4), dtype=torch.int32, device=device)
     queries = torch.randint(0, 17, (2, 1, 3), dtype=torch.int32, device=device)
     check(q, k, v, lists(2, 4, 48, 64, block_sizes=sizes, query_sizes=queries, device=device), 2)
+
+
+def test_sizes_per_sequence(device):
+    """[batch, blocks] is one row a sequence, whatever the number of heads."""
+    q, k, v = qkv(2, 48, 64, 4, 2, 16, device=device)
+    sizes = torch.tensor([[16, 3, 0, 9], [0, 16, 5, 16]], dtype=torch.int32, device=device)
+    queries = torch.tensor([[16, 2, 9], [0, 16, 16]], dtype=torch.int32, device=device)
+    check(q, k, v, lists(2, 4, 48, 64, density=0.8, block_sizes=sizes, query_sizes=queries, device=device), 2)
 
 
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64), (128, 16)])

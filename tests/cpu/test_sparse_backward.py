@@ -265,3 +265,35 @@ def test_plan(device):
     other = lists(1, 4, 48, 48, block=32, device=device)
     with pytest.raises(tilefold.PlanError, match="block_q"):
         tilefold.sparse_attention(q.requires_grad_(), k, v, other, backward_plan=plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_packed_sequences(dtype, device):
+    """Sequences of different lengths, one without queries, one without keys; rows of no sequence get gradient 0."""
+    q_ends, k_ends = [0, 20, 20, 53, 60], [0, 35, 70, 80, 80]
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (q_ends, k_ends))
+    q, k, v = (t[0] for t in qkv(1, 64, 84, 4, 2, 32, 24, dtype=dtype, device=device))
+    index = lists(4, 4, 33, 35, density=0.7, device=device)
+    dout, dlse = rand(64, 4, 24, dtype=dtype, device=device), rand(4, 64, device=device)
+    dout[60:], dlse[:, 60:] = 0, 0
+
+    def gradients_of(attend, dtype):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out, lse = attend(*inputs)
+        loss = (out[:60].to(dtype) * dout[:60].to(dtype)).sum()
+        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse)[:, :60].sum().to(dtype)
+        return torch.autograd.grad(loss, inputs)
+
+    for options in ({}, {"causal": True}):
+        got = gradients_of(
+            lambda *t, o=options: tilefold.sparse_attention_varlen(*t, index, cu_q, cu_k, return_lse=True, **o), dtype
+        )
+        want, plain = (
+            gradients_of(
+                lambda *t, d=d, o=options: reference.sparse_attention_varlen(*t, index, cu_q, cu_k, dtype=d, **o), d
+            )
+            for d in (torch.float64, dtype)
+        )
+        for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
+            judge(a, b, c, f"{name} packed {options}")
+        assert not any(g[end:].any() for g, end in zip(got, (60, 80, 80), strict=True))

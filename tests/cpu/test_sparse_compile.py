@@ -82,7 +82,7 @@ def test_opcheck(device):
     index = lists(1, 2, 33, 48, device=device)
     q, k, v = (t.requires_grad_() for t in qkv(1, 33, 48, 2, 1, 16, device=device))
     turned = index.transpose()
-    args = (q, k, v, *index.tensors(), *turned.tensors()[:2], list(index.geometry), True, None, 0.0, "bshd")
+    args = (q, k, v, *index.tensors(), *turned.tensors()[:2], None, None, list(index.geometry), True, None, 0.0, "bshd")
     torch.library.opcheck(sparse_attention_op, (*args, "", [], [], [], "|"))
     hooks = f"{tilefold.constant(relative).key}|||{tilefold.constant(one).key}|"
     torch.library.opcheck(sparse_attention_op, (*args, hooks, [rand(2, 9, device=device)], [4], [], "ti|"))

@@ -7,6 +7,7 @@ import tilefold
 from cases import judge, qkv
 from index_cases import top
 from tilefold import reference
+from tilefold.ops import sparse as sparse_ops
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
@@ -17,6 +18,10 @@ def held(q, k, v, index, got):
     plain = reference.sparse_attention(q, k, v, index, dtype=q.dtype)
     judge(got[0], oracle[0], plain[0], "out")
     judge(got[1], oracle[1], plain[1].float(), "lse")
+
+
+def plan_of(q, k, v, index):
+    return sparse_ops.prepare(q, k, v, sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))).plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -71,8 +76,10 @@ def test_more_than_2_to_the_31_elements():
     q, k, v = (torch.randn(b, s, h, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
     index = top(s, s, 2, heads=1)
     out, lse = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    kernel = plan_of(q, k, v, index).kernel
     for i_b, i_h in ((0, 0), (b - 1, h - 1)):
-        one = [t[i_b : i_b + 1, :, i_h : i_h + 1] for t in (q, k, v)]
-        alone = tilefold.sparse_attention(*(t.contiguous() for t in one), index, return_lse=True)
+        one = [t[i_b : i_b + 1, :, i_h : i_h + 1].contiguous() for t in (q, k, v)]
+        plan = plan_of(*one, index).with_tile(kernel=kernel, splits=1)
+        alone = tilefold.sparse_attention(*one, index, return_lse=True, plan=plan)
         assert torch.equal(out[i_b : i_b + 1, :, i_h : i_h + 1], alone[0])
         assert torch.equal(lse[i_b : i_b + 1, i_h : i_h + 1], alone[1])

@@ -104,7 +104,7 @@ def test_same_bits_and_no_synchronisation():
 
 
 def test_memory():
-    """Beside the gradients and one fp32 number a query and head nothing is allocated: no scores, no copies."""
+    """Beside the gradients and two fp32 numbers a query and head nothing is allocated: no scores, no copies."""
     inputs = [t.requires_grad_() for t in qkv(1, 4096, 4096, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)]
     index = top(4096, 4096, 8)
     index.transpose()
@@ -116,7 +116,7 @@ def test_memory():
     before = torch.cuda.memory_allocated()
     grads = torch.autograd.grad(out, inputs, dout)
     extra = torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in grads)
-    assert extra <= 4 * 4096 * 4 + 4096
+    assert extra <= 2 * 4 * 4096 * 4 + 4096
 
 
 @pytest.mark.large

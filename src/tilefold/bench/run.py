@@ -93,9 +93,10 @@ def setting_of(device: str) -> Setting:
 
 @functools.cache
 def commit() -> str:
-    """The short commit of the checkout that holds this file, "+" appended if files differ from it.
-
-    Outside a checkout: what TILEFOLD_COMMIT says, or "unknown"."""
+    """What TILEFOLD_COMMIT says, for sources copied to another machine; else the short commit of the checkout that holds this
+    file, "+" appended if files differ from it; else "unknown"."""
+    if given := os.environ.get("TILEFOLD_COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -109,7 +110,7 @@ def commit() -> str:
             "+" if git("status", "--porcelain", "--untracked-files=no") else ""
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("TILEFOLD_COMMIT", "unknown")
+        return "unknown"
 
 
 def version() -> str:

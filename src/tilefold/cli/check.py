@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,26 +49,33 @@ def run_check(case: CheckCase, device: str) -> Result:
     """Run one case and judge out and lse."""
     import tilefold
     from tilefold import reference
+    from tilefold.plan import AttentionPlan
+    from tilefold.plan.sparse import SparsePlan
 
-    (q, k, v), packing, options = arguments(case, device)
-    plan = None
+    (q, k, v), where, options = arguments(case, device)
+    planner: Any = tilefold.sparse_plan if case.lists else tilefold.attention_plan
+    plan: AttentionPlan | SparsePlan | None = None
     kernel = "none"
     try:
         if max(queries for queries, _ in case.lengths):
-            plan = tilefold.attention_plan(q, k, v, **packing, **options)
+            plan = planner(q, k, v, **where, **options)
             if case.kernel not in (None, plan.kernel):
                 plan = plan.with_tile(kernel=case.kernel)
+            if isinstance(plan, SparsePlan):
+                plan = plan.with_tile(splits=case.splits)
             kernel = plan.kernel
     except (PlanError, Unsupported) as error:
         return Result(case, case.kernel or kernel, None, note=str(error))
     start = time.perf_counter()
-    run = tilefold.attention_varlen if case.packed else tilefold.attention
-    out, lse = run(q, k, v, *packing.values(), **options, return_lse=True, plan=plan)
+    out, lse = getattr(tilefold, case.function)(q, k, v, *where.values(), **options, return_lse=True, plan=plan)
     out, lse = out.cpu(), lse.cpu()
     seconds = time.perf_counter() - start
-    oracle = reference.attention_varlen if case.packed else reference.attention
-    wanted = oracle(q, k, v, *packing.values(), **options)
-    plain = oracle(q, k, v, *packing.values(), **options, dtype=q.dtype)
+    oracle = getattr(reference, case.oracle)
+    if case.oracle != case.function:
+        index = where.pop("index")
+        where |= {"max_seqlen_q": index.seq_q, "max_seqlen_k": index.seq_k} if case.packed else {}
+    wanted = oracle(q, k, v, *where.values(), **options)
+    plain = oracle(q, k, v, *where.values(), **options, dtype=q.dtype)
     outs, lses = (
         reference.compare(got, exact, rough, unit)
         for got, exact, rough, unit in zip((out, lse), wanted, plain, (0.0, 1.0), strict=True)

@@ -1,5 +1,6 @@
 """What `tilefold check` runs: attention calls that together go through every kernel, mask and modification."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,17 @@ if TYPE_CHECKING:
 __all__ = ["CheckCase", "arguments", "check_cases"]
 
 POINTERS, BOX, VARLEN = "attention_forward", "attention_forward_box", "attention_forward_varlen"
+SPARSE, SPARSE_BOX = "sparse_forward", "sparse_forward_box"
+SPARSE_VARLEN, SPARSE_PAGED = "sparse_forward_varlen", "sparse_forward_paged"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckCase:
-    """One call. title: what is special about it. kernel: forced by a plan, or None for the one that the planner takes (VARLEN
-    makes a packed call). lengths: (queries, keys) of each sequence; a dense call has equal ones. options: names of the tensor
-    options to make ("alibi", "bias", "mask", "sinks"). cap: the softcap."""
+    """One call. title: what is special about it. kernel: forced by a plan, or None for the one that the planner takes (VARLEN and
+    SPARSE_VARLEN make a packed call, SPARSE_PAGED a paged one). lengths: (queries, keys) of each sequence; a dense call has equal
+    ones, a paged one equal numbers of queries. options: names of the tensor options to make ("alibi", "bias", "mask", "sinks";
+    "sizes": valid tokens per KV block). cap: the softcap. lists: "" for dense attention, "random", or "full", whose oracle is
+    dense. blocks: tokens per query and KV block. page_size: keys per page. splits: of each list."""
 
     title: str
     kernel: str | None = None
@@ -30,14 +35,30 @@ class CheckCase:
     cap: float = 0.0
     options: tuple[str, ...] = ()
     quick: bool = False
+    lists: str = ""
+    blocks: tuple[int, int] = (16, 16)
+    page_size: int = 16
+    splits: int = 1
 
     @property
     def packed(self) -> bool:
         """Whether the sequences are packed along the first dimension."""
-        return self.kernel == VARLEN
+        return self.kernel in (VARLEN, SPARSE_VARLEN)
+
+    @property
+    def function(self) -> str:
+        """Which of tilefold's functions is called."""
+        layout = "_varlen" if self.packed else "_paged" if self.kernel == SPARSE_PAGED else ""
+        return f"{'sparse_' if self.lists else ''}attention{layout}"
+
+    @property
+    def oracle(self) -> str:
+        """Which of the oracles judges it."""
+        return self.function.removeprefix("sparse_") if self.lists == "full" else self.function
 
 
 ONE = ((70, 70),)
+GROWN = ((20, 70), (20, 0), (20, 33))
 RAGGED = ((40, 40), (0, 5), (17, 33), (1, 64), (9, 0))
 
 _CASES = (
@@ -73,6 +94,22 @@ _CASES = (
     CheckCase("head dim 192, V 128", lengths=ONE, dim_qk=192, dim_v=128, heads=1, kv_heads=1),
     CheckCase("head dim 256", lengths=ONE, dim_qk=256, dim_v=256, heads=1, kv_heads=1, causal=True),
     CheckCase("no keys at all", lengths=((12, 0),)),
+    CheckCase("full lists are dense", SPARSE, lists="full", quick=True),
+    CheckCase("full lists, packed", SPARSE_VARLEN, lists="full", lengths=RAGGED, causal=True),
+    CheckCase("random lists, GQA group 4", SPARSE, lists="random", lengths=ONE, heads=8, quick=True),
+    CheckCase("random lists, descriptors", SPARSE_BOX, lists="random", lengths=((64, 64),)),
+    CheckCase("random lists, split in 3", SPARSE, lists="random", lengths=((20, 90),), splits=3, quick=True),
+    CheckCase("lists, causal, blocks 32 x 64", SPARSE, lists="random", lengths=ONE, blocks=(32, 64), causal=True),
+    CheckCase("lists, valid tokens per block", SPARSE, lists="random", lengths=ONE, options=("sizes",), quick=True),
+    CheckCase("lists, packed, causal", SPARSE_VARLEN, lists="random", lengths=RAGGED, causal=True, quick=True),
+    CheckCase("lists, packed, bf16, split in 2", SPARSE_VARLEN, "bfloat16", lists="random", lengths=RAGGED, splits=2),
+    CheckCase("lists, pages of 16, causal", SPARSE_PAGED, lists="random", lengths=GROWN, causal=True, quick=True),
+    CheckCase(
+        "lists, pages of 24, one query", SPARSE_PAGED, lists="random", lengths=((1, 90),), page_size=24, heads=14
+    ),
+    CheckCase(
+        "lists, pages of 64, bf16", SPARSE_PAGED, "bfloat16", lists="random", lengths=GROWN, page_size=64, splits=2
+    ),
 )
 
 
@@ -87,7 +124,7 @@ def check_cases(quick: bool, gpu: bool) -> tuple[CheckCase, ...]:
 def arguments(
     case: CheckCase, device: str
 ) -> tuple[tuple["Tensor", "Tensor", "Tensor"], dict[str, Any], dict[str, Any]]:
-    """q, k, v; the keyword arguments that say where packed sequences lie (none for a dense call); the other keyword arguments.
+    """q, k, v; the arguments after them (index, where packed sequences or pages lie); the other keyword arguments.
 
     Everything is drawn from a fixed seed on the CPU, so that all machines judge the same numbers.
     """
@@ -101,17 +138,52 @@ def arguments(
 
     batch, longest = len(case.lengths), (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
     rows: list[tuple[int, ...]] = [(batch, n) for n in longest]
-    packing: dict[str, Any] = {}
+    where = _index(case, longest, generator, device) if case.lists else {}
     if case.packed:
         rows = [(sum(q for q, _ in case.lengths),), (sum(k for _, k in case.lengths),)]
         for name, side in (("q", 0), ("k", 1)):
             ends = torch.tensor([0] + [lengths[side] for lengths in case.lengths]).cumsum(0)
-            packing[f"cu_seqlens_{name}"] = ends.to(torch.int32).to(device)
-        packing |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+            where[f"cu_seqlens_{name}"] = ends.to(torch.int32).to(device)
+        if not case.lists:
+            where |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    if case.kernel == SPARSE_PAGED:
+        pages = -(-longest[1] // case.page_size)
+        rows[1] = (batch * pages, case.page_size)
+        table = torch.randperm(batch * pages, generator=generator).view(batch, pages)
+        where["block_table"] = table.to(torch.int32).to(device)
+        where["cache_seqlens"] = torch.tensor([k for _, k in case.lengths], dtype=torch.int32).to(device)
     q = normal(*rows[0], case.heads, case.dim_qk)
     k = normal(*rows[1], case.kv_heads, case.dim_qk)
     v = normal(*rows[1], case.kv_heads, case.dim_v)
-    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.cap}
+    return (q, k, v), where, _options(case, longest, generator, normal, device)
+
+
+def _index(case: CheckCase, longest: tuple[int, int], generator: Any, device: str) -> dict[str, Any]:
+    """The lists of a sparse call, other ones for every sequence and head."""
+    import torch
+
+    from tilefold import BlockIndex
+
+    batch, blocks = len(case.lengths), [-(-n // block) for n, block in zip(longest, case.blocks, strict=True)]
+    keep = torch.rand(batch, case.heads, *blocks, generator=generator) < (1.0 if case.lists == "full" else 0.5)
+    sizes = None
+    if "sizes" in case.options:
+        sizes = torch.randint(0, case.blocks[1] + 1, (batch, blocks[1]), generator=generator).to(torch.int32).to(device)
+    block_q, block_k = case.blocks
+    index = BlockIndex.from_map(keep.to(device), block_q=block_q, block_k=block_k, seq_q=longest[0], seq_k=longest[1],
+                                block_sizes=sizes)  # fmt: skip
+    return {"index": index}
+
+
+def _options(
+    case: CheckCase, longest: tuple[int, int], generator: Any, normal: Callable[..., "Tensor"], device: str
+) -> dict[str, Any]:
+    import torch
+
+    batch = len(case.lengths)
+    options: dict[str, Any] = {"causal": case.causal, "softcap": case.cap}
+    if not case.lists:
+        options["window"] = case.window
     if "alibi" in case.options:
         slopes = torch.tensor([2 ** (-8 * (h + 1) / case.heads) for h in range(case.heads)])
         options["alibi_slopes"] = slopes.to(device)
@@ -124,4 +196,4 @@ def arguments(
         options["mask"] = keep.expand(longest).reshape(1, 1, *longest).to(device)
     if "sinks" in case.options:
         options["sinks"] = normal(case.heads, kind=torch.float32)
-    return (q, k, v), packing, options
+    return options

@@ -1,10 +1,15 @@
 """`tilefold explain`: which kernel, tile and grid a problem gets on a device, and why. Pure planning: no GPU is touched."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilefold.cli.runtime import dtype_named, pair_of, user_errors
+from tilefold.errors import Unsupported
+
+if TYPE_CHECKING:
+    from tilefold.plan import AttentionProblem, Device
+    from tilefold.plan.sparse import SparseProblem
 
 __all__ = ["EPILOG", "explain"]
 
@@ -18,6 +23,10 @@ One decode step of Qwen2.5-7B on an H200:
 Causal training on an A100, with a sliding window of 1024 keys, as JSON:
 
     tilefold explain --device a100 --heads 16 --q 4096 --dim 128 --causal --window 1023,0 --json
+
+One block of 64 queries against 36 listed blocks of a KV cache in pages of 16:
+
+    tilefold explain --device h200 --heads 12 --q 64 --kv 23296 --dim 128 --blocks 64,64 --listed 36 --page-size 16
 
 The GPU of this machine:
 
@@ -48,6 +57,14 @@ def explain(
     mask: Annotated[bool, typer.Option("--mask", help="A boolean mask.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Sequences of different lengths, packed.")] = False,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="Q,KV", help="Block-sparse, with so many tokens per query and KV block.")
+    ] = None,
+    listed: Annotated[
+        int | None, typer.Option(help="With --blocks: KV blocks per list.", show_default="all of them")
+    ] = None,
+    sizes: Annotated[bool, typer.Option("--sizes", help="With --blocks: some KV blocks are partly valid.")] = False,
+    page_size: Annotated[int, typer.Option(help="With --blocks: keys per page of a paged KV cache, 0 for none.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say which kernel, tile and grid an attention call gets on a device, why, and what was rejected.
@@ -55,7 +72,8 @@ def explain(
     Needs no GPU: the answer is computed from the shapes and the device's record alone. A causal mask, a window and the
     modifications of the scores count, their values do not.
     """
-    from tilefold.plan import AttentionProblem, device_named, plan_attention
+    from tilefold.plan import AttentionProblem, plan_attention
+    from tilefold.plan.sparse import plan_sparse
 
     problem = AttentionProblem(
         batch=batch,
@@ -74,14 +92,42 @@ def explain(
         sinks=sinks,
         descriptors=not varlen,
     )
-    if device == "here":
-        import torch
-
-        from tilefold.cli.runtime import prepare_runtime
-        from tilefold.ops.device import device_of
-
-        record = device_of(torch.device(prepare_runtime().device))
-    else:
-        record = device_named(device)
-    plan = plan_attention(problem, record)
+    sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
+    record = _record(device)
+    plan = plan_attention(problem, record) if sparse is None else plan_sparse(sparse, record)
     typer.echo(plan.to_json() if as_json else str(plan))
+
+
+def _record(device: str) -> "Device":
+    """The device of that name, or this machine's for "here"."""
+    from tilefold.plan import device_named
+
+    if device != "here":
+        return device_named(device)
+    import torch
+
+    from tilefold.cli.runtime import prepare_runtime
+    from tilefold.ops.device import device_of
+
+    return device_of(torch.device(prepare_runtime().device))
+
+
+def _sparse_problem(
+    problem: "AttentionProblem", blocks: str | None, listed: int | None, sizes: bool, page_size: int
+) -> "SparseProblem | None":
+    """The block-sparse problem that the options ask for, or None; Unsupported names an option that does not go with them."""
+    from tilefold.plan.sparse import SparseProblem
+
+    if blocks is None:
+        for name, given in (("--listed", listed), ("--sizes", sizes), ("--page-size", page_size)):
+            if given:
+                raise Unsupported(f"{name} needs --blocks: only block-sparse attention has it")
+        return None
+    extra = {"--window": problem.window != (-1, -1), "--alibi": "alibi" in problem.score_mods,
+             "--bias": "bias" in problem.score_mods, "--mask": bool(problem.mask_mods), "--sinks": problem.sinks}  # fmt: skip
+    for name, given in extra.items():
+        if given:
+            raise Unsupported(f"{name} does not go with --blocks: sparse attention has no such argument")
+    block_q, block_k = pair_of(blocks, "--blocks", "Q,KV such as 64,64")
+    room = -(-problem.seq_k // block_k) if listed is None and block_k > 0 else listed or 0
+    return SparseProblem(problem, block_q, block_k, room, sizes, page_size=page_size)

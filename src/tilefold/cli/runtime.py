@@ -100,14 +100,12 @@ def dtype_named(name: str) -> str:
     return found
 
 
-def pair_of(text: str, name: str) -> tuple[int, int]:
-    """Two integers from "L,R". ValueRangeError otherwise."""
+def pair_of(text: str, name: str, form: str = "LEFT,RIGHT such as 255,0 (-1 is unbounded)") -> tuple[int, int]:
+    """Two integers from "L,R". ValueRangeError, with the form that is accepted, otherwise."""
     try:
         left, right = (int(part) for part in text.split(","))
     except ValueError:
-        raise ValueRangeError(
-            f"{name} must be two integers LEFT,RIGHT such as 255,0 (-1 is unbounded), got {text!r}"
-        ) from None
+        raise ValueRangeError(f"{name} must be two integers {form}, got {text!r}") from None
     return left, right
 
 

@@ -17,11 +17,12 @@ from .state import LOG2E
 
 
 @triton.jit
-def load_statistics(Lse, Delta, cols, live):
-    """-> lse in base 2 and delta of the rows `cols`; a row that is not live, or saw no key, gets lse +inf: all its p are 0."""
-    lse = tl.load(Lse + cols, mask=live, other=float("-inf"))
-    delta = tl.load(Delta + cols, mask=live, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
+    """-> lse in base 2 and delta of the rows `cols`, as `backward_delta` left them; lse +inf where not live: p = 0."""
+    if EDGE:
+        return tl.load(Lse2 + cols, mask=live, other=float("inf")), tl.load(Delta + cols, mask=live, other=0.0)
+    else:
+        return tl.load(Lse2 + cols), tl.load(Delta + cols)
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def fold_query_gradient(q, do, lse, delta, tiles, place, scale, source, k_side, 
                         LOCATE: tl.constexpr, FETCH: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
                         BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
-    """dq [M, BLOCK_QK] fp32 of a query tile from `tiles` tiles of keys; lse, delta [M, 1], place[2] [M, 1]."""
+    """dq [M, BLOCK_QK] fp32 of a query tile from `tiles` tiles of keys; lse (base 2), delta [M, 1], place[2] [M, 1]."""
     dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
     for i in tl.range(0, tiles):
         rows, cols, live = LOCATE(i, source, BLOCK_N)
@@ -62,8 +63,8 @@ def fold_query_gradient(q, do, lse, delta, tiles, place, scale, source, k_side, 
 
 
 @triton.jit
-def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source, q_side, do_side, Lse, Delta, score_mods, slopes,
-                      mask_mods, batch, extent, LOCATE: tl.constexpr, FETCH: tl.constexpr, EDGE: tl.constexpr,
+def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source, q_side, do_side, Lse2, Delta, score_mods,
+                      slopes, mask_mods, batch, extent, LOCATE: tl.constexpr, FETCH: tl.constexpr, EDGE: tl.constexpr,
                       PARTIAL: tl.constexpr, EMULATE: tl.constexpr, BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr,
                       DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
     """Add to dk [N, BLOCK_QK] (still without `scale`) and dv [N, BLOCK_V] what `tiles` tiles of queries of one head give.
@@ -74,7 +75,7 @@ def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source
         rows, cols, live = LOCATE(i, source, BLOCK_M)
         q = FETCH(q_side, rows, live, EDGE, EMULATE, BLOCK_M, DIM_QK, BLOCK_QK)
         do = FETCH(do_side, rows, live, EDGE, EMULATE, BLOCK_M, DIM_V, BLOCK_V)
-        lse, delta = load_statistics(Lse, Delta, cols, live)
+        lse, delta = load_statistics(Lse2, Delta, cols, live, EDGE)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         q_index = (tl.minimum(cols, extent[0] - 1) if EDGE else cols)[None, :]
@@ -85,6 +86,8 @@ def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source
         if PARTIAL:
             p = tl.where(live_k[:, None], p, 0.0)
             ds = tl.where(live_k[:, None], ds, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        # Both narrowed before the products: ds would wait for the first one in twice the registers.
+        p, ds = p.to(do.dtype), ds.to(q.dtype)
+        dv = tl.dot(p, do, dv, input_precision="ieee")
+        dk = tl.dot(ds, q, dk, input_precision="ieee")
     return dk, dv

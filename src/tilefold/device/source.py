@@ -34,8 +34,22 @@ def fetch_rows(
     """By pointers, side = (base, row stride).  The int64 row offset is made anew for every tile: a part that does not change
     in the loop would be hoisted into two registers a row and cost 30 to 60 registers a thread."""
     base, stride = side
+    return load_lanes(base, rows * stride, live, EDGE, EMULATE, DIM, BLOCK_D)
+
+
+@triton.jit
+def load_lanes(
+    base,
+    offsets,
+    live,
+    EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows that begin `offsets` [N] int64 elements after base."""
     o_d = tl.arange(0, BLOCK_D)
-    p = base + (rows * stride)[:, None] + o_d[None, :]
+    p = base + offsets[:, None] + o_d[None, :]
     if EDGE:
         inside = live[:, None]
         if DIM != BLOCK_D:
@@ -104,6 +118,51 @@ def locate_listed_box(i, source, BLOCK_N: tl.constexpr):
     o_n = first + tl.arange(0, BLOCK_N)
     cols = block * source[3] + o_n
     return block * source[3] + first, cols, live_in_block(block, o_n, cols, source)
+
+
+@triton.jit
+def locate_listed_page(i, source, BLOCK_N: tl.constexpr):
+    """Tile i of the blocks that a list names, in a paged cache: source = what listed_block takes, then (table, PAGE), PAGE a
+    multiple of N, so that the tile lies inside one page.  rows is (page, [N] rows in it)."""
+    PAGE: tl.constexpr = source[6]
+    block, first = listed_block(i, source, BLOCK_N)
+    start = block * source[3] + first
+    o_n = first + tl.arange(0, BLOCK_N)
+    cols = block * source[3] + o_n
+    # the table says nothing of pages past the sequence's end
+    page = tl.load(source[5] + start // PAGE, mask=start < source[2], other=0)
+    rows = (page.to(tl.int64), start % PAGE + tl.arange(0, BLOCK_N))
+    return rows, cols, live_in_block(block, o_n, cols, source)
+
+
+@triton.jit
+def locate_listed_pages(i, source, BLOCK_N: tl.constexpr):
+    """locate_listed_page for pages of any size: rows is a page [N] and a row in it [N] for each key."""
+    PAGE: tl.constexpr = source[6]
+    block, first = listed_block(i, source, BLOCK_N)
+    o_n = first + tl.arange(0, BLOCK_N)
+    cols = block * source[3] + o_n
+    live = live_in_block(block, o_n, cols, source)
+    page = tl.load(source[5] + cols // PAGE, mask=live, other=0)
+    return (page.to(tl.int64), cols % PAGE), cols, live
+
+
+@triton.jit
+def fetch_paged(
+    side,
+    rows,
+    live,
+    EDGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """By pointers, side = (base, page stride, row stride), rows = (page int64, row in the page int32): int64 rows would cost 30
+    registers a thread, so the row stride is int64 where a page spans 2^31 elements or more."""
+    base, stride_p, stride_n = side
+    page, row = rows
+    return load_lanes(base, page * stride_p + row * stride_n, live, EDGE, EMULATE, DIM, BLOCK_D)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""What every backward pass needs of a row before its products: delta = sum(out * dout) - dlse."""
+"""What every backward pass needs of a row before its products: delta = sum(out * dout) - dlse, and lse in base 2."""
 
 import triton
 import triton.language as tl
 
+from ..device.state import LOG2E
 from ..device.tile import load_rows
 
 RUNTIME = ["seq_q", "heads"]
@@ -14,6 +15,7 @@ def backward_delta(
     DOut,
     Lse,
     DLse,
+    Lse2,
     Delta,
     seq_q,
     heads,
@@ -28,9 +30,10 @@ def backward_delta(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Out, DOut [B, Sq, H, D]; Lse, DLse (or None), Delta [B, H, Sq] fp32 contiguous.  Grid (cdiv(Sq, BLOCK_M) * H * B,).
+    """Out, DOut [B, Sq, H, D]; Lse, DLse (or None), Lse2, Delta [B, H, Sq] fp32 contiguous.  Grid (cdiv(Sq, BLOCK_M) * H * B,).
 
-    A packed batch is one sequence here.  A row without a live key has no gradient, whatever dlse says: delta 0."""
+    A packed batch is one sequence here.  A row without a live key has no gradient, whatever dlse says: delta 0 and lse +inf,
+    which makes its probabilities exp2(score - inf) = 0 without another test in the kernels that follow."""
     tiles = tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
     i_m, i_bh = pid % tiles, (pid // tiles).to(tl.int64)
@@ -47,4 +50,6 @@ def backward_delta(
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if DLse is not None:
         delta -= tl.load(DLse + row, mask=o_m < seq_q, other=0.0)
-    tl.store(Delta + row, tl.where(lse == float("-inf"), 0.0, delta), mask=o_m < seq_q)
+    dead = lse == float("-inf")
+    tl.store(Lse2 + row, tl.where(dead, float("inf"), lse * LOG2E), mask=o_m < seq_q)
+    tl.store(Delta + row, tl.where(dead, 0.0, delta), mask=o_m < seq_q)

@@ -213,8 +213,9 @@ def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
 
 
-def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int) -> "Box":
-    """The descriptor of [B, H, N, D]; the stride of a dimension of size 1 means nothing and may be invalid: use one row's."""
+def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
+    """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
+    use one row's."""
     from .launch import Box
 
     stride_b, stride_n, stride_h = head_strides(t, layout)
@@ -223,7 +224,7 @@ def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int) -> "B
     step = 16 // t.element_size()
     row = -(-t.shape[-1] // step) * step
     strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
-    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d])
+    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
 
 
 # ---------------------------------------------------------------- every time

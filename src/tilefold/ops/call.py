@@ -16,18 +16,22 @@ __all__ = [
     "UNBOUNDED",
     "Call",
     "Packed",
+    "Paged",
     "check_hooks",
     "check_integer",
     "check_offsets",
     "check_options",
+    "check_pages",
     "check_slope",
     "facts_of",
     "facts_of_args",
     "is_plain",
     "key_of",
+    "needs_gradient",
     "result_shapes",
     "shapes_of",
     "sizes_of",
+    "value_of",
     "window_of",
 ]
 
@@ -42,12 +46,19 @@ _OPTIONS = (
 )
 
 
-def _qkv(*dims: str) -> tuple[TensorSpec, ...]:
+def _qkv(*dims: str, names: tuple[str, str] = ("k", "v")) -> tuple[TensorSpec, ...]:
     last = {"same_dtype_as": "q", "contiguous_last": True}
     return (
         TensorSpec("q", dims[0], FLOATS, contiguous_last=True),
-        TensorSpec("k", dims[1], FLOATS, **last),  # type: ignore[arg-type]
-        TensorSpec("v", dims[2], FLOATS, **last),  # type: ignore[arg-type]
+        *(TensorSpec(name, dim, FLOATS, **last) for name, dim in zip(names, dims[1:], strict=True)),  # type: ignore[arg-type]
+    )
+
+
+def _paged(q: str, page: str) -> tuple[TensorSpec, ...]:
+    return (
+        *_qkv(q, f"pages {page} dim_qk", f"pages {page} dim_v", names=("k_pages", "v_pages")),
+        TensorSpec("block_table", "batch max_pages", (torch.int32,), contiguous_last=True),
+        TensorSpec("cache_seqlens", "batch", (torch.int32,), contiguous_last=True),
     )
 
 
@@ -59,6 +70,8 @@ SPECS = {
         TensorSpec("cu_seqlens_q", "offsets", (torch.int32,), contiguous_last=True),
         TensorSpec("cu_seqlens_k", "offsets", (torch.int32,), contiguous_last=True),
     ),
+    "paged bshd": _paged("batch seq_q heads dim_qk", "page_size kv_heads"),
+    "paged bhsd": _paged("batch heads seq_q dim_qk", "kv_heads page_size"),
 }
 
 
@@ -69,6 +82,13 @@ class Packed(NamedTuple):
     cu_k: torch.Tensor
     max_q: int
     max_k: int
+
+
+class Paged(NamedTuple):
+    """Where the keys of a paged call lie: int32 page numbers [batch, max_pages] and numbers of keys [batch]."""
+
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
 
 
 class Call(NamedTuple):
@@ -146,13 +166,41 @@ def facts_of_args(args: ModArgs) -> Any:
     )
 
 
+def value_of(hook: Any) -> Any:
+    """What a `Constant` names; anything else as it is."""
+    return hook.value if isinstance(hook, Constant) else hook
+
+
+def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
+    """Whether a tensor of the call requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
+    args = call.score_args if type(call.score_args) is tuple else ()
+    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
+        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
+            return True
+    return False
+
+
+def _in_forward_mode() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+
+
 # ---------------------------------------------------------------- the checks
 
 
-def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
-    """Check every tensor; the sizes of all named dimensions."""
+def sizes_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, paged: Paged | None = None
+) -> dict[str, int]:
+    """Check every tensor; the sizes of all named dimensions.  paged: k and v are pages, and there is no "seq_k"."""
     tensors = {"q": q, "k": k, "v": v, **call._asdict()}
-    if call.packed is None:
+    if paged is not None:
+        sizes = bind(SPECS[f"paged {call.layout}"], {"q": q, "k_pages": k, "v_pages": v, **paged._asdict()})
+        if sizes["page_size"] < 1:
+            raise ShapeError(f"k_pages has shape {tuple(k.shape)}: a page must hold at least 1 key")
+    elif call.packed is None:
         sizes = bind(SPECS[call.layout], tensors)
     else:
         tensors |= {"cu_seqlens_q": call.packed.cu_q, "cu_seqlens_k": call.packed.cu_k}
@@ -164,7 +212,8 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> d
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(
-            f"q has {heads} heads and k has {kv_heads}: the heads of q must be a multiple of those of k and v"
+            f"q has {heads} heads and {'k' if paged is None else 'k_pages'} has {kv_heads}: the heads of q must be a "
+            f"multiple of those of k and v"
         )
     for name, dim in (("q and k", sizes["dim_qk"]), ("v", sizes["dim_v"])):
         if not 1 <= dim <= MAX_HEAD_DIM:
@@ -274,3 +323,13 @@ def check_offsets(packed: Packed, total_q: int, total_k: int) -> None:
         values = offsets.tolist()
         if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
             raise ValueRangeError(f"{name} must ascend from at least 0 to at most {total}, got {values}")
+
+
+def check_pages(paged: Paged, pages: int, page_size: int, seq_k: int) -> None:
+    """The values of cache_seqlens and of the table's entries that they reach: as check_offsets, only in the interpreter."""
+    for b, length in enumerate(paged.cache_seqlens.tolist()):
+        if not 0 <= length <= seq_k:
+            raise ValueRangeError(f"cache_seqlens[{b}] is {length}, expected 0 to {seq_k}, the keys that index counts")
+        for i, page in enumerate(paged.block_table[b, : -(-length // page_size)].tolist()):
+            if not 0 <= page < pages:
+                raise ValueRangeError(f"block_table[{b}, {i}] is {page}, expected 0 to {pages - 1}, the last page")

@@ -50,6 +50,11 @@ class Launch:
             with torch.cuda.device(self.device):
                 self._launch(args)
 
+    def compile(self, args: tuple[Any, ...]) -> None:
+        """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
+        with torch.cuda.device(self.device):
+            self.fn.warmup(*args, grid=self.grid, **self.keywords)
+
     def _launch(self, args: tuple[Any, ...]) -> None:
         run, stream = self._compiled, triton.runtime.driver.active.get_current_stream(self.device)
         run.run(*self.grid, stream, run.function, run.packed_metadata, None, None, None, *args, *self._tail)
@@ -82,7 +87,7 @@ def _class(arg: Any, by_type: bool = False) -> Any:
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
         return tuple(_class(item) for item in arg)
-    if isinstance(arg, TensorDescriptor):
+    if hasattr(arg, "block_shape"):  # Triton's descriptors and Gluon's
         return arg.base.dtype, tuple(arg.block_shape)
     if type(arg) is int:
         wide = not -(1 << 31) <= arg < 1 << 31
@@ -106,14 +111,25 @@ class Box:
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
-    __slots__ = ("_fields",)
+    __slots__ = ("_fields", "_kind")
 
-    def __init__(self, tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> None:
-        self._fields = {**TensorDescriptor(tensor, shape, strides, block).__dict__, "base": None}
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        kind: Any = TensorDescriptor,
+        layout: Any = None,
+    ) -> None:
+        """kind: Triton's descriptor, or Gluon's, which also has the layout of the box in shared memory."""
+        extra = () if layout is None else (layout,)
+        self._kind = kind
+        self._fields = {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
 
-    def over(self, tensor: torch.Tensor) -> TensorDescriptor:
+    def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
-        descriptor = object.__new__(TensorDescriptor)
+        descriptor = object.__new__(self._kind)
         descriptor.__dict__.update(self._fields)
         descriptor.base = tensor
         return descriptor

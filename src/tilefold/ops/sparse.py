@@ -2,34 +2,23 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DeviceError, DtypeError, ShapeError
-from ..types import Constant, Layout, ModArgs, ModFunction
-from .attention import CACHE_LIMIT, describe_box, head_strides, mods_of, problem_of
-from .call import (
-    Call,
-    Packed,
-    check_hooks,
-    check_options,
-    check_slope,
-    facts_of,
-    facts_of_args,
-    result_shapes,
-    sizes_of,
-)
+from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
+from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
+from .sparse_call import Lists, SparseCall, check_call, dense_call, key_of
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
-    from ..plan.sparse_backward import SparseBackwardPlan
     from .launch import Box
 
 __all__ = [
     "Lists",
     "SparseCall",
+    "dense_call",
     "example_call",
     "example_launch",
     "forward",
@@ -38,38 +27,8 @@ __all__ = [
     "prepare",
 ]
 
+HOPPER_KERNEL = "sparse_forward_hopper"
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
-
-
-class Lists(NamedTuple):
-    """What the kernels need of a BlockIndex: its tensors and its geometry (ops does not import the record)."""
-
-    indices: torch.Tensor
-    counts: torch.Tensor
-    block_sizes: torch.Tensor | None
-    query_sizes: torch.Tensor | None
-    block_q: int
-    block_k: int
-    seq_q: int
-    seq_k: int
-
-
-class SparseCall(NamedTuple):
-    """The keyword arguments of `sparse_attention`, as given."""
-
-    lists: Lists
-    causal: bool = False
-    scale: float | None = None
-    softcap: float = 0.0
-    layout: Layout = "bshd"
-    score_mod: ModFunction | Constant | None = None
-    score_args: ModArgs = ()
-    mask_mod: ModFunction | Constant | None = None
-    mask_args: ModArgs = ()
-    plan: "SparsePlan | Constant | None" = None
-    packed: Packed | None = None
-    score_grad: ModFunction | Constant | None = None  # these two concern the backward pass alone
-    backward_plan: "SparseBackwardPlan | Constant | None" = None
 
 
 @dataclass(slots=True)
@@ -100,6 +59,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.plan is None:
         return out, lse
+    if interpreting():
+        _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
         p.launch(_arguments(p, q, k, v, out, lse, call))
@@ -114,21 +75,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     """The cached record of this call's shapes and options; checks everything the first time they are seen."""
     try:
-        index = call.lists
-        tensors = tuple(None if t is None else facts_of(t) for t in index[:4])
-        mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
-        options = tuple((type(o), o) for o in call[1:5])
-        key = (
-            facts_of(q),
-            facts_of(k),
-            facts_of(v),
-            tensors,
-            index[4:],
-            options,
-            mods,
-            id(call.score_grad),
-            id(call.plan),
-        )
+        key = key_of(q, k, v, call)
         found = _CACHE.get(key)
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
@@ -140,28 +87,24 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     return found
 
 
-def dense_call(call: SparseCall) -> Call:
-    """The dense call with the same options: its checks and its mods are ours."""
-    return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
-                score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args)  # fmt: skip
+def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
+    """In the interpreter a read outside a tensor ends the process: look at what says where the sequences lie."""
+    if call.packed is not None:
+        check_offsets(call.packed, total_q, k.shape[0])
+    if call.paged is not None:
+        page_size = k.shape[1 if call.layout == "bshd" else 2]
+        check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
-    from ..plan.sparse import SparsePlan, SparseProblem, plan_sparse
+    from ..plan.sparse import SparseProblem, plan_sparse
 
+    sizes, scale = check_call(q, k, v, call)
     dense = dense_call(call)
-    check_options(dense)
-    sizes = sizes_of(q, k, v, dense)
-    check_hooks(dense, q.device)
-    check_slope(call.score_mod, call.score_grad)
-    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
-    if call.plan is not None and not isinstance(call.plan, SparsePlan):
-        raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
-    _check_lists(call.lists, sizes, q.device)
     out_shape, lse_shape = result_shapes(dense, sizes)
     device = device_of(q.device)
     keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
-    if 0 in lse_shape:
+    if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=keep)
     attention = problem_of(q, k, v, dense, sizes, (-1, 0) if call.causal else (-1, -1))
     index = call.lists
@@ -171,32 +114,41 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         index.block_k,
         index.indices.shape[3],
         masked=index.block_sizes is not None,
+        descriptors=boxable(q),
+        page_size=0 if call.paged is None else sizes["page_size"],
     )
-    if call.plan is None:
-        plan = plan_sparse(problem, device)
-    else:
-        plan = call.plan
-        plan.check(problem, device)
-    return _bind(q, k, v, call, sizes, scale, plan, (out_shape, lse_shape))
+    shapes = out_shape, lse_shape
+    if call.plan is not None:
+        given: SparsePlan = call.plan  # type: ignore[assignment]
+        given.check(problem, device)
+        return _bind(q, k, v, call, sizes, scale, given, shapes)
+    plan = plan_sparse(problem, device)
+    if plan.kernel == HOPPER_KERNEL:
+        found = _hopper(q, k, v, call, scale, plan, shapes)
+        if found is not None:
+            return found
+        plan = plan_sparse(problem, device, portable=True)
+    return _bind(q, k, v, call, sizes, scale, plan, shapes)
 
 
-def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> None:
-    """The index describes these sequences, on this device."""
-    for name in ("seq_q", "seq_k"):
-        if getattr(index, name) != sizes[name]:
-            raise ShapeError(
-                f"index was made for {name}={getattr(index, name)}, but the tensors have {name}={sizes[name]}"
-            )
-    for part in ("indices", "counts", "block_sizes", "query_sizes"):
-        t = getattr(index, part)
-        if t is None:
-            continue
-        shared = t.shape[: 2 if part in ("indices", "counts") else t.dim() - 1]
-        for name, size in zip(("batch", "heads"), shared, strict=False):
-            if size not in (1, sizes[name]):
-                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in q) or 1")
-        if t.device != device:
-            raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: SparseCall,
+    scale: float,
+    plan: "SparsePlan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared | None:
+    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
+    from ..kernels import hopper
+    from . import sparse_hopper
+
+    if refusal := hopper.refusal():
+        sparse_hopper.warn_portable(refusal)
+        return None
+    p = sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
+    return p if sparse_hopper.compiles(p, q, k, v, call) else None
 
 
 def _bind(
@@ -211,9 +163,13 @@ def _bind(
 ) -> Prepared:
     """Kernels, run-time scalars and compile-time constants of this call under this plan."""
     from ..device import mods
-    from ..kernels import combine, sparse_forward
+    from ..kernels import sparse_forward
     from .launch import Launch
 
+    if plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
     problem = plan.problem
     n, index = problem.attention, call.lists
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
@@ -223,44 +179,64 @@ def _bind(
     sides = ((k, n.block_qk), (v, n.block_v)) if box else ()
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.backend == "cuda" and plan.device.generation >= 90
-    constants = {
-        "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
+    constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
+    device = q.device.index or 0
+    part_strides = (math.prod(shapes[0]), *out_strides)
+    # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
+    batch, rows, around = (1, sizes["total_q"], (0,)) if n.varlen else (n.batch, n.seq_q, ())
+    return Prepared(
+        plan=plan,
+        out_shape=shapes[0],
+        lse_shape=shapes[1],
+        scalars=(scale, n.seq_q, rows if n.varlen else n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
+        strides=(
+            *q_strides,
+            *(() if box else k_strides + v_strides),
+            *part_strides,
+            *list_strides(index),
+            *(() if call.paged is None else (call.paged.block_table.stride(0),)),
+        ),
+        boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
+        mods=mods,
+        launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
+        merge=_merge(plan, rows * n.heads * batch, emulate, early, device),
+        merge_args=(plan.splits, batch, rows, n.heads, part_strides[0], *around, *out_strides, *around, *out_strides),
+        keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
+    )
+
+
+def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, int, int]) -> dict[str, Any]:
+    """The kernel's compile-time constants; rows: the strides of a row of q, k and v."""
+    problem = plan.problem
+    n = problem.attention
+    wide = rows[0] * plan.block_m >= 1 << 31
+    return {
+        "MASKED": problem.masked or n.varlen or problem.page_size > 0 or n.seq_k % problem.block_k != 0,
         "EMULATE": emulate,
         "EARLY": early,
-        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
+        "WIDE": wide or problem.page_size * max(rows[1:]) >= 1 << 31,
         "DIM_QK": n.dim_qk,
         "DIM_V": n.dim_v,
         "Q_BLOCK": problem.block_q,
         "KV_BLOCK": problem.block_k,
+        **({"PAGE": problem.page_size} if problem.page_size else {}),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
-    merge_constants = {
-        "EMULATE": emulate,
-        "DIM": n.dim_v,
-        "BLOCK_D": n.block_v,
-        "BLOCK_S": BLOCK_SPLITS,
-        "EARLY": early,
-    }
-    merge_options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
-    device = q.device.index or 0
-    part_strides = (math.prod(shapes[0]), *out_strides)
-    return Prepared(
-        plan=plan,
-        out_shape=shapes[0],
-        lse_shape=shapes[1],
-        scalars=(scale, n.seq_q, n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
-        strides=(*q_strides, *(() if box else k_strides + v_strides), *part_strides, *list_strides(index)),
-        boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
-        mods=mods,
-        launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
-        merge=Launch(combine.combine, (n.seq_q * n.heads * n.batch, 1, 1), merge_constants, merge_options, device),
-        merge_args=(plan.splits, n.batch, n.seq_q, n.heads, *part_strides, *out_strides),
-        keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
-    )
+
+
+def _merge(plan: "SparsePlan", rows: int, emulate: bool, early: bool, device: int) -> Any:
+    """The launch that merges the shares of `rows` rows."""
+    from ..kernels.combine import combine
+    from .launch import Launch
+
+    n = plan.problem.attention
+    constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": early}
+    options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
+    return Launch(combine, (rows, 1, 1), constants, options, device)
 
 
 def list_strides(index: Lists) -> tuple[int, ...]:
@@ -268,7 +244,9 @@ def list_strides(index: Lists) -> tuple[int, ...]:
     found: list[int] = list(_broadcast(index.indices, 3))
     found += _broadcast(index.counts, 2)
     for t in (index.block_sizes, index.query_sizes):
-        found += (0, 0) if t is None else _broadcast(t.view((1,) * (3 - t.dim()) + t.shape), 2)
+        if t is not None and t.dim() < 3:  # [blocks] or [batch, blocks]: never per head
+            t = t[None, None] if t.dim() == 1 else t[:, None]
+        found += (0, 0) if t is None else _broadcast(t, 2)
     return tuple(found)
 
 
@@ -286,9 +264,13 @@ def _arguments(
     call: SparseCall,
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import sparse_hopper
+
+        return sparse_hopper.arguments(p, q, k, v, out, lse, call)
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
     score, masks = mods_of_call(p, q, call)
-    return (q, *sides, out, lse, *call.lists[:4], *p.scalars, *p.strides, score, masks)
+    return (q, *sides, out, lse, *call.lists[:4], *call.placement, *p.scalars, *p.strides, score, masks)
 
 
 def mods_of_call(p: Prepared, q: torch.Tensor, call: SparseCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -306,8 +288,19 @@ def example_call(
     """((q, k, v), call, its record, out, lse) of a call that has this plan, on tensors without memory."""
     n, problem = plan.problem.attention, plan.problem
     dtype = getattr(torch, n.dtype)
-    q = _meta(n.batch, n.seq_q, n.heads, n.dim_qk, dtype=dtype)
-    k, v = (_meta(n.batch, n.seq_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    packed, paged = None, None
+    queries: tuple[int, ...] = (n.batch, n.seq_q)
+    keys: tuple[int, ...] = (n.batch, n.seq_k)
+    if n.varlen:
+        queries, keys = (n.batch * n.seq_q,), (n.batch * n.seq_k,)
+        offsets = _meta(n.batch + 1, dtype=torch.int32)
+        packed = Packed(offsets, offsets, n.seq_q, n.seq_k)
+    elif problem.page_size:
+        pages = -(-n.seq_k // problem.page_size)
+        keys = (n.batch * pages, problem.page_size)
+        paged = Paged(_meta(n.batch, pages, dtype=torch.int32), _meta(n.batch, dtype=torch.int32))
+    q = _meta(*queries, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (_meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
     rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
     lists = Lists(
         _meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
@@ -319,8 +312,8 @@ def example_call(
         n.seq_q,
         n.seq_k,
     )
-    call = SparseCall(lists, causal=n.causal, plan=plan)
-    sizes = sizes_of(q, k, v, dense_call(call))
+    call = SparseCall(lists, causal=n.causal, plan=plan, packed=packed, paged=paged)
+    sizes = sizes_of(q, k, v, dense_call(call), paged)
     shapes = result_shapes(dense_call(call), sizes)
     p = _bind(q, k, v, call, sizes, 1.0, plan, shapes)
     return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])

@@ -130,9 +130,9 @@ def backward(
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
-    delta = torch.empty_like(lse)
-    bound.delta((out, dout, lse, dlse, delta, *bound.delta_tail))
-    queries, keys = _arguments(prepared, bound, saved, dout, delta, call, transposed)
+    statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
+    bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
+    queries, keys = _arguments(prepared, bound, saved, dout, statistics, call, transposed)
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     dq = dk = dv = None
     if wanted[0]:
@@ -149,15 +149,15 @@ def _arguments(
     bound: Bound,
     saved: tuple[torch.Tensor, ...],
     dout: torch.Tensor,
-    delta: torch.Tensor,
+    statistics: torch.Tensor,
     call: "SparseCall",
     transposed: "Lists",
 ) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
     """The run-time arguments of the two kernels, in order, as functions of the gradients that they write."""
-    q, k, v, _, lse = saved
+    q, k, v, _, _ = saved
     score, masks = sparse.mods_of_call(prepared, q, call)
     hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
-    inputs = own = (q, k, v, dout, lse, delta)
+    inputs = own = (q, k, v, dout, *statistics.unbind())
     if bound.boxes:
         boxed = [box.over(t) for box, t in zip(bound.boxes, (q, k, v, dout), strict=True)]
         inputs, own = (q, *boxed[1:3], *own[3:]), (boxed[0], k, v, boxed[3], *own[4:])
@@ -238,7 +238,7 @@ def _bind(
     dq_strides, dk_strides, dv_strides = (
         _sequence_strides(torch.empty(t.shape, device="meta"), call) for t in (q, k, v)
     )
-    lse_strides = (0, lse.stride(0)) if packed else lse.stride()[:2]
+    lse_strides = (0, lse.shape[1]) if packed else (lse.shape[1] * lse.shape[2], lse.shape[2])
     farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
     constants = {
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
@@ -263,7 +263,8 @@ def _bind(
         (rows, n.heads, *_sequence_strides(out, call), *do_strides),
         _tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
         (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
-        _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1], {**constants, "EDGE": edge_q}, device),
+        _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
+               {**constants, "EDGE": edge_q, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
          *sparse.list_strides(turned)),
         _boxes(plan, (q, k, v, dout), call) if constants["BOX"] else (),
@@ -318,9 +319,10 @@ def example_launch(
     )
     transposed = lists._replace(indices=indices, counts=counts)
     bound = _bind(prepared, saved, out, call, transposed, backward_plan)
-    queries, keys = _arguments(prepared, bound, saved, out, lse, call, transposed)
+    statistics = torch.empty((2, *lse.shape), device="meta")
+    queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)
     launch, args = {
-        "delta": (bound.delta, (out, out, lse, lse, lse, *bound.delta_tail)),
+        "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
         "queries": (bound.queries, queries(q)),
         "keys": (bound.keys, keys(k, v)),
     }[part]

@@ -19,6 +19,7 @@ __all__ = [
     "require_supported",
     "shared_bytes",
     "tile_violation",
+    "uses_wgmma",
 ]
 
 POINTER, BOX, VARLEN = KERNELS = ("attention_forward", "attention_forward_box", "attention_forward_varlen")

@@ -7,12 +7,27 @@ from functools import lru_cache
 from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
 from tilefold.plan.device import Device
-from tilefold.plan.limits import BOX, MAX_GRID, Tile, box_refusal, programs_per_sm, require_supported, tile_violation
+from tilefold.plan.limits import (
+    BOX,
+    MAX_GRID,
+    POINTER,
+    VARLEN,
+    Tile,
+    box_refusal,
+    programs_per_sm,
+    require_supported,
+    tile_violation,
+    uses_wgmma,
+)
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
+from tilefold.plan.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
 
 __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
+VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
+KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL, HOPPER_KERNEL)
 MAX_SPLITS = 128
 MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
@@ -24,6 +39,9 @@ class SparseProblem:
 
     attention: lengths, heads, dims, dtype and mods, as for the dense kernel. block_q, block_k: tokens per query and KV block.
     capacity: most KV blocks that a list can name. masked: some block may have fewer valid tokens than block_k.
+    descriptors: Q can be read by tensor descriptors too (attention.descriptors says it of K and V).
+    page_size: keys per page of a paged cache, seq_k then being its room (tokens); 0: K and V are not paged. For a packed batch
+    (attention.varlen) lengths are the longest and every sequence has lists of its own.
     """
 
     attention: AttentionProblem
@@ -31,6 +49,8 @@ class SparseProblem:
     block_k: int
     capacity: int
     masked: bool = False
+    descriptors: bool = True
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -39,10 +59,19 @@ class SparseProblem:
                 raise ValueRangeError(f"{name} must be a power of two of at least 16, got {value!r}")
         if type(self.capacity) is not int or self.capacity < 0:
             raise ShapeError(f"capacity must be an integer of at least 0, got {self.capacity!r}")
+        if type(self.page_size) is not int or self.page_size < 0:
+            raise ShapeError(f"page_size must be an integer of at least 0, got {self.page_size!r}")
+        if self.page_size and self.attention.varlen:
+            raise Unsupported("a packed batch with paged keys has no kernel: page_size must be 0 with varlen=True")
+
+    @property
+    def layout(self) -> str:
+        """Where K and V lie, to print."""
+        return ", packed" if self.attention.varlen else f", in pages of {self.page_size}" if self.page_size else ""
 
     def require_same(self, other: "SparseProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`."""
-        for field in ("block_q", "block_k", "capacity", "masked"):
+        for field in ("block_q", "block_k", "capacity", "masked", "page_size"):
             made, asked = getattr(self, field), getattr(other, field)
             if made != asked:
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
@@ -56,8 +85,11 @@ class SparseProblem:
 class SparsePlan:
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
-    kernel: "sparse_forward" (pointer loads) or "sparse_forward_box" (K and V by tensor descriptors). block_m rows of one query
-    block per program, block_n keys per step; splits: shares of each list, folded apart and merged by `combine` if more than 1.
+    kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
+    (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90). block_m rows of one
+    query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are buffers of V);
+    splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper kernel
+    launches, each making several query blocks in turn, 0: one per query block.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
 
@@ -71,9 +103,12 @@ class SparsePlan:
     splits: int
     rule: str
     reason: str
+    programs: int = 0
 
     def __post_init__(self) -> None:
         fault = _violation(self.problem, self.device, self.kernel, self.tile, self.splits)
+        if not fault and (self.programs < 0 or (self.programs and self.kernel != HOPPER_KERNEL)):
+            fault = "programs", f"must be 0, or positive with {HOPPER_KERNEL}, got {self.programs} with {self.kernel}"
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -85,7 +120,8 @@ class SparsePlan:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Programs: query tiles x heads x batch, and splits."""
-        return (_programs(self.problem, self.block_m), self.splits, 1)
+        items = _programs(self.problem, self.block_m)
+        return (min(self.programs or items, items), self.splits, 1)
 
     def __str__(self) -> str:
         n = self.problem.attention
@@ -93,7 +129,7 @@ class SparsePlan:
             f"Sparse attention plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
-            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}\n"
+            f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}{self.problem.layout}\n"
             f"  kernel    {self.kernel}, tile {self.tile}\n"
             f"  grid      {self.grid[0]} programs x {self.splits} {'split' if self.splits == 1 else 'splits'} on "
             f"{self.device.sms} SMs\n"
@@ -110,7 +146,13 @@ class SparsePlan:
         return serialise.from_json(cls, text)
 
     def with_tile(self, **fields: int | str) -> "SparsePlan":
-        """The plan with other tile fields, kernel or splits; PlanError names the field that does not fit."""
+        """The plan with other tile fields, kernel, splits or programs; PlanError names the field that does not fit.
+        Another kernel brings its own tile, where the fields do not say otherwise."""
+        if HOPPER_KERNEL in (self.kernel, kernel := fields.get("kernel", self.kernel)) and kernel != self.kernel:
+            own = _tiles(self.problem, self.device)[0]
+            tile = hopper_tile(self.problem, self.device) if kernel == HOPPER_KERNEL else own
+            names = ("block_m", "block_n", "num_warps", "num_stages")
+            fields = {**{name: getattr(tile, name) for name in names}, "programs": 0, **fields}
         return replace(self, rule="override", reason="The caller chose these fields.", **fields)  # type: ignore[arg-type]
 
     def check(self, problem: SparseProblem, device: Device) -> None:
@@ -124,10 +166,26 @@ class SparsePlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_sparse(problem: SparseProblem, device: Device) -> SparsePlan:
-    """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) -> SparsePlan:
+    """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
+
+    portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
-    kernel = BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL
+    plan = _portable(problem, device)
+    refusal = hopper_refusal(problem, device)
+    if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
+        return plan
+    tile = hopper_tile(problem, device)
+    return SparsePlan(
+        problem, device, HOPPER_KERNEL, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, 1, "hopper-lists",
+        "A loading warp, folding warpgroups and wgmma; there are enough query blocks to fill the device.",
+        hopper_programs(problem, device, _programs(problem, tile.block_m)),
+    )  # fmt: skip
+
+
+def _portable(problem: SparseProblem, device: Device) -> SparsePlan:
+    """The first portable tile that fits."""
+    kernel = _layout_kernel(problem) or (BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL)
     faults = []
     for tile in _tiles(problem, device):
         fault = _violation(problem, device, kernel, tile, 1)
@@ -156,7 +214,7 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(tile)))
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
     tiles = problem.capacity * (problem.block_k // tile.block_n)
     splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
     if splits == 1:
@@ -175,16 +233,25 @@ def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:
     width = max(problem.attention.block_qk, problem.attention.block_v)
     if device.backend == "interpreter":
         return (Tile(rows, keys, 4, 1),)
+    stages = 3 if problem.page_size else 2  # see _as_dense
     if problem.attention.dtype == "float32":
         small = min(keys, 32 if width <= 64 else 16)
-        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, 2), Tile(16, 16, 4, 1))
-    narrow = min(keys, 32)
+        return (Tile(min(rows, 32), small, 8 if width > 128 else 4, stages), Tile(16, 16, 4, 1))
+    narrow, last = Tile(rows, min(keys, 32), 4, stages), Tile(min(rows, 32), 16, 4, 1)
+    if width > 128 and _layout_kernel(problem):  # wider tiles spill, and leave room for one program an SM
+        return (narrow if uses_wgmma(problem.attention, device, narrow) else replace(narrow, num_warps=8), last)
     if _programs(problem, rows) < device.sms:  # few programs: each must keep the memory busy by itself
-        buffers = max(2, min(8, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
-        deep = tuple(Tile(rows, keys, 4, 2 * b - 1) for b in range(buffers, 2, -1))
+        most = 8 if device.generation < 100 else 4  # tcgen05 keeps addresses of every buffer in registers
+        buffers = max(2, min(most, device.smem_per_block * 3 // 5 // (keys * width * 2 * problem.attention.itemsize)))
+        deep = tuple(Tile(rows, keys, 4, 2 * b - 1 if _runs_ahead(problem) else b) for b in range(buffers, 2, -1))
     else:
         deep = ()
-    return (*deep, Tile(rows, keys, 4, 2), Tile(rows, narrow, 4, 2), Tile(min(rows, 32), 16, 4, 1))
+    return (*deep, Tile(rows, keys, 4, stages), narrow, last)
+
+
+def _layout_kernel(problem: SparseProblem) -> str | None:
+    """The one kernel that finds K and V where they lie, or None if they are ordinary tensors and several do."""
+    return VARLEN_KERNEL if problem.attention.varlen else PAGED_KERNEL if problem.page_size else None
 
 
 def _programs(problem: SparseProblem, block_m: int) -> int:
@@ -194,12 +261,22 @@ def _programs(problem: SparseProblem, block_m: int) -> int:
 
 def _dense(kernel: str) -> str:
     """The dense kernel with the same loads, whose limits hold."""
-    return BOX if kernel == BOX_KERNEL else "attention_forward"
+    return {BOX_KERNEL: BOX, VARLEN_KERNEL: VARLEN}.get(kernel, POINTER)
 
 
-def _as_dense(tile: Tile) -> Tile:
-    """The tile of a dense kernel with as many K and V buffers: a list is a load that the pipeline has to run ahead of the loads
-    that depend on it, and past two stages every second one buys no buffer (compiled with triton 3.6.0)."""
+def _runs_ahead(problem: SparseProblem) -> bool:
+    """Whether the pipeline gives the list, or the table of pages, stages of its own ahead of the loads that depend on it: if
+    its values are nothing but addresses, as page numbers are, and block numbers where no mask or mod looks at a key's index."""
+    n = problem.attention
+    looked_at = problem.masked or n.varlen or n.causal or n.score_mods or n.mask_mods or n.seq_k % problem.block_k
+    return problem.page_size > 0 or not looked_at
+
+
+def _as_dense(problem: SparseProblem, tile: Tile) -> Tile:
+    """The tile of a dense kernel with as many K and V buffers: a load that runs ahead takes as many stages, so that past two
+    every second one buys no buffer (compiled with triton 3.6.0)."""
+    if not _runs_ahead(problem):
+        return tile
     return replace(tile, num_stages=max(min(tile.num_stages, 2), (tile.num_stages + 1) // 2))
 
 
@@ -213,8 +290,15 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
 
 def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
-    if kernel not in (POINTER_KERNEL, BOX_KERNEL):
-        return "kernel", f"must be {POINTER_KERNEL!r} or {BOX_KERNEL!r}, got {kernel!r}"
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    only = _layout_kernel(problem)
+    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+        return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
+    if kernel == HOPPER_KERNEL:
+        if _programs(problem, problem.block_q) > MAX_GRID:
+            return "grid", f"more than {MAX_GRID} query blocks"
+        return hopper_violation(problem, device, tile, splits)
     if kernel == BOX_KERNEL and problem.masked:
         return "kernel", f"{kernel} needs blocks that are valid throughout"
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
@@ -226,4 +310,4 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
         return "grid", f"more than {MAX_GRID} programs"
     if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= MAX_STAGES:
         return "num_stages", f"must be from 1 to {MAX_STAGES}, got {tile.num_stages!r}"
-    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(tile))
+    return tile_violation(problem.attention, device, _dense(kernel), _as_dense(problem, tile))

@@ -90,8 +90,10 @@ class SparseBackwardPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_sparse_backward(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
-    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool = False) -> SparseBackwardPlan:
+    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
+
+    portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
     queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
@@ -124,11 +126,11 @@ def _tiles(problem: SparseProblem, device: Device, kernel: str, own: str) -> tup
         narrow = Tile(rows, min(keys, 32), warps, 2)
     else:
         narrow = Tile(min(rows, 32), keys, warps, 2)
-        mods = problem.attention.score_mods + problem.attention.mask_mods
-        plain = kernel == BOX and not mods and not problem.attention.causal
-        if width <= 64 or (
-            width <= 128 and not plain
-        ):  # as fast with half the queries a step, and without spilled registers
+        n = problem.attention
+        plain = kernel == BOX and not n.score_mods and not n.mask_mods and not n.causal
+        alone = n.heads == n.kv_heads
+        # With half the queries a step there are no spilled registers: as fast or faster where something else needs them.
+        if (width <= 64 and not (plain and alone)) or (width <= 128 and not plain):
             first = narrow
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
     return (first, narrow, replace(narrow, num_stages=1), small, last)

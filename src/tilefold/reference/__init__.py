@@ -1,7 +1,15 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions."""
 
 from .attention import attention, attention_varlen
-from .sparse import sparse_attention
+from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
 
-__all__ = ["Comparison", "attention", "attention_varlen", "compare", "sparse_attention"]
+__all__ = [
+    "Comparison",
+    "attention",
+    "attention_varlen",
+    "compare",
+    "sparse_attention",
+    "sparse_attention_paged",
+    "sparse_attention_varlen",
+]

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import attention
+from .attention import attention, attention_varlen
 
 if TYPE_CHECKING:
     from ..sparse import BlockIndex
 
-__all__ = ["element_mask", "sparse_attention"]
+__all__ = ["element_mask", "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen"]
 
 
 def sparse_attention(
@@ -40,6 +40,59 @@ def sparse_attention(
     keep = element_mask(index, batch, heads).to(q.device)
     keep = keep if mask is None else keep & mask
     return attention(q, k, v, mask=keep, layout=layout, dtype=dtype, **options)
+
+
+def sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as `tilefold.sparse_attention_varlen(..., return_lse=True)`: the packed dense oracle under the lists' masks.
+
+    q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], index with seq_q and seq_k of at least the longest sequences; out [Tq, H, Dv],
+    lse [H, Tq]; mask [B or 1, H or 1, seq_q, seq_k].  Options as for `sparse_attention`; rows of no sequence are 0 and -inf."""
+    keep = element_mask(index, cu_seqlens_q.shape[0] - 1, q.shape[1]).to(q.device)
+    keep = keep if mask is None else keep & mask
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, index.seq_q, index.seq_k, mask=keep, **options)
+
+
+def sparse_attention_paged(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    index: "BlockIndex",
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    layout: str = "bshd",
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as `tilefold.sparse_attention_paged(..., return_lse=True)`: the pages of each sequence laid one after the other
+    and cut at its length, so that no key past it is ever read.
+
+    q [B, Sq, H, D], k_pages [P, page, Hkv, D], v_pages [P, page, Hkv, Dv]; out [B, Sq, H, Dv], lse [B, H, Sq].  Options as for
+    `sparse_attention`."""
+    if layout == "bhsd":
+        q, k_pages, v_pages = (t.transpose(1, 2) for t in (q, k_pages, v_pages))
+    batch, page = q.shape[0], k_pages.shape[1]
+    sides: list[list[torch.Tensor]] = [[], []]
+    lengths = cache_seqlens.tolist()
+    for b, length in enumerate(lengths):
+        pages = block_table[b, : -(-length // page)].long()
+        for rows, side in zip(sides, (k_pages, v_pages), strict=True):
+            rows.append(side[pages].flatten(0, 1)[:length])
+    k, v = (torch.cat([*rows, side[:0].flatten(0, 1)]) for rows, side in zip(sides, (k_pages, v_pages), strict=True))
+    starts = [torch.tensor([0, *n], device=q.device).cumsum(0) for n in ([q.shape[1]] * batch, lengths)]
+    out, lse = sparse_attention_varlen(q.flatten(0, 1), k, v, index, *starts, mask=mask, **options)
+    out = out.view(*q.shape[:3], out.shape[-1])
+    return (out if layout == "bshd" else out.transpose(1, 2)), lse.view(q.shape[2], batch, q.shape[1]).transpose(0, 1)
 
 
 def element_mask(index: "BlockIndex", batch: int, heads: int) -> torch.Tensor:

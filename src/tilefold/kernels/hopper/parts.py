@@ -5,7 +5,7 @@ quad share a row.  Statistics of rows that need no exchange inside the loop stay
 the quad) and are summed once, at the end.
 """
 
-from .gluon import gl, jit, opaque, schedule_fence
+from .gluon import gl, jit, opaque
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -16,17 +16,24 @@ LOWEST = gl.constexpr(-3.0e38)  # a row's maximum before its first key: finite, 
 
 
 @jit
-def items_of_stream(items, stream, streams):
-    """How many of `items` work items stream number `stream` of `streams` makes; see item_of_stream."""
-    rounds = items // streams
-    place = stream + (rounds & 1) * (streams - 1 - 2 * stream)
-    return rounds + (place < items - rounds * streams).to(gl.int32)
+def draw_ticket(Tickets):
+    """Take the next number from the counter.  The answer arrives in one thread of the warp, later: `read_ticket` waits for it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; mov.b32 $0, 0; "
+        "@one atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l",
+        [Tickets.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit
-def item_of_stream(i, stream, streams):
-    """The stream's i-th item.  Even rounds go up, odd rounds down: what a stream gained in one it gives in the next."""
-    return i * streams + stream + (i & 1) * (streams - 1 - 2 * stream)
+def read_ticket(drawn):
+    """The number that was drawn, in every thread of the warp."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32,
+                                     is_pure=False, pack=1)  # fmt: skip
 
 
 @jit
@@ -40,16 +47,24 @@ def place_of_item(item, q_blocks, heads):
 
 
 @jit
-def list_of_block(lists, i_q, i_b, i_h, PER: gl.constexpr):
-    """lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch) -> where the list begins, its count, and the
-    number of units: PER entries each, at least one unit.  Entry h of unit j is entry j * PER + h - (units * PER - count) of the
-    list: what is missing to whole units is missing at the front, in the one unit that is always masked."""
-    Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch = lists
-    i_b = i_b.to(gl.int64)
-    i_h = i_h.to(gl.int64)
-    index = Index + i_b * stride_ib + i_h * stride_ih + i_q.to(gl.int64) * stride_iq
-    count = gl.load(Count + i_b * stride_cb + i_h * stride_ch + i_q)
-    return index, count, gl.maximum((count + PER - 1) // PER, 1)
+def count_of_item(lists, item, q_blocks, heads):
+    """How many blocks the item's list names.  lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch)."""
+    i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
+    return gl.load(lists[1] + i_b.to(gl.int64) * lists[5] + i_h.to(gl.int64) * lists[6] + i_q)
+
+
+@jit
+def list_of_item(lists, i_q, i_b, i_h):
+    """Where the item's list begins."""
+    return lists[0] + i_b.to(gl.int64) * lists[2] + i_h.to(gl.int64) * lists[3] + i_q.to(gl.int64) * lists[4]
+
+
+@jit
+def units_of_list(count, PER: gl.constexpr):
+    """Units of PER blocks that a list makes, at least one, and how many entries are missing to fill them.  Entry h of unit j is
+    entry j * PER + h - missing of the list: they are missing at the front, in the one unit that is always masked."""
+    units = gl.maximum((count + PER - 1) // PER, 1)
+    return units, units * PER - count
 
 
 @jit
@@ -60,14 +75,21 @@ def entry(index, i, count):
 
 
 @jit
-def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, SIZED: gl.constexpr):
     """Valid tokens of a KV block, 0 for block -1.  sizes: where this head's block sizes begin (looked at if SIZED)."""
-    live = gl.where(block >= 0, KV_BLOCK, 0)
-    if MASKED:
-        live = gl.minimum(live, seq_k - block * KV_BLOCK)
+    live = gl.minimum(gl.where(block >= 0, KV_BLOCK, 0), seq_k - block * KV_BLOCK)
     if SIZED:
         live = gl.minimum(live, gl.load(sizes + gl.maximum(block, 0)))
     return live
+
+
+@jit
+def live_of_entry(index, i, count, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
+    """Valid tokens of entry i of a list, 0 if it has none; without MASKED every block is whole and no number is looked at."""
+    if MASKED:
+        return live_keys(entry(index, i, count), sizes, seq_k, KV_BLOCK, SIZED)
+    else:
+        return gl.where((i >= 0) & (i < count), KV_BLOCK, 0)
 
 
 # ---------------------------------------------------------------- the fold on accumulators
@@ -118,8 +140,8 @@ def softmax_step(s, m, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 @jit
 def rescale(acc, alpha, ROW: gl.constexpr):
-    """acc [M, D] times alpha [M].  The fence keeps the multiplications behind the product that was issued before them."""
-    return acc * gl.expand_dims(gl.convert_layout(schedule_fence(alpha), ROW), 1)
+    """acc [M, D] times alpha [M]."""
+    return acc * gl.expand_dims(gl.convert_layout(alpha, ROW), 1)
 
 
 @jit

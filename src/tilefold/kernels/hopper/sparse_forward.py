@@ -11,8 +11,11 @@ In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the
 side has a ring of buffers with two barriers a buffer: `full` (the copy engine has written it) and `empty` (every consumer
 has read it).  The parity that a side waits for flips each time it has gone round its ring.
 
-A grid smaller than the number of query blocks makes the programs go on to their next block, whose loads then run under the
-end of the one before.  Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
+There are as many programs as the device has places.  Each draws the number of its next query block from a counter while it
+still loads for the one before: the next loads run under the end of the fold, and lists of different lengths share the
+device evenly.  Which program makes a block changes no bit of it.
+
+Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
 from .gluon import (
@@ -22,7 +25,6 @@ from .gluon import (
     jit,
     mbarrier,
     reinterpret,
-    schedule_fence,
     tma_load,
     wgmma,
     wgmma_wait,
@@ -32,17 +34,20 @@ from .parts import (
     LOG2E,
     LOWEST,
     clear_rows,
+    count_of_item,
     cut_columns,
+    draw_ticket,
     entry,
-    item_of_stream,
-    items_of_stream,
-    list_of_block,
+    list_of_item,
     live_keys,
+    live_of_entry,
     place_of_item,
     quad_sums,
+    read_ticket,
     rescale,
     softmax_step,
     store_accumulator,
+    units_of_list,
 )
 
 UNIT = gl.constexpr(128)  # keys a step
@@ -65,26 +70,34 @@ def _load_unit(desc, bar, buffers, slot, i_b, i_h, row_0, row_1, D: gl.constexpr
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr,
-             K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
-    """The producer: every load of this program, in the order in which the consumers need them."""
+def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+             lists, seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr,
+             WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
+    """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     PER: gl.constexpr = UNIT // KV_BLOCK
-    stream = gl.program_id(0)
-    streams = gl.num_programs(0)
-    t = 0
-    for i in range(items_of_stream(items, stream, streams)):
-        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
-        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
-        missing = units * PER - count
+    PANELS: gl.constexpr = D // PANEL
+    programs = gl.num_programs(0)
+    item = gl.program_id(0)
+    count = count_of_item(lists, item, q_blocks, heads)
+    following = items
+    count_following = count
+    drawn = 0
+    i = 0  # query blocks that were begun
+    t = 0  # units that were loaded: position in the rings
+    while item < items:
+        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
+        index = list_of_item(lists, i_q, i_b, i_h)
+        units, missing = units_of_list(count, PER)
         block_0 = entry(index, 0 - missing, count)
         block_1 = entry(index, 1 - missing, count) if PER == 2 else block_0
         for c in gl.static_range(WARPGROUPS):
             mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
+        _write_note(note, item, count)
+        for c in gl.static_range(WARPGROUPS):
             mbarrier.expect(q_full.index(c), 64 * D * 2)
-            for p in gl.static_range(D // PANEL):
-                tma_load(q_desc, [i_b, i_h, i_q * (64 * WARPGROUPS) + c * 64, p * PANEL], q_full.index(c),
-                         q_buf.index(c * (D // PANEL) + p))  # fmt: skip
+            for p in gl.static_range(PANELS):
+                tma_load(q_desc, [i_b, i_h, (i_q * WARPGROUPS + c) * 64, p * PANEL], q_full.index(c),
+                         q_buf.index(c * PANELS + p))  # fmt: skip
         i_k = i_h // group
         for j in range(units):
             # a missing block is read past the end, where the copy engine gives zeros
@@ -100,6 +113,39 @@ def _produce(q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_ful
             mbarrier.wait(v_empty.index(vs), ((t // V_SLOTS) & 1) ^ 1)
             _load_unit(v_desc, v_full.index(vs), v_buf, vs, i_b, i_k, row_0, row_1, D, KV_BLOCK)
             t += 1
+            # As late as hides the answers: who draws early may hold two long lists while others have none.
+            if j == gl.maximum(units - 4, 0):
+                drawn = draw_ticket(Tickets)
+            if j == gl.maximum(units - 2, 0):
+                following = programs + read_ticket(drawn)
+                count_following = count_of_item(lists, gl.minimum(following, items - 1), q_blocks, heads)
+        item = following
+        count = count_following
+        i += 1
+    for c in gl.static_range(WARPGROUPS):
+        mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
+    _write_note(note, -1, 0)
+    for c in gl.static_range(WARPGROUPS):
+        mbarrier.arrive(q_full.index(c), count=1)
+    # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
+    if item == programs + items - 1:
+        gl.store(Tickets, 0)
+
+
+@jit
+def _write_note(note, item, count):
+    """Tell the consumers which query block is next (-1: none) and its count; they read it once q_full is complete."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
+
+
+@jit
+def _read_note(note):
+    """-> item, count"""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    pair = note.load(LAYOUT)
+    first = gl.arange(0, 2, layout=LAYOUT) == 0
+    return gl.sum(gl.where(first, pair, 0), 0), gl.sum(gl.where(first, 0, pair), 0)
 
 
 @jit
@@ -131,8 +177,8 @@ def _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE: gl.constexpr, ROW
 
 
 @jit
-def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             outs, size_strides, seq_q, seq_k, heads, q_blocks, items, scale, CID: gl.constexpr, D: gl.constexpr,
+def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
+             outs, size_strides, seq_q, seq_k, heads, q_blocks, scale, CID: gl.constexpr, D: gl.constexpr,
              KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
              MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
@@ -154,32 +200,30 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
     WHOLE: gl.constexpr = KV_BLOCK * 257 if PER == 2 else KV_BLOCK  # sizes of a unit's blocks, 8 bits each
     scale = scale * LOG2E
     nothing = gl.zeros([64, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
-    stream = gl.program_id(0)
-    streams = gl.num_programs(0)
+    i = 0  # query blocks that were begun
     first = 0  # the rings' position of this block's first unit
-
-    for i in range(items_of_stream(items, stream, streams)):
-        i_q, i_b, i_h = place_of_item(item_of_stream(i, stream, streams), q_blocks, heads)
-        index, count, units = list_of_block(lists, i_q, i_b, i_h, PER)
-        missing = units * PER - count
+    mbarrier.wait(q_full.index(CID), 0)
+    item, count = _read_note(note)
+    while item >= 0:
+        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
+        index = list_of_item(lists, i_q, i_b, i_h)
+        units, missing = units_of_list(count, PER)
         sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
-        live_0 = live_keys(entry(index, 0 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
-        live_1 = live_keys(entry(index, 1 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
+        live_0 = live_of_entry(index, 0 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+        live_1 = live_of_entry(index, 1 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
-            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
             ahead_0 = entry(index, 2 * PER - missing, count)
             ahead_1 = ahead_0
             if PER == 2:
-                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_1 = entry(index, 5 - missing, count)
         m = gl.full([64], LOWEST, gl.float32, ROW_S)
         l = gl.zeros_like(quad_sums(nothing))
         acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
 
-        mbarrier.wait(q_full.index(CID), i & 1)
         q = q_tiles.index(CID).load(Q_LAYOUT)
-
         ks = first % K_SLOTS
         vs = first % V_SLOTS
         v_parity = (first // V_SLOTS) & 1
@@ -201,10 +245,10 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
                 if lives != WHOLE:
                     _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
                 lives = lives_next
-                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_0 = entry(index, (j + 2) * PER - missing, count)
                 if PER == 2:
-                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, SIZED)
                     ahead_1 = entry(index, (j + 2) * PER + 1 - missing, count)
             mbarrier.wait(k_full.index(ks), (t // K_SLOTS) & 1)
             s_flying = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -217,7 +261,6 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
                 if lives != WHOLE:
                     s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
             p_next, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
-            l = schedule_fence(l)
             acc = wgmma_wait(0, deps=(o_flying,))
             mbarrier.arrive(v_empty.index(vs), count=1)
             p = p_next
@@ -243,6 +286,9 @@ def _consume(Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, 
         lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
         _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE, ROW_S, ROW_O)
         first += units
+        i += 1
+        mbarrier.wait(q_full.index(CID), i & 1)
+        item, count = _read_note(note)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -256,6 +302,7 @@ def sparse_forward_hopper(
     Count,
     Sizes,
     QuerySizes,
+    Tickets,
     scale,
     seq_q,
     seq_k,
@@ -297,6 +344,7 @@ def sparse_forward_hopper(
     q_buf = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * PANELS, 64, PANEL], Q_BOX)
     k_buf = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
     v_buf = gl.allocate_shared_memory(DTYPE, [V_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
+    note = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = barriers(WARPGROUPS, 1)
     q_empty = barriers(WARPGROUPS, 1)
     k_full = barriers(K_SLOTS, 1)
@@ -306,28 +354,30 @@ def sparse_forward_hopper(
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_consume, (Out, Lse, Sizes, QuerySizes, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        seq_q, seq_k, heads, q_blocks, items, scale,
+                        seq_q, seq_k, heads, q_blocks, scale,
                         1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
-            (_produce, (q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -1,0 +1,121 @@
+"""A call of block-sparse attention as given: its record, the key that decides everything that follows from it, and its checks.
+
+Dense, packed and paged calls are one record: what differs is where K and V lie.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import DeviceError, DtypeError, ShapeError
+from ..types import Constant, Layout, ModArgs, ModFunction
+from .call import Call, Packed, Paged, check_hooks, check_options, check_slope, facts_of, facts_of_args, sizes_of
+
+if TYPE_CHECKING:
+    from ..plan.sparse import SparsePlan
+    from ..plan.sparse_backward import SparseBackwardPlan
+
+__all__ = ["Lists", "SparseCall", "check_call", "dense_call", "key_of"]
+
+
+class Lists(NamedTuple):
+    """What the kernels need of a BlockIndex: its tensors and its geometry (ops does not import the record)."""
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    block_sizes: torch.Tensor | None
+    query_sizes: torch.Tensor | None
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
+
+
+class SparseCall(NamedTuple):
+    """The keyword arguments of `sparse_attention`, as given; packed or paged (never both) says where K and V lie otherwise."""
+
+    lists: Lists
+    causal: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+    layout: Layout = "bshd"
+    score_mod: ModFunction | Constant | None = None
+    score_args: ModArgs = ()
+    mask_mod: ModFunction | Constant | None = None
+    mask_args: ModArgs = ()
+    plan: "SparsePlan | Constant | None" = None
+    packed: Packed | None = None
+    score_grad: ModFunction | Constant | None = None  # these two concern the backward pass alone
+    backward_plan: "SparseBackwardPlan | Constant | None" = None
+    paged: Paged | None = None
+
+    @property
+    def placement(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that say where the sequences lie: cu_seqlens of a packed call, table and lengths of a paged one."""
+        return self.packed[:2] if self.packed is not None else self.paged or ()
+
+
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Any:
+    """Everything that a Prepared record depends on."""
+    index = call.lists
+    tensors = tuple(None if t is None else facts_of(t) for t in index[:4])
+    mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
+    options = tuple((type(o), o) for o in call[1:5])
+    return (
+        (facts_of(q), facts_of(k), facts_of(v), tensors, index[4:], options, mods, id(call.score_grad), id(call.plan)),
+        (call.packed is None, *map(facts_of, call.placement)),
+    )
+
+
+def dense_call(call: SparseCall) -> Call:
+    """The dense call with the same options: its checks and its mods are ours."""
+    return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
+                score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args, packed=call.packed)  # fmt: skip
+
+
+def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[dict[str, int], float]:
+    """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""
+    from ..plan.sparse import SparsePlan
+
+    dense = dense_call(call)
+    check_options(dense)
+    sizes = sizes_of(q, k, v, dense, call.paged)
+    check_hooks(dense, q.device)
+    check_slope(call.score_mod, call.score_grad)
+    if call.plan is not None and not isinstance(call.plan, SparsePlan):
+        raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
+    if call.paged is not None:
+        _check_room(call.lists, sizes)
+    _check_lists(call.lists, sizes, q.device)
+    return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+
+
+def _check_room(index: Lists, sizes: dict[str, int]) -> None:
+    """The index counts the keys of a paged cache, whose table may have room for more."""
+    room = sizes["max_pages"] * sizes["page_size"]
+    if index.seq_k > room:
+        raise ShapeError(
+            f"index was made for seq_k={index.seq_k}, but block_table has room for {room} keys: "
+            f"{sizes['max_pages']} pages of {sizes['page_size']}"
+        )
+    sizes["seq_k"] = index.seq_k
+
+
+def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> None:
+    """The index describes these sequences, on this device."""
+    for name in ("seq_q", "seq_k"):
+        if getattr(index, name) != sizes[name]:
+            raise ShapeError(
+                f"index was made for {name}={getattr(index, name)}, but the tensors have {name}={sizes[name]}"
+            )
+    for part in ("indices", "counts", "block_sizes", "query_sizes"):
+        t = getattr(index, part)
+        if t is None:
+            continue
+        shared = t.shape[: 2 if part in ("indices", "counts") else t.dim() - 1]
+        for name, size in zip(("batch", "heads"), shared, strict=False):
+            if size not in (1, sizes[name]):
+                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in q) or 1")
+        if t.device != device:
+            raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")

@@ -1,0 +1,249 @@
+"""What users call of block-sparse attention: sign, document, delegate."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import DtypeError, Unsupported
+from .ops import sparse as _sparse
+from .ops.call import Call, Packed, Paged, needs_gradient, value_of
+from .ops.library import is_traced
+from .ops.sparse import Lists, SparseCall
+from .ops.sparse_backward import SparseAttention
+from .ops.sparse_library import HOOKS, paged_dispatched, sparse_dispatched
+from .types import Constant, Layout, ModArgs, ModFunction
+
+if TYPE_CHECKING:
+    from .plan.sparse import SparsePlan
+    from .plan.sparse_backward import SparseBackwardPlan
+    from .sparse import BlockIndex
+
+__all__ = ["sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "sparse_plan"]
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    score_mod: ModFunction | Constant | None = None,
+    score_args: ModArgs = (),
+    mask_mod: ModFunction | Constant | None = None,
+    mask_args: ModArgs = (),
+    score_grad: ModFunction | Constant | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    plan: "SparsePlan | Constant | None" = None,
+    backward_plan: "SparseBackwardPlan | Constant | None" = None,
+) -> Any:
+    """Attention of each query block over the KV blocks that its list names.
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
+        k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
+        v: [batch, seq_k, kv_heads, dim_v], dtype of q.
+        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
+        causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
+        scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
+        score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
+            one; needed for gradients where score_mod is given (a mod that only adds: 1).
+        plan: a `SparsePlan` to follow exactly, made by `sparse_plan` and perhaps changed; PlanError if it does not fit.
+        backward_plan: the same for the backward pass, a `SparseBackwardPlan`.
+
+    Returns:
+        out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
+        live key (an empty list, only empty blocks, a query past query_sizes) is 0 with lse -inf.  The order of a list changes
+        nothing but rounding.  Few query blocks: each list is split over the SMs and merged, the same way every run.
+
+        Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
+        last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
+        and kept on the index.  Its scratch is two fp32 numbers a query and head.
+
+    Raises:
+        As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
+
+    Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
+    """
+    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    out, lse = _run(q, k, v, index, call)
+    return (out, lse) if return_lse else out
+
+
+def sparse_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    score_mod: ModFunction | Constant | None = None,
+    score_args: ModArgs = (),
+    mask_mod: ModFunction | Constant | None = None,
+    mask_args: ModArgs = (),
+    score_grad: ModFunction | Constant | None = None,
+    return_lse: bool = False,
+    plan: "SparsePlan | Constant | None" = None,
+    backward_plan: "SparseBackwardPlan | Constant | None" = None,
+) -> Any:
+    """`sparse_attention` within each of many sequences that are packed along the first dimension, each with its own lists.
+
+    Args:
+        q: [total_q, heads, dim] fp16, bf16 or fp32: the queries of all sequences, one after the other.
+        k: [total_k, kv_heads, dim], dtype of q.
+        v: [total_k, kv_heads, dim_v], dtype of q.
+        index: the lists of sequence b are [b] (or shared, by a size of 1); seq_q and seq_k are at least the longest sequences.
+            Blocks are counted from each sequence's own start: query block i begins at its row i * block_q.  Query blocks past
+            a shorter sequence's end are not looked at, and a KV block that begins at or past its end adds nothing.
+        cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
+            The values are not read on the host: they must be ascending and within total_q.
+        cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
+        causal: aligned to the bottom right of each sequence.
+        The other arguments are those of `sparse_attention`.
+
+    Returns:
+        out [total_q, heads, dim_v]; with return_lse (out, lse), lse [heads, total_q] fp32, natural log.  Rows of q that belong to
+        no sequence, or lie past seq_q in theirs, hold anything.
+
+    Raises:
+        As `sparse_attention`.
+    """
+    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    lists = _lists_of(index)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
+    call = SparseCall(lists, causal, scale, softcap, "bshd", *hooks, packed, score_grad, backward_plan)
+    out, lse = _run(q, k, v, index, call)
+    return (out, lse) if return_lse else out
+
+
+def sparse_attention_paged(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    index: "BlockIndex",
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    score_mod: ModFunction | Constant | None = None,
+    score_args: ModArgs = (),
+    mask_mod: ModFunction | Constant | None = None,
+    mask_args: ModArgs = (),
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    plan: "SparsePlan | Constant | None" = None,
+) -> Any:
+    """`sparse_attention` over a KV cache in pages: key j of sequence b is row j % page_size of page
+    block_table[b, j // page_size].
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32.
+        k_pages: [pages, page_size, kv_heads, dim], dtype of q; a page holds any number of keys, whatever block_k is.
+        v_pages: [pages, page_size, kv_heads, dim_v], dtype of q.  Both with any strides and a contiguous last dimension.
+        index: the lists, made for seq_q and for as many keys as the cache may come to hold, seq_k <= max_pages * page_size.
+        block_table: [batch, max_pages] int32 on the same device: the page of each page_size keys of a sequence.  Entries past a
+            sequence's last key are never looked up; pages may be shared.
+        cache_seqlens: [batch] int32: how many keys each sequence has, 0 to seq_k.  A listed block that begins past them adds
+            nothing.  Neither tensor is read on the host: a captured CUDA graph follows their values.
+        causal: query i sees key j only if j <= i + cache_seqlens[b] - seq_q: the queries are the last ones of the sequence.
+        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q and out and [pages, kv_heads, page_size, dim].
+        The other arguments are those of `sparse_attention`.  Mods are given cache_seqlens[b] as seq_k.
+
+    Returns:
+        As `sparse_attention`, without gradients.
+
+    Raises:
+        As `sparse_attention`; Unsupported if an input requires a gradient.
+
+    Source: paged K and V are vLLM's (Kwon et al. 2023, arXiv:2309.06180), the names flash-attention's.
+    """
+    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    paged = Paged(block_table, cache_seqlens)
+    call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
+    args = Call(score_args=score_args, mask_args=mask_args)
+    if torch.is_grad_enabled() and needs_gradient(q, k_pages, v_pages, args):
+        raise Unsupported(
+            "an input requires a gradient, but attention over pages has no backward pass: call under torch.no_grad(), or "
+            "detach() the inputs"
+        )
+    run = paged_dispatched if is_traced(q, k_pages, v_pages, args) else _forward
+    out, lse = run(q, k_pages, v_pages, call)
+    return (out, lse) if return_lse else out
+
+
+def sparse_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", **options: Any) -> "SparsePlan":
+    """The plan that `sparse_attention(q, k, v, index, **options)` follows, without running it; `print` it to read the decision.
+
+    With cu_seqlens_q and cu_seqlens_k that of `sparse_attention_varlen`, with block_table and cache_seqlens that of
+    `sparse_attention_paged`.  Raises what the call would raise, and Unsupported for a call that has nothing to compute."""
+    options.pop("return_lse", None)
+    lists = _lists_of(index)
+    cu_q, cu_k = (options.pop(name, None) for name in _PACKED)
+    table, lengths = (options.pop(name, None) for name in _PAGED)
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"sparse_plan() got an unexpected keyword argument {name!r}")
+    if (cu_q is not None or cu_k is not None) and (table is not None or lengths is not None):
+        raise Unsupported(
+            f"{' and '.join(_PACKED)} were given with {' and '.join(_PAGED)}: no kernel takes packed queries to pages"
+        )
+    if cu_q is not None or cu_k is not None:
+        options["packed"] = Packed(cu_q, cu_k, lists.seq_q, lists.seq_k)
+    if table is not None or lengths is not None:
+        options["paged"] = Paged(table, lengths)
+    prepared = _sparse.prepare(q, k, v, _resolved(SparseCall(lists, **options)))
+    if prepared.plan is None:
+        raise Unsupported(
+            f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
+        )
+    return prepared.plan
+
+
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+_PAGED = ("block_table", "cache_seqlens")
+_OPTIONS = set(SparseCall._fields) - {"lists", "packed", "paged"}
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: SparseCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
+    args = Call(score_args=call.score_args, mask_args=call.mask_args)
+    differentiable = torch.is_grad_enabled() and needs_gradient(q, k, v, args)
+    compiling = torch.compiler.is_compiling()
+    # torch.func takes autograd functions, not the dispatcher's
+    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+    if compiling or (not transformed and is_traced(q, k, v, args)):
+        return sparse_dispatched(q, k, v, call, _lists_of(index.transpose()) if differentiable else None)
+    if not differentiable and not transformed:
+        return _forward(q, k, v, call)
+    call = _resolved(call)
+    out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
+    return _sparse.forward(q, k, v, _resolved(call))
+
+
+def _resolved(call: SparseCall) -> SparseCall:
+    """The call with the objects that its `Constant`s name."""
+    return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})
+
+
+def _lists_of(index: "BlockIndex") -> Lists:
+    from .sparse import BlockIndex
+
+    if not isinstance(index, BlockIndex):
+        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
+    return Lists(*index.tensors(), *index.geometry)
