@@ -7,6 +7,7 @@ from tilefold.aot import Job
 from tilefold.plan import device_named
 from tilefold.plan.sparse import SparseProblem, plan_sparse
 from tilefold.plan.sparse_backward import plan_sparse_backward
+from tilefold.plan.sparse_backward_hopper import KERNEL, PROGRAMS_PER_SM, shared_bytes
 
 PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),
@@ -33,6 +34,32 @@ JOBS = {
     for part in ("delta", "queries", "keys")
     if (target == "sm_90" or name in EVERYWHERE) and (part != "delta" or name == "d256")
 }
+HOPPER = {
+    "64 d128": SparseProblem(problem(128), 64, 64, 32),
+    "64 d128 sizes": SparseProblem(problem(128), 64, 64, 32, True),
+    "64 d128 fp16 tail": SparseProblem(problem(128, dtype="float16", seq_k=4000), 64, 64, 32),
+    "64 d64": SparseProblem(problem(64), 64, 64, 32),
+    "64 d64 fp16 sizes": SparseProblem(problem(64, dtype="float16"), 64, 64, 32, True),
+    "128 d128": SparseProblem(problem(128), 128, 128, 32),
+    "128 d64 sizes": SparseProblem(problem(64), 128, 128, 32, True),
+    "64 x 128": SparseProblem(problem(128), 64, 128, 32),
+    "128 x 64": SparseProblem(problem(128), 128, 64, 32),
+}
+JOBS_HOPPER = {
+    (part, name): Job(
+        BUILDER,
+        {
+            "plan": plan_sparse(made, device_named("h200")),
+            "backward_plan": plan_sparse_backward(made, device_named("h200")),
+            "part": part,
+        },
+        "sm_90",
+        label=f"hopper {part} {name}",
+    )
+    for name, made in HOPPER.items()
+    for part in ("statistics", "places", "main")
+    if part == "main" or name == "64 d128"
+}
 pytestmark = pytest.mark.xdist_group(
     "test_aot_sparse_backward"
 )  # one process compiles, the others would only repeat it
@@ -40,7 +67,7 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param)
+    return compiled(JOBS | {(" ".join(key), "sm_90"): job for key, job in JOBS_HOPPER.items()}, request.param)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
@@ -54,3 +81,20 @@ def test_portable(results: Results, name: str, target: str) -> None:
     assert found.report is not None
     few = 0 if part != "keys" else 100 if name == "keys d256" else 8  # at D=256 Triton 3.6 has 5, 3.9 has 85
     assert sum(loop.spills for loop in found.report.loops) <= few
+
+
+@pytest.mark.parametrize(("part", "name"), JOBS_HOPPER)
+def test_hopper(results: Results, part: str, name: str) -> None:
+    """wgmma in loops without spills or registers in flight, in the loop of either kind of program; two programs share an SM."""
+    found = results.of(f"{part} {name}", "sm_90")
+    if part != "main":
+        assert found.problems(tensor="none") == ()
+        return
+    assert found.problems(spills="outside loops") == ()
+    assert found.report is not None
+    assert len(found.report.loops) == 2
+    assert found.report.spill_store_bytes <= 256  # before and after the loop over a list
+    plan = plan_sparse_backward(HOPPER[name], device_named("h200"))
+    assert plan.kernel == KERNEL
+    assert 0 <= shared_bytes(HOPPER[name], plan.keys) - found.report.shared_bytes < 512
+    assert found.report.occupancy.programs == PROGRAMS_PER_SM

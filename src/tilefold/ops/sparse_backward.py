@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DtypeError, Unsupported
-from . import sparse
+from . import sparse, sparse_backward_hopper
 from .attention import boxable, describe_box, head_strides
 from .call import facts_of
 from .device import device_of, interpreting
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan, SparseProblem
     from ..plan.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
+    from .sparse_backward_hopper import HopperBound
 
 __all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+HOPPER_KERNEL = "sparse_backward_hopper"
 ROWS = 64  # rows of delta that one program makes
 
 
@@ -130,6 +132,9 @@ def backward(
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
+    if not isinstance(bound, Bound):
+        made = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
+        return tuple(t if asked else None for t, asked in zip(made, wanted, strict=True))  # type: ignore[return-value]
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
     queries, keys = _arguments(prepared, bound, saved, dout, statistics, call, transposed)
@@ -188,33 +193,38 @@ def _bound(
     dlse: torch.Tensor | None,
     call: "SparseCall",
     transposed: "Lists",
-) -> Bound:
+) -> "Bound | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     hooks = call.score_grad, call.backward_plan
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), dlse is None, facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
     found = prepared.backward.get(key)
     if found is None:
-        found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, saved[0]))
+        plan = _plan(prepared, call, saved[0])
+        found = None
+        if plan.kernel == HOPPER_KERNEL:
+            found = sparse_backward_hopper.bind(prepared, saved, dout, dlse, call, transposed, plan)
+            if found is None:  # after a warning: this Triton cannot make it
+                plan = _plan(prepared, call, saved[0], portable=True)
+        found = found or _bind(prepared, saved, dout, call, transposed, plan)
         prepared.backward[key] = found
         prepared.keep += hooks
-    bound: Bound = found
+    bound: Bound | HopperBound = found
     return bound
 
 
 def _problem(problem: "SparseProblem", q: torch.Tensor, call: "SparseCall") -> "SparseProblem":
-    """The forward pass's problem; its descriptors also need a q that the copy engine can read, valid throughout."""
-    n = problem.attention
-    descriptors = n.descriptors and call.lists.query_sizes is None and boxable(q)
-    return replace(problem, attention=replace(n, descriptors=descriptors))
+    """The forward pass's problem; what it says of descriptors is meant of q too (see SparseBackwardPlan)."""
+    attention = replace(problem.attention, descriptors=problem.attention.descriptors and boxable(q))
+    return replace(problem, attention=attention, descriptors=call.lists.query_sizes is None)
 
 
-def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor) -> "SparseBackwardPlan":
+def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
     problem = _problem(prepared.plan.problem, q, call)
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(q.device))
+        return plan_sparse_backward(problem, device_of(q.device), portable)
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
     call.backward_plan.check(problem, device_of(q.device))
@@ -308,8 +318,8 @@ def _sequence_strides(t: torch.Tensor, call: "SparseCall") -> tuple[int, ...]:
 def example_launch(
     plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a part ("delta", "queries" or "keys") of the backward pass of a call that has these plans, on
-    tensors without memory, to compile ahead."""
+    """(kernel, args, kwargs) of a part ("delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main") of the
+    backward pass of a call that has these plans, on tensors without memory, to compile ahead."""
     (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
     saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
     lists, n = call.lists, plan.problem.attention
@@ -318,6 +328,8 @@ def example_launch(
         torch.empty(n.batch, n.heads, blocks, *more, dtype=torch.int32, device="meta") for more in ((rows,), ())
     )
     transposed = lists._replace(indices=indices, counts=counts)
+    if backward_plan.kernel == HOPPER_KERNEL:
+        return sparse_backward_hopper.example_launch(saved, out, call, transposed, backward_plan, part)
     bound = _bind(prepared, saved, out, call, transposed, backward_plan)
     statistics = torch.empty((2, *lse.shape), device="meta")
     queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)

@@ -9,19 +9,30 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse import SparseProblem
+from tilefold.plan.sparse_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse_backward_hopper import (
+    heads_at_once,
+    heads_violation,
+    hopper_backward_refusal,
+    hopper_backward_tile,
+    hopper_backward_violation,
+    kept_bytes,
+)
 
 __all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
 
-KERNELS = POINTERS, BOX = "sparse_backward", "sparse_backward_box"
+POINTERS, BOX = "sparse_backward", "sparse_backward_box"
+KERNELS = (POINTERS, BOX, HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBackwardPlan:
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
-    problem: that of the forward pass, except that problem.attention.descriptors also says that q can be read by descriptors
-    and that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with pointer loads) or
-    "sparse_backward_box" (what streams by comes by tensor descriptors). queries: the tile of the kernel that makes dq, block_m
+    problem: that of the forward pass, except that problem.attention.descriptors also says that q can be read by descriptors,
+    and problem.descriptors that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with pointer loads),
+    "sparse_backward_box" (what streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: one kernel, whose
+    dk and dv leave dS for its dq; heads_at_once is the number of KV heads of which dS is kept at a time, 0 elsewhere). queries: the tile of the kernel that makes dq, block_m
     of its own queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own
     keys against block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or
     exceeds a limit of the device.
@@ -34,9 +45,10 @@ class SparseBackwardPlan:
     keys: Tile
     rule: str
     reason: str
+    heads_at_once: int = 0
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys)
+        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -54,8 +66,15 @@ class SparseBackwardPlan:
             f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}\n"
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs\n"
+            f"{self._kept()}"
             f"  rule      {self.rule}. {self.reason}"
         )
+
+    def _kept(self) -> str:
+        if self.kernel != HOPPER:
+            return ""
+        size = kept_bytes(self.problem, self.heads_at_once) / 2**20
+        return f"  scratch   {size:.0f} MiB: dS of {self.heads_at_once} KV heads at a time\n"
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives an equal plan."""
@@ -67,14 +86,19 @@ class SparseBackwardPlan:
         return serialise.from_json(cls, text)
 
     def with_tiles(
-        self, queries: Tile | None = None, keys: Tile | None = None, kernel: str | None = None
+        self,
+        queries: Tile | None = None,
+        keys: Tile | None = None,
+        kernel: str | None = None,
+        heads_at_once: int | None = None,
     ) -> "SparseBackwardPlan":
-        """The plan with other tiles or another kernel; PlanError names the field that does not fit."""
+        """The plan with other tiles, another kernel or number of heads; PlanError names the field that does not fit."""
         return replace(
             self,
             queries=queries or self.queries,
             keys=keys or self.keys,
             kernel=kernel or self.kernel,
+            heads_at_once=self.heads_at_once if heads_at_once is None else heads_at_once,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -84,7 +108,7 @@ class SparseBackwardPlan:
         self.problem.require_same(problem)
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
             raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
-        fault = _violation(problem, device, self.kernel, self.queries, self.keys)
+        fault = _violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -95,6 +119,10 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
 
     portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
+    if not portable and hopper_backward_refusal(problem, device) is None:
+        tile, heads = hopper_backward_tile(problem), heads_at_once(problem, device)
+        reason = f"Five products a pair of blocks; dS of {heads} KV heads at a time keeps the device full."
+        return SparseBackwardPlan(problem, device, HOPPER, tile, tile, "Hopper", reason, heads)
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
     queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
     reason = "Each program owns its rows and follows one list."
@@ -183,17 +211,23 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
     if problem.attention.dtype == "float32":
         return "fp32 products are not made from shared memory, and boxes would only take registers"
-    if problem.masked:
+    if problem.masked or not problem.descriptors:
         return "rows past a block's valid tokens may hold anything, and a box would read them"
     return box_refusal(problem.attention, device)
 
 
 def _violation(
-    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile
+    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    if kernel == HOPPER:
+        if queries != keys:
+            return "queries", f"must be the tile of keys ({keys}) with {kernel}, got {queries}"
+        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads)
+    if heads != 0:
+        return "heads_at_once", f"must be 0 with {kernel}, got {heads!r}"
     refusal = _box_refusal(problem, device) if kernel == BOX else None
     if refusal:
         return "kernel", f"{kernel} cannot be used: {refusal}"

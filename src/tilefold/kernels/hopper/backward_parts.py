@@ -9,7 +9,7 @@ last, is that of a unit without queries: what an empty list is made of.
 """
 
 from .gluon import fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load, wgmma, wgmma_wait
-from .parts import clear_rows, list_of_block, place_of_item, store_accumulator
+from .parts import clear_rows, list_of_item, place_of_item, store_accumulator
 
 PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 UNIT = gl.constexpr(64)  # tokens of a tile
@@ -50,6 +50,14 @@ def tiles_of(pool, TILES: gl.constexpr, D: gl.constexpr):
     return reinterpret(pool, pool.dtype, [TILES, UNIT, D], gl.NVMMASharedLayout.get_default_for([UNIT, D], pool.dtype))
 
 
+@jit
+def list_of_block(lists, block, i_b, i_h):
+    """-> where the list of a block begins, and its count.  lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb,
+    stride_ch)."""
+    count = gl.load(lists[1] + i_b.to(gl.int64) * lists[5] + i_h.to(gl.int64) * lists[6] + block)
+    return list_of_item(lists, block, i_b, i_h), count
+
+
 # ---------------------------------------------------------------- dq from a dS that was kept
 
 
@@ -59,7 +67,7 @@ def produce_sums(k_desc, kept_desc, pool, full, empty, lists, work, program, D: 
     """Bring K and dS of every pair that a unit of queries has: K to tile `slot`, dS to panel `slot` behind the tiles of K."""
     heads, group, units, first_head, capacity, base = work
     i_m, i_b, i_h = place_of_item(program + first_head * units, units, heads)
-    index, count, _ = list_of_block(lists, i_m // Q_UNITS, i_b, i_h, 1)
+    index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     i_k = i_h // group
     row = base + program * (capacity * KV_UNITS * UNIT)
     slot = 0
@@ -88,7 +96,7 @@ def consume_sums(DQ, Sizes, pool, full, empty, lists, work, outs, stride_sb, str
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     k_tiles = tiles_of(pool, TILES, D)
     i_m, i_b, i_h = place_of_item(program + first_head * units, units, heads)
-    index, count, _ = list_of_block(lists, i_m // Q_UNITS, i_b, i_h, 1)
+    index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
     dq = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
     slot = 0

@@ -35,6 +35,7 @@ from .backward_parts import (
     UNIT,
     clear_tile,
     consume_sums,
+    list_of_block,
     load_tile,
     next_slot,
     produce_sums,
@@ -53,7 +54,7 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, list_of_block, place_of_item, store_accumulator
+from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "key_programs", "first_key_head",
            "first_head", "keep_at", "kept_at", "no_unit", "nowhere",
@@ -76,7 +77,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
         i_h = i_k * group + g
-        index, count, _ = list_of_block(lists, i_n // KV_UNITS, i_b, i_h, 1)
+        index, count = list_of_block(lists, i_n // KV_UNITS, i_b, i_h)
         row = (i_b * heads + i_h) * q_units
         ahead = gl.load(index)
         for j in range(gl.maximum(count, 1) * Q_UNITS):
@@ -106,7 +107,7 @@ def _wait_tile(bar, parity, pool, slot, tile, live, D: gl.constexpr, Q_SIZED: gl
 @jit
 def _key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
               LAST: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr,
-              Q_SIZED: gl.constexpr, KEEP: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
+              Q_SIZED: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
     """One unit of queries.  On entry its S is there and its dP in flight; on exit so it is for the next unit, unless LAST.
 
     keep_row: the row of keep_desc that takes dS.  live_q: valid queries of the next unit.  -> s, dp_flying, dk, dv, slot, parity"""
@@ -130,11 +131,10 @@ def _key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, 
     ds16 = ds.to(DTYPE)
     dsa = gl.convert_layout(ds16, A_LAYOUT)
     dk_flying = wgmma(dsa, tiles.index(slot), dk, is_async=True)
-    if KEEP:
-        tma_store_wait(0)  # the copy that reads the tile before out of this buffer
-        ds_buf.store(ds16)
-        fence_async_shared()
-        tma_store(keep_desc, [keep_row, 0], ds_buf)
+    tma_store_wait(0)  # the copy that reads the tile before out of this buffer
+    ds_buf.store(ds16)
+    fence_async_shared()
+    tma_store(keep_desc, [keep_row, 0], ds_buf)
     dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))
     done = slot
     slot, parity = next_slot(slot, parity, SLOTS)
@@ -166,21 +166,17 @@ def _valid_queries(sizes, index, j, count, Q_UNITS: gl.constexpr, Q_SIZED: gl.co
 
 
 @jit
-def _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
-              KEEP: gl.constexpr):  # fmt: skip
+def _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
     """The row that takes dS of the list's unit j: tiles lie as the lists of the units of queries name the units of keys."""
-    row = nowhere
-    if KEEP:
-        place = gl.load(places + j // Q_UNITS) + j % Q_UNITS * capacity
-        row = gl.where(count > 0, base + (place * KV_UNITS + part) * UNIT, nowhere)
-    return row
+    place = gl.load(places + j // Q_UNITS) + j % Q_UNITS * capacity
+    return gl.where(count > 0, base + (place * KV_UNITS + part) * UNIT, nowhere)
 
 
 @jit
 def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
                   work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, program, D: gl.constexpr,
                   TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-                  SIZED: gl.constexpr, Q_SIZED: gl.constexpr, KEEP: gl.constexpr):  # fmt: skip
+                  SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     """dk and dv of 64 keys, over the lists of all query heads of their KV head."""
     heads, group, q_units, kv_units, first_key_head, no_unit = work
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
@@ -203,8 +199,8 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     mbarrier.wait(kv_full.index(0), 0)
     for g in range(group):
         i_h = i_k * group + g
-        index, count, _ = list_of_block(lists, block, i_b, i_h, 1)
-        places, _, _ = list_of_block((Places, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh), block, i_b, i_h, 1)
+        index, count = list_of_block(lists, block, i_b, i_h)
+        places = list_of_item((Places, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh), block, i_b, i_h)
         live_k = seq_k - i_n * UNIT
         if SIZED:
             size = gl.load(Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh + block)
@@ -213,7 +209,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         head = i_b * heads + i_h - first_key_head * group  # of this launch
         base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT)
         units = gl.maximum(count, 1) * Q_UNITS
-        ahead = _keep_row(places, 0, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS, KEEP)
+        ahead = _keep_row(places, 0, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS)
         live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
         _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
         s_flying = wgmma(tiles.index(2 * SLOTS), tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -226,21 +222,20 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         for j in range(1, units):
             live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
             row = ahead
-            ahead = _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS, KEEP)
+            ahead = _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS)
             s, dp_flying, dk, dv, slot, parity = _key_tile(
                 s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
-                False, D, TILES, SLOTS, MASKED, Q_SIZED, KEEP, S_LAYOUT, A_LAYOUT)  # fmt: skip
+                False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
         s, dp_flying, dk, dv, slot, parity = _key_tile(
             s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
-            True, D, TILES, SLOTS, MASKED, Q_SIZED, KEEP, S_LAYOUT, A_LAYOUT)  # fmt: skip
+            True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
     b = i_b.to(gl.int64)
     h = i_k.to(gl.int64)
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
     store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
     store_accumulator(DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE)
-    if KEEP:
-        tma_store_wait(0)
+    tma_store_wait(0)
 
 
 @jit
@@ -270,14 +265,14 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, pool, stat_b
 def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
              turned, work, q_outs, kv_outs, size_strides, keep_at, nowhere, scale, seq_q, seq_k, key_programs, D: gl.constexpr,
              TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr, KEEP: gl.constexpr):  # fmt: skip
+             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
     keys, program = _program_of(key_programs)
     if keys:
         _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
                       turned, (heads, group, q_units, kv_units, first_key_head, no_unit), kv_outs, size_strides, keep_at,
                       nowhere, scale * LOG2E, seq_k, capacity, program,
-                      D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED, KEEP)  # fmt: skip
+                      D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
     else:
         consume_sums(DQ, Sizes, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at), q_outs,
                      size_strides[0], size_strides[1], scale, seq_q, program,
@@ -294,7 +289,7 @@ def sparse_backward_hopper(
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
     D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, KEEP: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics as one
     dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box [64, 64]: room for dS.
@@ -304,7 +299,7 @@ def sparse_backward_hopper(
     = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
 
     key_programs = KV heads * kv_units make dk and dv, beginning with KV head number first_key_head (of B * H/group), and keep their dS
-    from row keep_at on (unless KEEP is off); the other programs, heads * q_units, make dq, beginning with head number first_head
+    from row keep_at on; the other programs, heads * q_units, make dq, beginning with head number first_head
     (of B * H), from the dS that the launch before kept from row kept_at on."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
@@ -313,10 +308,7 @@ def sparse_backward_hopper(
     BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, PANEL], DTYPE)
     pool = gl.allocate_shared_memory(DTYPE, [TILES * PANELS, UNIT, PANEL], BOX)
     stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, STATISTICS], stat_desc.layout)
-    if KEEP:
-        ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
-    else:
-        ds_buf = pool.index(0)
+    ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
     kv_full = barriers(1, 1)
     q_full = barriers(SUM_SLOTS, 1)
     do_full = barriers(SLOTS, 1)
@@ -330,7 +322,7 @@ def sparse_backward_hopper(
                     (stride_gb, stride_gm, stride_gh),
                     (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
                     (stride_sb, stride_sh, stride_pb, stride_ph), keep_at, nowhere, scale, seq_q, seq_k, key_programs,
-                    D, TILES, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS, MASKED, SIZED, Q_SIZED, KEEP)),
+                    D, TILES, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS, MASKED, SIZED, Q_SIZED)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, pool, stat_buf, kv_full, q_full, do_full, empty,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),

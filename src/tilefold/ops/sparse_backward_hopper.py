@@ -1,0 +1,254 @@
+"""Binding of the Gluon kernel that makes the gradients of block-sparse attention on sm_90: scratch, descriptors, launches."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import Unsupported
+from .attention import describe_box, head_strides
+from .sparse import list_strides
+from .sparse_hopper import warn_portable
+
+if TYPE_CHECKING:
+    from ..plan.sparse_backward import SparseBackwardPlan
+    from .launch import Box
+    from .sparse import Lists, SparseCall
+
+__all__ = ["HopperBound", "bind", "example_launch", "run"]
+
+UNIT = 64
+STATISTICS = 2 * UNIT  # fp32 numbers of a unit of queries
+ENTRIES = 128  # of a list, that one step of list_places looks up
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class HopperBound:
+    """The launches of a backward pass, each with the arguments that do not change from call to call."""
+
+    plan: "SparseBackwardPlan"
+    statistics: Any
+    statistics_tail: tuple[int, ...]
+    places: Any
+    places_tail: tuple[int, ...]
+    main: tuple[tuple[Any, tuple[Any, ...]], ...]  # (launch, its scalars): one for each group of heads, and one more
+    strides: tuple[int, ...]
+    boxes: "tuple[Box, Box, Box, Box]"  # of q, dout, k, v
+    statistics_box: "Box"
+    kept_box: "Box"
+    rows: int  # of the statistics
+    kept_rows: int
+
+
+def bind(
+    prepared: Any,
+    saved: Saved,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+    plan: "SparseBackwardPlan",
+) -> HopperBound | None:
+    """The bound launches; None, after a warning, if this Triton cannot make them, or Unsupported if the caller chose the plan."""
+    from ..kernels import hopper
+
+    if refusal := hopper.refusal():
+        if call.backward_plan is not None:
+            raise Unsupported(f"backward_plan.kernel is {plan.kernel!r}, but {refusal}")
+        warn_portable(refusal)
+        return None
+    bound = bound_launches(prepared.scalars[0], saved, dout, call, transposed, plan)
+    try:
+        launch, scalars = bound.main[0]
+        launch.compile(arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta"), scalars))
+    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
+        if call.backward_plan is not None:
+            raise
+        warn_portable(f"its backward pass does not compile: {type(problem).__name__}: {problem}")
+        return None
+    return bound
+
+
+def run(
+    bound: HopperBound,
+    saved: Saved,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+) -> Tensors:
+    """(dq, dk, dv), contiguous."""
+    q, _, _, out, lse = saved
+    made = scratch(bound, saved, transposed, q.device)
+    bound.statistics((out, dout, lse, dlse, call.lists.query_sizes, made[0], *bound.statistics_tail))
+    bound.places((*call.lists[:2], *transposed[:2], made[1], *bound.places_tail))
+    for launch, scalars in bound.main:
+        launch(arguments(bound, saved, dout, call, transposed, made, scalars))
+    return made[3:]
+
+
+def scratch(bound: HopperBound, saved: Saved, transposed: "Lists", device: Any) -> Tensors:
+    """Statistics, places, room for dS; then dq, dk and dv."""
+    turned = transposed.indices
+    return (
+        torch.empty(bound.rows * STATISTICS, dtype=torch.float32, device=device),
+        torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device),
+        torch.empty(bound.kept_rows, UNIT, dtype=saved[0].dtype, device=device),
+        *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in saved[:3]),
+    )
+
+
+def arguments(
+    bound: HopperBound,
+    saved: Saved,
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    made: Tensors,
+    scalars: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such."""
+    statistics, places, kept, *gradients = made
+    q, k, v = saved[:3]
+    lists = call.lists
+    sizes = (lists.counts if t is None else t for t in (lists.block_sizes, lists.query_sizes))
+    sides = (box.over(t) for box, t in zip(bound.boxes, (q, dout, k, v), strict=True))
+    turned = (*lists[:2], *transposed[:2], places)
+    return (
+        *sides, bound.statistics_box.over(statistics), bound.kept_box.over(kept), *gradients, *turned, *sizes, *scalars,
+        *bound.strides,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def bound_launches(
+    scale: float,
+    saved: Saved,
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    plan: "SparseBackwardPlan",
+) -> HopperBound:
+    """Launches, scalars, strides and descriptors of this call under this plan."""
+    from ..kernels.hopper.gluon import TensorDescriptor, gl
+    from ..plan import sparse_backward_hopper as rules
+    from .launch import Box
+
+    q, k, v, out, _ = saved
+    problem, n, lists = plan.problem, plan.problem.attention, call.lists
+    q_units, _ = rules.units(problem)
+    rows = n.batch * n.heads * q_units + 1
+    total = rules.kept_bytes(problem, plan.heads_at_once) // (UNIT * q.element_size())
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    statistics = torch.empty(rows * STATISTICS, dtype=torch.float32, device="meta")
+    kept = torch.empty(total, UNIT, dtype=q.dtype, device="meta")
+    layout = gl.NVMMASharedLayout.get_default_for([UNIT, UNIT], dtype)
+    tile = gl.NVMMASharedLayout.get_default_for([1, 1, UNIT, UNIT], dtype)
+    strides = [*list_strides(lists)]
+    gradients = (s for t in (q, k, v) for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
+    return HopperBound(
+        plan,
+        *_statistics(plan, out, dout, call, rows),
+        *_places(plan, lists, transposed, q.device.index or 0),
+        _main(plan, scale, total, rows - 1, lists.query_sizes is not None, q.device.index or 0),
+        (*gradients, *strides[:5], *list_strides(transposed)[:5], *strides[5:]),
+        tuple(describe_box(t, call.layout, UNIT, UNIT, TensorDescriptor, tile) for t in (q, dout, k, v)),  # type: ignore[arg-type]
+        Box(statistics, [statistics.numel()], [1], [STATISTICS], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1)),
+        Box(kept, [total, UNIT], [UNIT, 1], [UNIT, UNIT], TensorDescriptor, layout),
+        rows,
+        total,
+    )
+
+
+def _main(
+    plan: "SparseBackwardPlan", scale: float, total: int, no_unit: int, query_sizes: bool, device: int
+) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """The launches: dS, dk and dv of one group of heads beside dq of the group before."""
+    from ..kernels.hopper.sparse_backward import sparse_backward_hopper
+    from ..plan import sparse_backward_hopper as rules
+    from .launch import Launch
+
+    problem, n = plan.problem, plan.problem.attention
+    q_units, kv_units = rules.units(problem)
+    constants = {
+        "D": n.dim_qk,
+        "SLOTS": plan.keys.num_stages,
+        "Q_UNITS": problem.block_q // UNIT,
+        "KV_UNITS": problem.block_k // UNIT,
+        "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
+        "SIZED": problem.masked,
+        "Q_SIZED": query_sizes,
+        "LOADER_REGISTERS": rules.LOADER_REGISTERS,
+    }
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS}
+    found = []
+    steps = rules.launches(problem, plan.heads_at_once)
+    half = total // 2 if len(steps) > 2 else 0
+    for i, (key, keys, query, queries) in enumerate(steps):
+        programs = keys * kv_units
+        launch = Launch(
+            sparse_backward_hopper, (programs + queries * n.group * q_units, 1, 1), constants, options, device
+        )
+        written, read = half * (i % 2), half * ((i + 1) % 2)
+        found.append(
+            (launch, (scale, n.seq_q, n.seq_k, n.heads, n.group, q_units, kv_units, problem.capacity, programs, key,
+                      query * n.group, written, read, no_unit, total))
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _statistics(
+    plan: "SparseBackwardPlan", out: torch.Tensor, dout: torch.Tensor, call: "SparseCall", rows: int
+) -> tuple[Any, tuple[int, ...]]:
+    from ..kernels.backward_statistics import backward_statistics
+    from ..plan.sparse_backward_hopper import units
+    from .launch import Launch
+
+    problem, n = plan.problem, plan.problem.attention
+    out_strides, do_strides = head_strides(out, call.layout), head_strides(dout, call.layout)
+    constants = {
+        "WIDE": max(out_strides[1], do_strides[1]) * UNIT >= 1 << 31,
+        "DIM": n.dim_v,
+        "BLOCK_D": n.block_v,
+        "UNIT": UNIT,
+        "PER": problem.block_q // UNIT,
+    }
+    launch = Launch(backward_statistics, (rows, 1, 1), constants, {"num_warps": 4}, out.device.index or 0)
+    return launch, (n.seq_q, n.heads, units(problem)[0], *out_strides, *do_strides, *list_strides(call.lists)[7:])
+
+
+def _places(plan: "SparseBackwardPlan", lists: "Lists", turned: "Lists", device: int) -> tuple[Any, tuple[int, ...]]:
+    """One program a list: lists that heads or batch entries share are looked up once."""
+    from ..kernels.list_places import list_places
+    from .launch import Launch
+
+    batch, heads = (max(lists.indices.shape[d], lists.counts.shape[d]) for d in (0, 1))
+    q_blocks, capacity = lists.indices.shape[2:]
+    launch = Launch(list_places, (batch * heads * q_blocks, 1, 1), {"ENTRIES": ENTRIES}, {"num_warps": 4}, device)
+    per_block = plan.problem.block_q // UNIT * capacity
+    steps = turned.indices.shape[3].bit_length()
+    return launch, (heads, q_blocks, per_block, steps, *list_strides(lists)[:5], *list_strides(turned)[:5])
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    saved: Saved, dout: torch.Tensor, call: "SparseCall", transposed: "Lists", plan: "SparseBackwardPlan", part: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a part ("statistics", "places" or "main") on tensors without memory, to compile ahead."""
+    bound = bound_launches(1.0, saved, dout, call, transposed, plan)
+    made = scratch(bound, saved, transposed, "meta")
+    launch, args = {
+        "statistics": (
+            bound.statistics,
+            (saved[3], dout, saved[4], saved[4], call.lists.query_sizes, made[0], *bound.statistics_tail),
+        ),
+        "places": (bound.places, (*call.lists[:2], *transposed[:2], made[1], *bound.places_tail)),
+        "main": (bound.main[0][0], arguments(bound, saved, dout, call, transposed, made, bound.main[0][1])),
+    }[part]
+    return launch.fn, args, launch.keywords
