@@ -7,6 +7,8 @@ import tilefold
 from cases import judge, qkv
 from index_cases import top
 from tilefold import reference
+from tilefold.ops import sparse as sparse_ops
+from tilefold.ops import sparse_backward as backward_ops
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
@@ -103,12 +105,14 @@ def test_same_bits_and_no_synchronisation():
     assert all(torch.equal(a, b) for run in runs for a, b in zip(first, run, strict=True))
 
 
-def test_memory():
+def test_memory_of_the_portable_kernels():
     """Beside the gradients and two fp32 numbers a query and head nothing is allocated: no scores, no copies."""
     inputs = [t.requires_grad_() for t in qkv(1, 4096, 4096, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)]
     index = top(4096, 4096, 8)
     index.transpose()
-    out = tilefold.sparse_attention(*inputs, index)
+    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    plan = backward_ops._plan(sparse_ops.prepare(*inputs, call), call, inputs[0], portable=True)
+    out = tilefold.sparse_attention(*inputs, index, backward_plan=plan)
     dout = torch.randn_like(out)
     torch.autograd.grad(out, inputs, dout, retain_graph=True)
     torch.cuda.synchronize()

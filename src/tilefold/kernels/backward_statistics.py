@@ -36,7 +36,9 @@ def backward_statistics(
         return
     end = seq_q
     if QuerySizes is not None:
-        end = tl.minimum(end, (i_u // PER) * (PER * UNIT) + tl.load(QuerySizes + i_b * stride_pb + i_h * stride_ph + i_u // PER))
+        end = tl.minimum(
+            end, (i_u // PER) * (PER * UNIT) + tl.load(QuerySizes + i_b * stride_pb + i_h * stride_ph + i_u // PER)
+        )
     out = load_rows(Out + i_b * stride_ob + i_h * stride_oh, i_u * UNIT, end, stride_om, WIDE, UNIT, DIM, BLOCK_D)
     do = load_rows(DOut + i_b * stride_db + i_h * stride_dh, i_u * UNIT, end, stride_dm, WIDE, UNIT, DIM, BLOCK_D)
     rows = i_u * UNIT + o_r

@@ -1,4 +1,4 @@
-"""Where each entry of a transposed list stands in the list that it came from: the addresses of what is kept for a pair of blocks."""
+"""Where each entry of a transposed list stands in the list it came from: the addresses of what is kept for a pair of blocks."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def list_places(
     transpose; Places, int32 with the strides of TurnedIndex: where query block i_q stands in the list of KV block n, goes
     i_q * per_block + its position in the list of i_q.  steps: halvings of a list of tcap entries.  All int32.
 
-    Grid (B * H * Qb,).  Every entry looks itself up in the list of its KV block by binary search: no order of execution matters."""
+    Grid (B * H * Qb,).  An entry looks itself up in the list of its KV block by binary search: no order of execution matters."""
     item = tl.program_id(0).to(tl.int64)
     i_q = item % q_blocks
     i_h = (item // q_blocks) % heads

@@ -188,7 +188,7 @@ def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
 
 def _bound(
     prepared: Any,
-    saved: tuple[torch.Tensor, ...],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     call: "SparseCall",
@@ -318,8 +318,8 @@ def _sequence_strides(t: torch.Tensor, call: "SparseCall") -> tuple[int, ...]:
 def example_launch(
     plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a part ("delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main") of the
-    backward pass of a call that has these plans, on tensors without memory, to compile ahead."""
+    """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
+    ahead: "delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main"."""
     (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
     saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
     lists, n = call.lists, plan.problem.attention

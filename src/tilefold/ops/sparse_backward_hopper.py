@@ -62,7 +62,9 @@ def bind(
     bound = bound_launches(prepared.scalars[0], saved, dout, call, transposed, plan)
     try:
         launch, scalars = bound.main[0]
-        launch.compile(arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta"), scalars))
+        launch.compile(
+            arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta"), scalars)
+        )
     except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
         if call.backward_plan is not None:
             raise

@@ -30,11 +30,11 @@ class SparseBackwardPlan:
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass, except that problem.attention.descriptors also says that q can be read by descriptors,
-    and problem.descriptors that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with pointer loads),
-    "sparse_backward_box" (what streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: one kernel, whose
-    dk and dv leave dS for its dq; heads_at_once is the number of KV heads of which dS is kept at a time, 0 elsewhere). queries: the tile of the kernel that makes dq, block_m
-    of its own queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own
-    keys against block_m listed queries a step. Raises PlanError, naming the field, if a tile does not divide its blocks or
+    and problem.descriptors that no query block has fewer valid tokens than block_q. kernel: "sparse_backward" (two kernels with
+    pointer loads), "sparse_backward_box" (what streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90:
+    one kernel, whose programs for dk and dv leave dS to those for dq). queries: the tile of the kernel that makes dq, block_m of
+    its own queries against block_n listed keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own keys
+    against block_m listed queries a step. heads_at_once: KV heads of which the Hopper kernel keeps dS at a time, 0 elsewhere. Raises PlanError, naming the field, if a tile does not divide its blocks or
     exceeds a limit of the device.
     """
 

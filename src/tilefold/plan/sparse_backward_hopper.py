@@ -1,5 +1,6 @@
 """When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
@@ -88,7 +89,7 @@ def launches(problem: "SparseProblem", heads: int) -> tuple[tuple[int, int, int,
     """What each launch does: (first KV head whose dS it makes, how many, first KV head whose dq it makes, how many)."""
     total = problem.attention.batch * problem.attention.kv_heads
     starts = [*range(0, total, heads), total]
-    made = [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    made = [(a, b - a) for a, b in pairwise(starts)]
     return tuple((*key, *query) for key, query in zip([*made, (0, 0)], [(0, 0), *made], strict=True))
 
 

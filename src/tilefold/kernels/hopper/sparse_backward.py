@@ -166,10 +166,12 @@ def _valid_queries(sizes, index, j, count, Q_UNITS: gl.constexpr, Q_SIZED: gl.co
 
 
 @jit
-def _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+def _keep_row(places, j, base, capacity, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):
     """The row that takes dS of the list's unit j: tiles lie as the lists of the units of queries name the units of keys."""
-    place = gl.load(places + j // Q_UNITS) + j % Q_UNITS * capacity
-    return gl.where(count > 0, base + (place * KV_UNITS + part) * UNIT, nowhere)
+    place = gl.load(places + j // Q_UNITS)
+    if Q_UNITS > 1:
+        place += j % Q_UNITS * capacity
+    return base + place * (KV_UNITS * UNIT)
 
 
 @jit
@@ -207,12 +209,14 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
             live_k = gl.minimum(live_k, size - part * UNIT)
         sizes = QuerySizes + i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph
         head = i_b * heads + i_h - first_key_head * group  # of this launch
-        base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT)
+        base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT) + part * UNIT
         units = gl.maximum(count, 1) * Q_UNITS
-        ahead = _keep_row(places, 0, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS)
+        ahead = gl.where(count > 0, _keep_row(places, 0, base, capacity, Q_UNITS, KV_UNITS), nowhere)
         live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
         _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
-        s_flying = wgmma(tiles.index(2 * SLOTS), tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s_flying = wgmma(
+            tiles.index(2 * SLOTS), tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
         _wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
         dp_flying = wgmma(tiles.index(2 * SLOTS + 1), tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False,
                           is_async=True)  # fmt: skip
@@ -222,7 +226,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         for j in range(1, units):
             live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
             row = ahead
-            ahead = _keep_row(places, j, count, base, capacity, part, nowhere, Q_UNITS, KV_UNITS)
+            ahead = _keep_row(places, j, base, capacity, Q_UNITS, KV_UNITS)
             s, dp_flying, dk, dv, slot, parity = _key_tile(
                 s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
                 False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
@@ -234,7 +238,9 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
     store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
-    store_accumulator(DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE)
+    store_accumulator(
+        DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
+    )
     tma_store_wait(0)
 
 
