@@ -7,6 +7,7 @@ from tilefold.aot import Job
 from tilefold.plan import device_named
 from tilefold.plan.sparse import SparseProblem, plan_sparse
 from tilefold.plan.sparse_backward import plan_sparse_backward
+from tilefold.plan.sparse_backward_hopper import KERNEL, PROGRAMS_PER_SM, shared_bytes
 
 PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),
@@ -33,28 +34,31 @@ JOBS = {
     for part in ("delta", "queries", "keys")
     if (target == "sm_90" or name in EVERYWHERE) and (part != "delta" or name == "d256")
 }
-PORTABLE = [*JOBS]
 HOPPER = {
-    "d128": SparseProblem(problem(128), 64, 64, 32),
-    "d128 sizes": SparseProblem(problem(128, dtype="float16"), 64, 64, 32, True, query_masked=True),
-    "d64": SparseProblem(problem(64), 64, 64, 32),
+    "64 d128": SparseProblem(problem(128), 64, 64, 32),
+    "64 d128 sizes": SparseProblem(problem(128), 64, 64, 32, True),
+    "64 d128 fp16 tail": SparseProblem(problem(128, dtype="float16", seq_k=4000), 64, 64, 32),
+    "64 d64": SparseProblem(problem(64), 64, 64, 32),
+    "64 d64 fp16 sizes": SparseProblem(problem(64, dtype="float16"), 64, 64, 32, True, query_masked=True),
+    "128 d128": SparseProblem(problem(128), 128, 128, 32),
+    "128 d64 sizes": SparseProblem(problem(64), 128, 128, 32, True),
+    "64 x 128": SparseProblem(problem(128), 64, 128, 32),
+    "128 x 64": SparseProblem(problem(128), 128, 64, 32),
 }
-PARTS = ("statistics", "places", "keys", "queries")
-JOBS |= {
-    (f"hopper {part} {name}", "sm_90"): Job(
+JOBS_HOPPER = {
+    (part, name): Job(
         BUILDER,
         {
             "plan": plan_sparse(made, device_named("h200")),
-            "backward_plan": plan_sparse_backward(made, device_named("h200")).with_tiles(
-                kernel="sparse_backward_hopper"
-            ),
+            "backward_plan": plan_sparse_backward(made, device_named("h200")),
             "part": part,
         },
         "sm_90",
         label=f"hopper {part} {name}",
     )
     for name, made in HOPPER.items()
-    for part in PARTS
+    for part in ("statistics", "places", "main")
+    if part == "main" or name == "64 d128"
 }
 pytestmark = pytest.mark.xdist_group(
     "test_aot_sparse_backward"
@@ -63,10 +67,10 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param)
+    return compiled(JOBS | {(" ".join(key), "sm_90"): job for key, job in JOBS_HOPPER.items()}, request.param)
 
 
-@pytest.mark.parametrize(("name", "target"), PORTABLE)
+@pytest.mark.parametrize(("name", "target"), JOBS)
 def test_portable(results: Results, name: str, target: str) -> None:
     """dk and dv hold twice the accumulators of any other kernel: what lives across the loop may be spilled around it, and a few
     registers inside where that measured faster on an H200 than smaller tiles without (D=256: 1.4 times, D=128: 1.15 times)."""
@@ -79,16 +83,20 @@ def test_portable(results: Results, name: str, target: str) -> None:
     assert sum(loop.spills for loop in found.report.loops) <= few
 
 
-@pytest.mark.parametrize("name", HOPPER)
-@pytest.mark.parametrize("part", PARTS)
-def test_hopper(results: Results, name: str, part: str) -> None:
-    """wgmma without registers in flight; dk and dv fill the registers, and a few of the others wait in memory."""
-    found = results.of(f"hopper {part} {name}", "sm_90")
-    rules = ("best", "any" if part == "keys" else "none") if part in ("keys", "queries") else ("none", "none")
-    assert found.problems(tensor=rules[0], spills=rules[1]) == ()  # type: ignore[arg-type]
+@pytest.mark.parametrize(("part", "name"), JOBS_HOPPER)
+def test_hopper(results: Results, part: str, name: str) -> None:
+    """wgmma without registers in flight in the loop of either kind of program; two programs share an SM.  Triton 3.9 loads a few
+    numbers that do not change from memory again in every round of a loop of two thousand cycles."""
+    found = results.of(f"{part} {name}", "sm_90")
+    if part != "main":
+        assert found.problems(tensor="none") == ()
+        return
+    assert found.problems(spills="any") == ()
     assert found.report is not None
-    assert (
-        sum(loop.spills for loop in found.report.loops) <= 20
-    )  # none under Triton 3.6; 6 and, with sizes, 18 under 3.9
-    if rules[0] == "best":
-        assert found.report.occupancy.programs == 2
+    assert len(found.report.loops) == 2
+    assert found.report.loop_spills <= (10 if found.report.triton.startswith("3.9") else 0)
+    assert found.report.spill_store_bytes <= 256  # before and after the loop over a list
+    plan = plan_sparse_backward(HOPPER[name], device_named("h200"))
+    assert plan.kernel == KERNEL
+    assert 0 <= shared_bytes(HOPPER[name], plan.keys) - found.report.shared_bytes < 512
+    assert found.report.occupancy.programs == PROGRAMS_PER_SM

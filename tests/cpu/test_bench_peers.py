@@ -193,37 +193,49 @@ def test_flex_masks_whole_blocks():
     assert flex_mask(make_inputs(Case("dense", PROBLEM), "cpu")) is None
 
 
-# --- the portable plan ----------------------------------------------------------------------------------------------------------
+# --- the portable plans ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_portable_plan_is_a_row_of_its_own_only_where_another_is_the_default(monkeypatch):
+def test_the_portable_plans_are_a_row_of_its_own_only_where_another_is_the_default():
     inputs = make_inputs(RANDOM, "cpu")
-    assert block_peers.portable_plan(inputs) is None
+    assert block_peers.portable_plans(inputs) is None
     with pytest.raises(Unsupported, match="it is what tilefold runs by itself here"):
         IMPLEMENTATIONS["portable"].prepare(inputs)
-    monkeypatch.setattr(block_peers, "PORTABLE_KERNELS", ("no_such_kernel",))
-    with pytest.raises(Unsupported, match="no portable plan: "):
-        block_peers.portable_plan(inputs)
 
 
-@pytest.mark.interpreter
-def test_the_portable_row_follows_its_plan(monkeypatch):
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("gluon", [(), ("sparse",), ("sparse_backward",), ("sparse", "sparse_backward")])
+def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backward):
+    """On an H200, where a Gluon kernel serves one direction, both or none: a forward case has no backward plan to ask about."""
     from tilefold.ops import sparse
+    from tilefold.plan import device_named
+    from tilefold.plan.sparse import plan_sparse
+    from tilefold.plan.sparse_backward import plan_sparse_backward
 
     real = sparse.prepare
 
     def prepare(q, k, v, call):
-        found = real(q, k, v, call)
-        if call.plan is None:  # a default plan of a kernel that is not portable
-            plan = SimpleNamespace(kernel="other", problem=found.plan.problem, with_tile=found.plan.with_tile)
-            return SimpleNamespace(plan=plan)
-        return found
+        return SimpleNamespace(
+            plan=SimpleNamespace(problem=real(q, k, v, call).plan.problem, device=device_named("h200"))
+        )
 
-    inputs = make_inputs(RANDOM, "cpu")
     monkeypatch.setattr(sparse, "prepare", prepare)
-    plan = block_peers.portable_plan(inputs)
-    assert (plan.kernel, plan.block_m, plan.block_n) == ("sparse_forward_box", 64, 64)
-    assert Judge(inputs).verdict(IMPLEMENTATIONS["portable"].prepare(inputs).call()).ok
+    for module, refusal in (("sparse", "hopper_refusal"), ("sparse_backward", "hopper_backward_refusal")):
+        why = None if module in gluon else "not here"
+        monkeypatch.setattr(f"tilefold.plan.{module}.{refusal}", lambda *_, why=why: why)
+    caches = plan_sparse.cache_clear, plan_sparse_backward.cache_clear
+    problem = replace(PROBLEM, dtype="bfloat16", dim_qk=128, dim_v=128)
+    for clear in caches:
+        clear()
+    try:
+        found = block_peers.portable_plans(make_inputs(replace(RANDOM, problem=problem, backward=backward), "cpu"))
+    finally:
+        for clear in caches:
+            clear()
+    if gluon == () or (gluon == ("sparse_backward",) and not backward):
+        assert found is None
+    else:
+        assert [plan.kernel for plan in found] == ["sparse_forward_box", "sparse_backward_box"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------------------
@@ -266,7 +278,6 @@ MAIN = Case("sparse", VIDEO, Pattern("random", 80))
         ("fa4", {"backward": True}, "its backward takes KV blocks of 128 on sm_90"),
         ("fa4", {"backward": True, "pattern": Pattern("random", 80, 128, 128)}, None),
         ("portable", {"pattern": None}, "a row of its own in the family sparse only"),
-        ("portable", {"backward": True}, "a plan chooses the forward kernel only"),
     ],
 )
 def test_a_peer_says_what_it_cannot_take(installed, name, change, reason):

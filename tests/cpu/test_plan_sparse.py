@@ -11,7 +11,7 @@ from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.limits import Tile
 from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
 from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
-from tilefold.plan.sparse_backward_hopper import SCRATCH_LIMIT
+from tilefold.plan.sparse_backward_hopper import KEPT_LIMIT
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
 
@@ -147,17 +147,20 @@ def test_backward_keeps_a_bounded_scratch():
     for capacity in (1, 36, 127, 364):
         plan = plan_sparse_backward(problem(capacity=capacity), h200)
         assert plan.kernel == "sparse_backward_hopper"
-        assert 0 < plan.scratch_bytes <= SCRATCH_LIMIT
-        assert f"ds of {plan.heads} KV heads at a time" in str(plan)
-        assert plan.scratch_bytes == plan.heads * 364 * capacity * 64 * 64 * 2
+        assert 0 < plan.scratch_bytes <= KEPT_LIMIT
+        assert f"dS of {plan.heads_at_once} KV heads at a time" in str(plan)
+        halves = 1 if plan.heads_at_once == 12 else 2  # written and read in turn
+        assert plan.scratch_bytes == halves * plan.heads_at_once * 364 * capacity * 64 * 64 * 2
     long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
     assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
-    assert plan_sparse_backward(problem(dim=64), h200).kernel == "sparse_backward_box"
     assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"
     plan = plan_sparse_backward(problem(), h200)
     assert plan.with_tiles(kernel="sparse_backward_box").scratch_bytes == 0
-    assert plan.with_tiles(kernel="sparse_backward_box").with_tiles(kernel="sparse_backward_hopper").heads == plan.heads
-    for fields in ({"heads": 0}, {"heads": 13}, {"queries": Tile(64, 64, 8, 4)}, {"keys": Tile(64, 64, 4, 3)}):
+    portable = plan.with_tiles(kernel="sparse_backward_box")
+    assert portable.with_tiles(kernel="sparse_backward_hopper").heads_at_once == plan.heads_at_once
+    for fields in ({"heads_at_once": 0}, {"heads_at_once": 13}, {"queries": Tile(64, 64, 8, 4)}):
         with pytest.raises(PlanError, match=next(iter(fields))):
             plan.with_tiles(**fields)
+    with pytest.raises(PlanError, match="num_stages"):
+        plan.with_tiles(queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
     assert SparseBackwardPlan.from_json(plan.to_json()) == plan

@@ -153,7 +153,7 @@ def test_some_heads_at_a_time(dim, heads):
     index = top(500, 1000, 7, heads=8)
     dout = torch.randn(2, 500, 8, dim, device=DEVICE, dtype=torch.float16)
     plan = plan_sparse_backward(tilefold.sparse_plan(*inputs, index).problem, device_of(DEVICE))
-    every, other = (plan.with_tiles(kernel="sparse_backward_hopper", heads=n) for n in (4, heads))
+    every, other = (plan.with_tiles(kernel="sparse_backward_hopper", heads_at_once=n) for n in (4, heads))
     want, got = (
         torch.autograd.grad(tilefold.sparse_attention(*inputs, index, backward_plan=p), inputs, dout)
         for p in (every, other)

@@ -13,40 +13,39 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, version_of
-from tilefold.errors import PlanError, Unsupported
+from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse_backward import SparseBackwardPlan
     from tilefold.sparse import BlockIndex
 
-__all__ = ["BLOCK_PEERS", "portable_plan"]
+__all__ = ["BLOCK_PEERS", "portable_plans"]
 
 CUDNN, FASTVIDEO = "nvidia-cudnn-frontend", "fastvideo-kernel"
-PORTABLE_KERNELS = ("sparse_forward_box", "sparse_forward")
 
 
-def portable_plan(inputs: Inputs) -> "SparsePlan | None":
-    """The plan of the portable kernel for a sparse case whose own plan takes another kernel; None if it takes that one.
+def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | None":
+    """The plans of the portable kernels for a sparse case of which a plan takes another kernel by itself; None where none does.
 
     Raises Unsupported if no portable tile fits."""
     from tilefold.ops import sparse as ops
+    from tilefold.plan.sparse import plan_sparse
+    from tilefold.plan.sparse_backward import plan_sparse_backward
 
     if inputs.index is None:
         return None
     lists = ops.Lists(*inputs.index.tensors(), *inputs.index.geometry)
     plan = ops.prepare(inputs.q, inputs.k, inputs.v, ops.SparseCall(lists)).plan
-    if plan is None or plan.kernel in PORTABLE_KERNELS:
+    if plan is None:
         return None
-    rows, keys = min(plan.problem.block_q, 64), min(plan.problem.block_k, 64)
-    faults = []
-    for kernel in PORTABLE_KERNELS:
-        try:
-            return plan.with_tile(kernel=kernel, block_m=rows, block_n=keys, num_warps=4, num_stages=2)
-        except PlanError as error:
-            faults.append(str(error))
-    raise Unsupported(f"no portable plan: {'; '.join(faults)}")
+    made = plan.problem, plan.device
+    portable = plan_sparse(*made, portable=True), plan_sparse_backward(*made, portable=True)
+    chosen = plan_sparse(*made), plan_sparse_backward(*made)
+    # A forward case never comes to a backward plan.
+    return None if portable[: 1 + inputs.case.backward] == chosen[: 1 + inputs.case.backward] else portable
 
 
 def _heads_first(t: "Tensor") -> "Tensor":

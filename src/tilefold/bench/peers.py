@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.block_peers import BLOCK_PEERS, portable_plan
+from tilefold.bench.block_peers import BLOCK_PEERS, portable_plans
 from tilefold.bench.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, importable, prepared
 from tilefold.errors import Unsupported, ValueRangeError
@@ -45,13 +45,16 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
 
 
 def prepare_portable(inputs: Inputs) -> Prepared:
-    """`sparse_attention` by the portable kernel, where the plan takes another one by itself."""
+    """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
     import tilefold
 
-    index, plan = inputs.index, portable_plan(inputs)
-    if index is None or plan is None:
+    index, plans = inputs.index, portable_plans(inputs)
+    if index is None or plans is None:
         raise Unsupported("it is what tilefold runs by itself here")
-    return prepared(inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan))
+    plan, backward = plans
+    return prepared(
+        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
+    )
 
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
@@ -241,7 +244,7 @@ def _tilefold_refuses(case: Case, device: str) -> str | None:
 def _portable_refuses(case: Case, device: str) -> str | None:
     if case.pattern is None:
         return "a row of its own in the family sparse only"
-    return "a plan chooses the forward kernel only" if case.backward else _tilefold_refuses(case, device)
+    return _tilefold_refuses(case, device)
 
 
 _ALL = (
@@ -285,7 +288,7 @@ _ALL = (
     Implementation(
         "portable",
         "portable",
-        "tilefold.sparse_attention by its portable kernel, where the plan takes another one",
+        "tilefold.sparse_attention by its portable kernels, where a plan takes another one",
         _portable_refuses,
         prepare_portable,
         lists=True,

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import DtypeError, Unsupported
-from . import sparse
+from . import sparse, sparse_backward_hopper
 from .attention import boxable, describe_box, head_strides
 from .call import facts_of
 from .device import device_of, interpreting
-from .sparse_backward_hopper import HopperBound, example_parts
-from .sparse_backward_hopper import bind as bind_hopper
-from .sparse_backward_hopper import run as run_hopper
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
     from ..plan.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
+    from .sparse_backward_hopper import HopperBound
 
 __all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
 
@@ -134,8 +132,8 @@ def backward(
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
-    if isinstance(bound, HopperBound):
-        gradients = run_hopper(bound, saved, dout, dlse, call, transposed)
+    if not isinstance(bound, Bound):
+        gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
         return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
@@ -190,7 +188,7 @@ def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
 
 def _bound(
     prepared: Any,
-    saved: tuple[torch.Tensor, ...],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     call: "SparseCall",
@@ -202,22 +200,23 @@ def _bound(
     key = facts_of(dout), dlse is None, facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
     found: Bound | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        found = _bind(prepared, saved, dout, call, transposed, _plan(prepared, call, saved[0]))
+        plan = _plan(prepared, call, saved[0])
+        if plan.kernel == HOPPER_KERNEL:
+            found = sparse_backward_hopper.bind(prepared.scalars[0], saved, dout, call, transposed, plan)
+            if found is None:  # after a warning: this Triton cannot make it
+                plan = _plan(prepared, call, saved[0], portable=True)
+        found = found or _bind(prepared, saved, dout, call, transposed, plan)
         prepared.backward[key] = found
         prepared.keep += hooks
     return found
 
 
-def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor) -> "SparseBackwardPlan":
-    from ..kernels.hopper import available
+def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
     problem = prepared.plan.problem
     if call.backward_plan is None:
-        plan = plan_sparse_backward(problem, device_of(q.device))
-        if plan.kernel == HOPPER_KERNEL and not available():
-            plan = plan_sparse_backward(problem, device_of(q.device), portable=True)
-        return plan
+        return plan_sparse_backward(problem, device_of(q.device), portable)
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
     call.backward_plan.check(problem, device_of(q.device))
@@ -231,11 +230,9 @@ def _bind(
     call: "SparseCall",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
-) -> "Bound | HopperBound":
+) -> Bound:
     from ..kernels import sparse_backward as kernels
 
-    if plan.kernel == HOPPER_KERNEL:
-        return bind_hopper(saved, dout, call, transposed, plan, prepared.scalars[0])
     q, k, v, out, lse = saved
     problem, n = plan.problem, plan.problem.attention
     packed = call.packed is not None
@@ -313,8 +310,8 @@ def _sequence_strides(t: torch.Tensor, call: "SparseCall") -> tuple[int, ...]:
 def example_launch(
     plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a part ("delta", "queries" or "keys") of the backward pass of a call that has these plans, on
-    tensors without memory, to compile ahead."""
+    """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
+    ahead: "delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main"."""
     (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
     saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
     lists, n = call.lists, plan.problem.attention
@@ -323,10 +320,9 @@ def example_launch(
         torch.empty(n.batch, n.heads, blocks, *more, dtype=torch.int32, device="meta") for more in ((rows,), ())
     )
     transposed = lists._replace(indices=indices, counts=counts)
+    if backward_plan.kernel == HOPPER_KERNEL:
+        return sparse_backward_hopper.example_launch(saved, out, call, transposed, backward_plan, part)
     bound = _bind(prepared, saved, out, call, transposed, backward_plan)
-    if isinstance(bound, HopperBound):
-        made, given = example_parts(bound, saved, out, call, transposed)[part]
-        return made.fn, given, made.keywords
     statistics = torch.empty((2, *lse.shape), device="meta")
     queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)
     launch, args = {

@@ -1,26 +1,27 @@
-"""Binding of the Gluon kernels for the backward pass of block-sparse attention on sm_90.
+"""Binding of the Gluon kernel that makes the gradients of block-sparse attention on sm_90: scratch, descriptors, launches."""
 
-Statistics of the queries, the places of ds, and then, for a few KV heads at a time, dk and dv with ds kept, and dq from it.
-"""
-
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import Unsupported
-from . import sparse
 from .attention import describe_box, head_strides
+from .sparse import list_strides
+from .sparse_hopper import warn_portable
 
 if TYPE_CHECKING:
     from ..plan.sparse_backward import SparseBackwardPlan
-    from .sparse_call import Lists, SparseCall
+    from .launch import Box
+    from .sparse import Lists, SparseCall
 
-__all__ = ["HopperBound", "bind", "example_parts", "run"]
+__all__ = ["HopperBound", "bind", "example_launch", "run"]
 
-BLOCK = 64
-ENTRIES = 128  # list entries that a program of list_places looks up at a time
+UNIT = 64
+STATISTICS = 2 * UNIT  # fp32 numbers of a unit of queries
+ENTRIES = 128  # of a list, that one step of list_places looks up
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -29,163 +30,225 @@ class HopperBound:
 
     plan: "SparseBackwardPlan"
     statistics: Any
-    statistics_tail: tuple[Any, ...]
+    statistics_tail: tuple[int, ...]
     places: Any
-    places_tail: tuple[Any, ...]
-    keys: tuple[tuple[Any, tuple[Any, ...]], ...]  # (launch, its tail) for some KV heads after the others
-    queries: tuple[tuple[Any, tuple[Any, ...]], ...]
-    boxes: tuple[Any, ...]  # of q, dout, k, v
-    statistics_box: Any
-    kept_box: Any
-    statistics_shape: tuple[int, ...]
-    kept_shape: tuple[int, int]
+    places_tail: tuple[int, ...]
+    main: tuple[tuple[Any, tuple[Any, ...]], ...]  # (launch, its scalars): one for each group of heads, and one more
+    strides: tuple[int, ...]
+    boxes: "tuple[Box, Box, Box, Box]"  # of q, dout, k, v
+    statistics_box: "Box"
+    kept_box: "Box"
+    rows: int  # of the statistics
+    kept_rows: int
 
 
 def bind(
-    saved: tuple[torch.Tensor, ...],
+    scale: float,
+    saved: Saved,
     dout: torch.Tensor,
     call: "SparseCall",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
-    scale: float,
-) -> HopperBound:
-    """Unsupported where Gluon is missing."""
+) -> HopperBound | None:
+    """The bound launches; None, after a warning, if this Triton cannot make them, or Unsupported if the caller chose the plan."""
     from ..kernels import hopper
 
     if refusal := hopper.refusal():
-        raise Unsupported(f"backward_plan.kernel is {plan.kernel!r}, but {refusal}")
-    from ..kernels.backward_statistics import backward_statistics
-    from ..kernels.hopper.gluon import TensorDescriptor, gl
-    from ..kernels.list_places import list_places
-    from .launch import Box, Launch
-
-    q, k, v, out, _ = saved
-    n = plan.problem.attention
-    q_blocks, rows = -(-n.seq_q // BLOCK), n.batch * n.heads
-    turned = transposed._replace(block_sizes=call.lists.block_sizes, query_sizes=call.lists.query_sizes)
-    lists, back = sparse.list_strides(call.lists), sparse.list_strides(turned)
-    device = q.device.index or 0
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    swizzled = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, BLOCK], dtype)
-    kept_shape = (plan.heads * n.group * q_blocks * plan.problem.capacity * BLOCK, BLOCK)
-    statistics_shape = (rows * q_blocks + 1, 2, BLOCK)
-    numbers = math.prod(statistics_shape)
-    out_strides, do_strides = head_strides(out, call.layout), head_strides(dout, call.layout)
-    wide = max(out_strides[1], do_strides[1]) * BLOCK >= 1 << 31
-    steps = max(1, math.ceil(math.log2(transposed.indices.shape[3] + 1)))
-    keys, queries = _by_heads(saved, call, plan, scale, lists, back, device)
-    return HopperBound(
-        plan,
-        Launch(backward_statistics, (rows * q_blocks + 1, 1, 1), {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v,
-                                                                  "BLOCK": BLOCK}, {"num_warps": 4}, device),
-        (n.seq_q, n.heads, q_blocks, *out_strides, *do_strides, *lists[7:9]),
-        Launch(list_places, (rows * q_blocks, 1, 1), {"ENTRIES": ENTRIES}, {"num_warps": 4}, device),
-        (n.heads, q_blocks, plan.problem.capacity, steps, *lists[:5], *back[:5]),
-        keys,
-        queries,
-        tuple(describe_box(t, call.layout, BLOCK, BLOCK, TensorDescriptor, swizzled) for t in (q, dout, k, v)),
-        Box(torch.empty(numbers, device="meta"), [numbers], [1], [2 * BLOCK], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1)),
-        Box(torch.empty(kept_shape, dtype=q.dtype, device="meta"), list(kept_shape), [BLOCK, 1], [BLOCK, BLOCK], TensorDescriptor,
-            gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)),
-        statistics_shape,
-        kept_shape,
-    )  # fmt: skip
-
-
-def _by_heads(
-    saved: tuple[torch.Tensor, ...],
-    call: "SparseCall",
-    plan: "SparseBackwardPlan",
-    scale: float,
-    lists: tuple[int, ...],
-    back: tuple[int, ...],
-    device: int,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The launches for `plan.heads` KV heads after the others, and their tails."""
-    from ..kernels.hopper.sparse_backward_keys import sparse_backward_keys_hopper
-    from ..kernels.hopper.sparse_backward_sums import sparse_backward_sums_hopper
-    from .launch import Launch
-
-    n, capacity = plan.problem.attention, plan.problem.capacity
-    q_blocks, kv_blocks = -(-n.seq_q // BLOCK), -(-n.seq_k // BLOCK)
-    fresh = [head_strides(torch.empty(t.shape, device="meta"), call.layout) for t in saved[:3]]
-    common = {"D": n.dim_qk, "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 24, "SIZED": plan.problem.masked}
-    masked = plan.problem.masked or n.seq_k % BLOCK != 0
-    of_keys = {**common, "SLOTS": plan.keys.num_stages, "MASKED": masked, "Q_SIZED": plan.problem.query_masked}
-    of_queries = {**common, "SLOTS": plan.queries.num_stages}
-    options = {"num_warps": 4, "maxnreg": 128}
-    per_row, rows, kept = q_blocks * capacity, n.batch * n.heads, plan.heads * n.group * q_blocks * capacity * BLOCK
-    keys, queries = [], []
-    for first in range(0, n.batch * n.kv_heads, plan.heads):
-        here = min(plan.heads, n.batch * n.kv_heads - first)
-        launch = Launch(sparse_backward_keys_hopper, (here * kv_blocks, 1, 1), of_keys, options, device)
-        keys.append((launch, (scale, n.seq_q, n.seq_k, n.heads, n.group, q_blocks, kv_blocks, first, rows * q_blocks, per_row,
-                              kept, *fresh[1], *fresh[2], *back)))  # fmt: skip
-        launch = Launch(sparse_backward_sums_hopper, (here * n.group * q_blocks, 1, 1), of_queries, options, device)
-        queries.append(
-            (launch, (scale, n.seq_q, n.heads, n.group, q_blocks, first * n.group, capacity, *fresh[0], *lists[:7]))
-        )
-    return tuple(keys), tuple(queries)
+        if call.backward_plan is not None:
+            raise Unsupported(f"backward_plan.kernel is {plan.kernel!r}, but {refusal}")
+        warn_portable(refusal)
+        return None
+    bound = bound_launches(scale, saved, dout, call, transposed, plan)
+    try:
+        launch, scalars = bound.main[0]
+        made = scratch(bound, saved, transposed, "meta")
+        launch.compile(arguments(bound, saved, dout, call, transposed, made, scalars))
+    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
+        if call.backward_plan is not None:
+            raise
+        warn_portable(f"its backward pass does not compile: {type(problem).__name__}: {problem}")
+        return None
+    return bound
 
 
 def run(
     bound: HopperBound,
-    saved: tuple[torch.Tensor, ...],
+    saved: Saved,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     call: "SparseCall",
     transposed: "Lists",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv)."""
-    q, k, v = saved[:3]
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    statistics, places, keys, queries = _arguments(bound, saved, dout, dlse, call, transposed, (dq, dk, dv))
-    bound.statistics(statistics)
-    bound.places(places)
-    for (make_keys, keys_tail), (make_queries, queries_tail) in zip(bound.keys, bound.queries, strict=True):
-        make_keys((*keys, *keys_tail))
-        make_queries((*queries, *queries_tail))
-    return dq, dk, dv
+) -> Tensors:
+    """(dq, dk, dv), contiguous."""
+    q, _, _, out, lse = saved
+    made = scratch(bound, saved, transposed, q.device)
+    bound.statistics((out, dout, lse, dlse, call.lists.query_sizes, made[0], *bound.statistics_tail))
+    bound.places((*call.lists[:2], *transposed[:2], made[1], *bound.places_tail))
+    for launch, scalars in bound.main:
+        launch(arguments(bound, saved, dout, call, transposed, made, scalars))
+    return made[3:]
 
 
-def _arguments(
-    bound: HopperBound,
-    saved: tuple[torch.Tensor, ...],
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    call: "SparseCall",
-    transposed: "Lists",
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[tuple[Any, ...], ...]:
-    """The run-time arguments of the four kernels, but for those that the heads of a launch decide."""
-    q, k, v, out, lse = saved
-    dq, dk, dv = gradients
-    lists = call.lists
-    statistics = torch.empty(bound.statistics_shape, dtype=torch.float32, device=q.device)
-    kept = torch.empty(bound.kept_shape, dtype=q.dtype, device=q.device)
-    places = torch.empty_like(transposed.indices)
-    # Counts stand for sizes that there are none of, and are not read as such.
-    sizes, query_sizes = (lists.counts if t is None else t for t in (lists.block_sizes, lists.query_sizes))
-    q_box, do_box, k_box, v_box = (box.over(t) for box, t in zip(bound.boxes, (q, dout, k, v), strict=True))
-    kept_box = bound.kept_box.over(kept)
+def scratch(bound: HopperBound, saved: Saved, transposed: "Lists", device: Any) -> Tensors:
+    """Statistics, places, room for dS; then dq, dk and dv."""
+    turned = transposed.indices
     return (
-        (out, dout, lse, dlse, lists.query_sizes, statistics, *bound.statistics_tail),
-        (*lists[:2], *transposed[:2], places, *bound.places_tail),
-        (q_box, do_box, k_box, v_box, bound.statistics_box.over(statistics), kept_box, dk, dv, *transposed[:2], places,
-         sizes, query_sizes),
-        (k_box, kept_box, dq, *lists[:2], sizes),
+        torch.empty(bound.rows * STATISTICS, dtype=torch.float32, device=device),
+        torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device),
+        torch.empty(bound.kept_rows, UNIT, dtype=saved[0].dtype, device=device),
+        *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in saved[:3]),
+    )
+
+
+def arguments(
+    bound: HopperBound,
+    saved: Saved,
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    made: Tensors,
+    scalars: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such."""
+    statistics, places, kept, *gradients = made
+    q, k, v = saved[:3]
+    lists = call.lists
+    sizes = (lists.counts if t is None else t for t in (lists.block_sizes, lists.query_sizes))
+    sides = (box.over(t) for box, t in zip(bound.boxes, (q, dout, k, v), strict=True))
+    turned = (*lists[:2], *transposed[:2], places)
+    return (
+        *sides, bound.statistics_box.over(statistics), bound.kept_box.over(kept), *gradients, *turned, *sizes, *scalars,
+        *bound.strides,
     )  # fmt: skip
 
 
-def example_parts(
-    bound: HopperBound, saved: tuple[torch.Tensor, ...], dout: torch.Tensor, call: "SparseCall", transposed: "Lists"
-) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """(launch, args) of each part on tensors without memory, to compile ahead."""
-    args = _arguments(bound, saved, dout, None, call, transposed, saved[:3])  # type: ignore[arg-type]
-    (make_keys, keys_tail), (make_queries, queries_tail) = bound.keys[0], bound.queries[0]
-    return {
-        "statistics": (bound.statistics, args[0]),
-        "places": (bound.places, args[1]),
-        "keys": (make_keys, (*args[2], *keys_tail)),
-        "queries": (make_queries, (*args[3], *queries_tail)),
+# ---------------------------------------------------------------- the first time
+
+
+def bound_launches(
+    scale: float,
+    saved: Saved,
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    plan: "SparseBackwardPlan",
+) -> HopperBound:
+    """Launches, scalars, strides and descriptors of this call under this plan."""
+    from ..kernels.hopper.gluon import TensorDescriptor, gl
+    from ..plan import sparse_backward_hopper as rules
+    from .launch import Box
+
+    q, k, v, out, _ = saved
+    problem, n, lists = plan.problem, plan.problem.attention, call.lists
+    q_units, _ = rules.units(problem)
+    rows = n.batch * n.heads * q_units + 1
+    total = rules.kept_bytes(problem, plan.heads_at_once) // (UNIT * q.element_size())
+    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    statistics = torch.empty(rows * STATISTICS, dtype=torch.float32, device="meta")
+    kept = torch.empty(total, UNIT, dtype=q.dtype, device="meta")
+    layout = gl.NVMMASharedLayout.get_default_for([UNIT, UNIT], dtype)
+    tile = gl.NVMMASharedLayout.get_default_for([1, 1, UNIT, UNIT], dtype)
+    strides = [*list_strides(lists)]
+    gradients = (s for t in (q, k, v) for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
+    return HopperBound(
+        plan,
+        *_statistics(plan, out, dout, call, rows),
+        *_places(plan, lists, transposed, q.device.index or 0),
+        _main(plan, scale, total, rows - 1, lists.query_sizes is not None, q.device.index or 0),
+        (*gradients, *strides[:5], *list_strides(transposed)[:5], *strides[5:]),
+        tuple(describe_box(t, call.layout, UNIT, UNIT, TensorDescriptor, tile) for t in (q, dout, k, v)),  # type: ignore[arg-type]
+        Box(statistics, [statistics.numel()], [1], [STATISTICS], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1)),
+        Box(kept, [total, UNIT], [UNIT, 1], [UNIT, UNIT], TensorDescriptor, layout),
+        rows,
+        total,
+    )
+
+
+def _main(
+    plan: "SparseBackwardPlan", scale: float, total: int, no_unit: int, query_sizes: bool, device: int
+) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """The launches: dS, dk and dv of one group of heads beside dq of the group before."""
+    from ..kernels.hopper.sparse_backward import sparse_backward_hopper
+    from ..plan import sparse_backward_hopper as rules
+    from .launch import Launch
+
+    problem, n = plan.problem, plan.problem.attention
+    q_units, kv_units = rules.units(problem)
+    constants = {
+        "D": n.dim_qk,
+        "SLOTS": plan.keys.num_stages,
+        "Q_UNITS": problem.block_q // UNIT,
+        "KV_UNITS": problem.block_k // UNIT,
+        "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
+        "SIZED": problem.masked,
+        "Q_SIZED": query_sizes,
+        "LOADER_REGISTERS": rules.LOADER_REGISTERS,
     }
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS}
+    found = []
+    steps = rules.launches(problem, plan.heads_at_once)
+    half = total // 2 if len(steps) > 2 else 0
+    for i, (key, keys, query, queries) in enumerate(steps):
+        programs = keys * kv_units
+        launch = Launch(
+            sparse_backward_hopper, (programs + queries * n.group * q_units, 1, 1), constants, options, device
+        )
+        written, read = half * (i % 2), half * ((i + 1) % 2)
+        found.append(
+            (launch, (scale, n.seq_q, n.seq_k, n.heads, n.group, q_units, kv_units, problem.capacity, programs, key,
+                      query * n.group, written, read, no_unit, total))
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _statistics(
+    plan: "SparseBackwardPlan", out: torch.Tensor, dout: torch.Tensor, call: "SparseCall", rows: int
+) -> tuple[Any, tuple[int, ...]]:
+    from ..kernels.backward_statistics import backward_statistics
+    from ..plan.sparse_backward_hopper import units
+    from .launch import Launch
+
+    problem, n = plan.problem, plan.problem.attention
+    out_strides, do_strides = head_strides(out, call.layout), head_strides(dout, call.layout)
+    constants = {
+        "WIDE": max(out_strides[1], do_strides[1]) * UNIT >= 1 << 31,
+        "DIM": n.dim_v,
+        "BLOCK_D": n.block_v,
+        "UNIT": UNIT,
+        "PER": problem.block_q // UNIT,
+    }
+    launch = Launch(backward_statistics, (rows, 1, 1), constants, {"num_warps": 4}, out.device.index or 0)
+    return launch, (n.seq_q, n.heads, units(problem)[0], *out_strides, *do_strides, *list_strides(call.lists)[7:])
+
+
+def _places(plan: "SparseBackwardPlan", lists: "Lists", turned: "Lists", device: int) -> tuple[Any, tuple[int, ...]]:
+    """One program a list: lists that heads or batch entries share are looked up once."""
+    from ..kernels.list_places import list_places
+    from .launch import Launch
+
+    batch, heads = (max(lists.indices.shape[d], lists.counts.shape[d]) for d in (0, 1))
+    q_blocks, capacity = lists.indices.shape[2:]
+    launch = Launch(list_places, (batch * heads * q_blocks, 1, 1), {"ENTRIES": ENTRIES}, {"num_warps": 4}, device)
+    per_block = plan.problem.block_q // UNIT * capacity
+    steps = turned.indices.shape[3].bit_length()
+    return launch, (heads, q_blocks, per_block, steps, *list_strides(lists)[:5], *list_strides(turned)[:5])
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    saved: Saved, dout: torch.Tensor, call: "SparseCall", transposed: "Lists", plan: "SparseBackwardPlan", part: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a part ("statistics", "places" or "main") on tensors without memory, to compile ahead."""
+    bound = bound_launches(1.0, saved, dout, call, transposed, plan)
+    made = scratch(bound, saved, transposed, "meta")
+    launch, args = {
+        "statistics": (
+            bound.statistics,
+            (saved[3], dout, saved[4], saved[4], call.lists.query_sizes, made[0], *bound.statistics_tail),
+        ),
+        "places": (bound.places, (*call.lists[:2], *transposed[:2], made[1], *bound.places_tail)),
+        "main": (bound.main[0][0], arguments(bound, saved, dout, call, transposed, made, bound.main[0][1])),
+    }[part]
+    return launch.fn, args, launch.keywords

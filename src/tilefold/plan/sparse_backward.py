@@ -11,12 +11,12 @@ from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse import SparseProblem
 from tilefold.plan.sparse_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse_backward_hopper import (
-    KEYS,
-    QUERIES,
-    SCRATCH_LIMIT,
     heads_at_once,
-    hopper_refusal,
-    scratch_bytes,
+    heads_violation,
+    hopper_backward_refusal,
+    hopper_backward_tile,
+    hopper_backward_violation,
+    kept_bytes,
 )
 
 __all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
@@ -30,10 +30,11 @@ class SparseBackwardPlan:
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
-    streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: ds is kept for `heads` KV heads at a time,
-    so that it is made once). queries: the tile of the kernel that makes dq, block_m of its own queries against block_n listed
-    keys a step. keys: the tile of the kernel that makes dk and dv, block_n of its own keys against block_m listed queries a
-    step. Raises PlanError, naming the field, if a tile does not divide its blocks or exceeds a limit of the device.
+    streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: one kernel, whose programs for dk and dv
+    keep dS for those that make dq). queries: the tile of what makes dq, block_m of its own queries against block_n listed keys a
+    step. keys: the tile of what makes dk and dv, block_n of its own keys against block_m listed queries a step. heads_at_once: KV
+    heads of which the Hopper kernel keeps dS at a time, 0 with the others. Raises PlanError, naming the field, if a tile does not
+    divide its blocks or exceeds a limit of the device.
     """
 
     problem: SparseProblem
@@ -43,10 +44,10 @@ class SparseBackwardPlan:
     keys: Tile
     rule: str
     reason: str
-    heads: int = 0
+    heads_at_once: int = 0
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads)
+        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -58,12 +59,16 @@ class SparseBackwardPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of ds that are kept at a time, beside two fp32 numbers a query and head."""
-        return scratch_bytes(self.problem, self.heads)
+        """Bytes of dS that are kept at a time, beside two fp32 numbers a query and head and a number an entry of the lists."""
+        return kept_bytes(self.problem, self.heads_at_once) if self.heads_at_once else 0
 
     def __str__(self) -> str:
         n = self.problem.attention
-        kept = f"; ds of {self.heads} KV heads at a time, {self.scratch_bytes / 2**20:.0f} MiB" if self.heads else ""
+        kept = (
+            f"; dS of {self.heads_at_once} KV heads at a time, {self.scratch_bytes / 2**20:.0f} MiB"
+            if self.heads_at_once
+            else ""
+        )
         return (
             f"Sparse attention backward plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
@@ -83,7 +88,11 @@ class SparseBackwardPlan:
         return serialise.from_json(cls, text)
 
     def with_tiles(
-        self, queries: Tile | None = None, keys: Tile | None = None, kernel: str | None = None, heads: int | None = None
+        self,
+        queries: Tile | None = None,
+        keys: Tile | None = None,
+        kernel: str | None = None,
+        heads_at_once: int | None = None,
     ) -> "SparseBackwardPlan":
         """The plan with other tiles, another kernel (and the tiles that go with it) or another number of heads at a time;
         PlanError names the field that does not fit."""
@@ -95,7 +104,7 @@ class SparseBackwardPlan:
             queries=queries or base.queries,
             keys=keys or base.keys,
             kernel=kernel or base.kernel,
-            heads=base.heads if heads is None else heads,
+            heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -105,7 +114,7 @@ class SparseBackwardPlan:
         self.problem.require_same(problem)
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
             raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
-        fault = _violation(problem, device, self.kernel, self.queries, self.keys, self.heads)
+        fault = _violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -116,16 +125,15 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
 
     portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
-    # At D=64 the portable kernels measured as fast on an H200, and they keep nothing.
-    if portable or hopper_refusal(problem, device) or problem.attention.dim_qk < 128:
+    if portable or hopper_backward_refusal(problem, device):
         return _portable(problem, device)
     return _hopper(problem, device)
 
 
 def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
-    reason = "A loading warp, wgmma, five products a pair; the order of every sum is that of one list."
-    heads = heads_at_once(problem)
-    return SparseBackwardPlan(problem, device, HOPPER, QUERIES, KEYS, "hopper-lists", reason, heads)
+    tile, heads = hopper_backward_tile(problem), heads_at_once(problem, device)
+    reason = "A loading warp, wgmma, five products a pair of blocks; the order of every sum is that of one list."
+    return SparseBackwardPlan(problem, device, HOPPER, tile, tile, "hopper-lists", reason, heads)
 
 
 def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
@@ -231,9 +239,11 @@ def _violation(
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
     if kernel == HOPPER:
-        return _hopper_violation(problem, device, queries, keys, heads)
+        if queries != keys:
+            return "queries", f"must be the tile of keys ({keys}) with {kernel}, got {queries}"
+        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads)
     if heads != 0:
-        return "heads", f"must be 0 for {kernel}, which keeps no ds, got {heads}"
+        return "heads_at_once", f"must be 0 with {kernel}, which keeps no dS, got {heads}"
     refusal = _box_refusal(problem, device) if kernel == BOX else None
     if refusal:
         return "kernel", f"{kernel} cannot be used: {refusal}"
@@ -243,21 +253,4 @@ def _violation(
             return f"{name}.{fault[0]}", fault[1]
     if max(_programs(problem, queries, keys)) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} programs"
-    return None
-
-
-def _hopper_violation(
-    problem: SparseProblem, device: Device, queries: Tile, keys: Tile, heads: int
-) -> tuple[str, str] | None:
-    refusal = hopper_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{HOPPER} cannot be used: {refusal}"
-    for name, tile, made in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
-        if tile != made:
-            return name, f"must be {made} for {HOPPER}, got {tile}"
-    rows = problem.attention.batch * problem.attention.kv_heads
-    if type(heads) is not int or not 1 <= heads <= rows:
-        return "heads", f"must be from 1 to {rows}, the KV heads of all sequences, got {heads!r}"
-    if scratch_bytes(problem, heads) > SCRATCH_LIMIT:
-        return "heads", f"ds of {heads} takes {scratch_bytes(problem, heads)} bytes, at most {SCRATCH_LIMIT} are kept"
     return None

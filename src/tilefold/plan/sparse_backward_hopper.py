@@ -1,25 +1,42 @@
-"""When the Gluon kernels for sm_90 serve a block-sparse backward pass, and for how many heads at a time they keep ds."""
+"""When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
-from tilefold.plan.limits import Tile, box_refusal
+from tilefold.plan.limits import MAX_GRID, RESERVED_SHARED, Tile, box_refusal
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse import SparseProblem
 
-__all__ = ["BLOCK", "KERNEL", "KEYS", "QUERIES", "SCRATCH_LIMIT", "heads_at_once", "hopper_refusal", "scratch_bytes"]
+__all__ = [
+    "KEPT_LIMIT",
+    "KERNEL",
+    "LOADER_REGISTERS",
+    "REGISTERS",
+    "heads_at_once",
+    "heads_violation",
+    "hopper_backward_refusal",
+    "hopper_backward_tile",
+    "hopper_backward_violation",
+    "kept_bytes",
+    "launches",
+    "shared_bytes",
+    "units",
+]
 
 KERNEL = "sparse_backward_hopper"
-BLOCK = 64
-QUERIES, KEYS = Tile(BLOCK, BLOCK, 4, 4), Tile(BLOCK, BLOCK, 4, 2)
-SCRATCH_LIMIT = 2560 << 20
-"""Bytes of ds that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
-MOST_HEADS = 4096
+UNIT = 64  # tokens of a tile
+PROGRAMS_PER_SM = 2
+REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
+ROUNDS = 2.7  # key programs of a launch for each place on the device: with fewer, the last ones leave places empty
+KEPT_LIMIT = 4 << 30
+"""Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
+BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
 
 
-def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
-    """Why the kernels do not serve this problem, as a sentence, or None if they do."""
+def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
+    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem.attention
     if device.backend != "cuda" or device.arch != 90:
         return f"it is written for sm_90, this is {device.target}"
@@ -27,31 +44,98 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
         return f"it multiplies bfloat16 and float16, not {n.dtype}"
     if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
         return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
-    if (problem.block_q, problem.block_k) != (BLOCK, BLOCK):
-        return f"it has blocks of 64 tokens, not {problem.block_q} x {problem.block_k}"
-    if not n.plain or n.causal or n.window != (-1, -1):
-        return "it has no masks and no changes of scores inside a block"
-    if n.varlen or problem.page_size:
-        return "it reads sequences of one length, neither packed nor in pages"
+    if problem.block_q not in (64, 128) or problem.block_k not in (64, 128):
+        return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+    if not n.plain or n.causal or n.window != (-1, -1) or n.varlen or problem.page_size:
+        return "it has no masks, no changes of scores inside a block, and no packed or paged keys"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if problem.capacity == 0 or n.seq_k == 0:
-        return "there is nothing listed"
-    if n.batch * n.heads * -(-n.seq_q // BLOCK) * 2 * BLOCK >= 1 << 31:
-        return "there are more than 2**24 query blocks"
-    if scratch_bytes(problem, 1) > SCRATCH_LIMIT:
-        return f"ds of one KV head takes {scratch_bytes(problem, 1) >> 20} MiB, more than {SCRATCH_LIMIT >> 20}"
+        return "no list has room for a block"
+    if n.batch * n.heads * units(problem)[0] >= 1 << 24:
+        return "there are more than 2**24 units of 64 queries"
+    if kept_bytes(problem, 1) > KEPT_LIMIT:
+        need, have = kept_bytes(problem, 1) / 2**30, KEPT_LIMIT / 2**30
+        return f"dS of one KV head at a time would take {need:.1f} GiB of memory, more than {have:.0f}"
     return box_refusal(n, device)
 
 
-def scratch_bytes(problem: "SparseProblem", heads: int) -> int:
-    """Bytes of ds of every place in the lists of `heads` KV heads: 8 KiB for a pair of blocks."""
+def units(problem: "SparseProblem") -> tuple[int, int]:
+    """Units of 64 tokens of the query blocks and of the KV blocks of one head."""
     n = problem.attention
-    blocks = -(-n.seq_q // BLOCK)
-    return heads * n.group * blocks * problem.capacity * BLOCK * BLOCK * n.itemsize
+    per_q, per_k = problem.block_q // UNIT, problem.block_k // UNIT
+    return -(-n.seq_q // problem.block_q) * per_q, -(-n.seq_k // problem.block_k) * per_k
 
 
-def heads_at_once(problem: "SparseProblem") -> int:
-    """KV heads (of all sequences) per launch: as many as the limit lets be kept, since every launch ends half empty."""
+def kept_rows(problem: "SparseProblem", heads: int) -> int:
+    """Rows [64] that dS of `heads` KV heads, all listed places of their query heads, takes."""
+    q_units, _ = units(problem)
+    return heads * problem.attention.group * q_units * problem.capacity * problem.block_k
+
+
+def kept_bytes(problem: "SparseProblem", heads: int) -> int:
+    """Memory for dS with `heads` KV heads a launch (bytes): two halves, written and read in turn, unless one launch makes all."""
     n = problem.attention
-    return max(1, min(n.batch * n.kv_heads, SCRATCH_LIMIT // max(1, scratch_bytes(problem, 1)), MOST_HEADS))
+    halves = 1 if heads >= n.batch * n.kv_heads else 2
+    return halves * kept_rows(problem, heads) * UNIT * n.itemsize
+
+
+def heads_at_once(problem: "SparseProblem", device: Device) -> int:
+    """KV heads of which a launch makes dS: as few as keep the device full, since more would only take more memory."""
+    n = problem.attention
+    _, kv_units = units(problem)
+    wanted = -(-int(ROUNDS * PROGRAMS_PER_SM * device.sms) // kv_units)
+    heads = min(wanted, n.batch * n.kv_heads)
+    while heads > 1 and kept_bytes(problem, heads) > KEPT_LIMIT:
+        heads -= 1
+    return heads
+
+
+def launches(problem: "SparseProblem", heads: int) -> tuple[tuple[int, int, int, int], ...]:
+    """What each launch does: (first KV head whose dS it makes, how many, first KV head whose dq it makes, how many)."""
+    total = problem.attention.batch * problem.attention.kv_heads
+    starts = [*range(0, total, heads), total]
+    made = [(a, b - a) for a, b in pairwise(starts)]
+    return tuple((*key, *query) for key, query in zip([*made, (0, 0)], [(0, 0), *made], strict=True))
+
+
+def hopper_backward_tile(problem: "SparseProblem") -> Tile:
+    """64 x 64; num_stages is the number of buffers for q and dout, as many as leave two programs an SM their place."""
+    return Tile(UNIT, UNIT, 4, 2 if problem.attention.dim_qk == 128 else 4)
+
+
+def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
+    """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers."""
+    n = problem.attention
+    tiles = (2 * tile.num_stages + 2) * UNIT * n.dim_qk + UNIT * UNIT
+    return tiles * n.itemsize + tile.num_stages * 2 * UNIT * 4 + BARRIER_BYTES
+
+
+def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Tile) -> tuple[str, str] | None:
+    """(field, sentence) of the first thing that does not fit, or None."""
+    refusal = hopper_backward_refusal(problem, device)
+    if refusal:
+        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    for name, wanted in (("block_m", UNIT), ("block_n", UNIT), ("num_warps", 4)):
+        if getattr(tile, name) != wanted:
+            return name, f"must be {wanted} with {KERNEL}, got {getattr(tile, name)}"
+    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
+        return "num_stages", f"must be from 1 to 8, got {tile.num_stages!r}"
+    shared = shared_bytes(problem, tile)
+    if shared > device.smem_per_block - RESERVED_SHARED:
+        need, have = shared / 1024, device.smem_per_block / 1024
+        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+    return None
+
+
+def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:
+    """As hopper_backward_violation, of the number of KV heads at a time."""
+    n = problem.attention
+    if type(heads) is not int or not 1 <= heads <= n.batch * n.kv_heads:
+        return "heads_at_once", f"must be from 1 to {n.batch * n.kv_heads} (batch x KV heads), got {heads!r}"
+    if kept_rows(problem, heads) * 2 >= 1 << 31:
+        return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
+    q_units, kv_units = units(problem)
+    if heads * (kv_units + n.group * q_units) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} programs"
+    return None

@@ -1,0 +1,340 @@
+"""Gradients of block-sparse attention on sm_90, in five products a pair of blocks and without an addition in memory.
+
+A program makes either dk and dv of 64 keys, over the query blocks that list them, or dq of 64 queries, over the list:
+
+    keys      S = K q^T     dP = V dout^T     P = exp2(S - lse)     dS = P (dP - delta)     dV += P dout     dK += dS q
+    queries   dQ += dS K
+
+The first kind writes its dS (16 bits, a tile [64 keys, 64 queries] for each pair, 8 KB) to where the second kind looks for it in
+the next launch.  Each sum is made by one program in the order of one list, so the result is the same to the last bit in every
+run.  To make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
+
+The dS of all pairs is as large as the scores that are never stored otherwise.  So a few heads are done at a time: a launch makes
+dS of some heads, and dq of the heads of the launch before.  That also suits the machine: the first kind is bound by the tensor
+cores, the second by the way from L2, and programs of both kinds share an SM.
+
+    producer   1 warp    brings tiles into a ring of buffers, each with two barriers: `full` and `empty`
+    consumer   4 warps   the products of one tile after the other
+
+In the programs for keys everything is transposed, so that P and dS leave one product as accumulators and enter the next as left
+operands, without a way through shared memory.  The order in which products are issued, and what is in flight behind each line:
+
+    P of this tile                                     dP
+    wait for dP; issue dV; dS                          dV
+    issue dK; hand dS to the copy engine               dV  dK
+    wait for dV; issue the next tile's S               dK  S'
+    wait for dK: the buffers are free; issue dP        S'  dP'
+    wait for S                                         dP'
+
+Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1.2).
+"""
+
+from .backward_parts import (
+    PANEL,
+    STATISTICS,
+    UNIT,
+    clear_tile,
+    consume_sums,
+    list_of_block,
+    load_tile,
+    next_slot,
+    produce_sums,
+    tiles_of,
+)
+from .gluon import (
+    barriers,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    opaque,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
+)
+from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
+
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "key_programs", "first_key_head",
+           "first_head", "keep_at", "kept_at", "no_unit", "nowhere",
+           "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
+           "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
+           "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
+           "stride_sb", "stride_sh", "stride_pb", "stride_ph"]  # fmt: skip
+
+
+@jit
+def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists, work,
+                  program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+    """Bring K and V, then q, dout and statistics of every unit of queries that lists them."""
+    heads, group, q_units, kv_units, first_key_head, no_unit = work
+    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+    mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
+    load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
+    load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
+    slot = 0
+    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
+    for g in range(group):
+        i_h = i_k * group + g
+        index, count = list_of_block(lists, i_n // KV_UNITS, i_b, i_h)
+        row = (i_b * heads + i_h) * q_units
+        ahead = gl.load(index)
+        for j in range(gl.maximum(count, 1) * Q_UNITS):
+            unit = ahead * Q_UNITS + j % Q_UNITS
+            ahead = gl.load(index + gl.minimum((j + 1) // Q_UNITS, gl.maximum(count - 1, 0)))
+            # An empty list is a unit without queries, past the end, where the copy engine gives zeros.
+            unit = gl.where(count > 0, unit, q_units)
+            statistics = gl.where(count > 0, row + unit, no_unit)
+            mbarrier.wait(empty.index(slot), parity)
+            mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
+            load_tile(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
+            tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
+            mbarrier.expect(do_full.index(slot), UNIT * D * 2)
+            load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
+            slot, parity = next_slot(slot, parity, SLOTS)
+
+
+@jit
+def _wait_tile(bar, parity, pool, slot, tile, live, D: gl.constexpr, Q_SIZED: gl.constexpr):
+    """Wait for a tile of q or dout, and clear what is no query."""
+    mbarrier.wait(bar.index(slot), parity)
+    if Q_SIZED:
+        if live < UNIT:
+            clear_tile(pool, tile, live, D)
+
+
+@jit
+def _key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
+              LAST: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr,
+              Q_SIZED: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
+    """One unit of queries.  On entry its S is there and its dP in flight; on exit so it is for the next unit, unless LAST.
+
+    keep_row: the row of keep_desc that takes dS.  live_q: valid queries of the next unit.
+
+    -> s, dp_flying, dk, dv, slot, parity"""
+    pool, stat_buf, ds_buf = buffers
+    q_full, do_full, empty = bars
+    tiles = tiles_of(pool, TILES, D)
+    DTYPE: gl.constexpr = pool.dtype
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
+    statistics = stat_buf.index(slot)
+    p = gl.exp2(s * scale - gl.expand_dims(statistics.slice(0, UNIT).load(COLUMN), 0))
+    if MASKED:
+        dead = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, S_LAYOUT)) >= live_k, 1)
+        p = gl.where(dead, 0.0, p)
+    p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
+    dp = wgmma_wait(0, deps=(dp_flying,))
+    dv_flying = wgmma(p16, tiles.index(SLOTS + slot), dv, is_async=True)
+    ds = p * (dp - gl.expand_dims(statistics.slice(UNIT, UNIT).load(COLUMN), 0))
+    if MASKED:
+        ds = gl.where(dead, 0.0, ds)
+    ds16 = ds.to(DTYPE)
+    dsa = gl.convert_layout(ds16, A_LAYOUT)
+    dk_flying = wgmma(dsa, tiles.index(slot), dk, is_async=True)
+    tma_store_wait(0)  # the copy that reads the tile before out of this buffer
+    ds_buf.store(ds16)
+    fence_async_shared()
+    tma_store(keep_desc, [keep_row, 0], ds_buf)
+    dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))
+    done = slot
+    slot, parity = next_slot(slot, parity, SLOTS)
+    if LAST:
+        dk, dsa = wgmma_wait(0, deps=(dk_flying, dsa))
+        mbarrier.arrive(empty.index(done), count=1)
+        return s, dp_flying, dk, dv, slot, parity
+    else:
+        _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
+        k = tiles.index(2 * SLOTS)
+        s_flying = wgmma(k, tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        dk, dsa = wgmma_wait(1, deps=(dk_flying, dsa))
+        mbarrier.arrive(empty.index(done), count=1)
+        _wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
+        v = tiles.index(2 * SLOTS + 1)
+        dp_flying = wgmma(v, tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = wgmma_wait(1, deps=(s_flying,))
+        return s, dp_flying, dk, dv, slot, parity
+
+
+@jit
+def _valid_queries(sizes, index, j, count, Q_UNITS: gl.constexpr, Q_SIZED: gl.constexpr):
+    """Valid queries of the list's unit j; sizes: where this head's query sizes begin (looked at if Q_SIZED)."""
+    live = UNIT
+    if Q_SIZED:
+        block = gl.load(index + gl.minimum(j // Q_UNITS, gl.maximum(count - 1, 0)), mask=count > 0, other=0)
+        live = gl.load(sizes + block) - j % Q_UNITS * UNIT
+    return live
+
+
+@jit
+def _keep_row(places, j, base, capacity, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):
+    """The row that takes dS of the list's unit j: tiles lie as the lists of the units of queries name the units of keys."""
+    place = gl.load(places + j // Q_UNITS)
+    if Q_UNITS > 1:
+        place += j % Q_UNITS * capacity
+    return base + place * (KV_UNITS * UNIT)
+
+
+@jit
+def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
+                  work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, program, D: gl.constexpr,
+                  TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
+                  SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """dk and dv of 64 keys, over the lists of all query heads of their KV head."""
+    heads, group, q_units, kv_units, first_key_head, no_unit = work
+    stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
+    stride_sb, stride_sh, stride_pb, stride_ph = size_strides
+    Index, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh = lists
+    DTYPE: gl.constexpr = pool.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNIT, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
+    tiles = tiles_of(pool, TILES, D)
+    nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)
+    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+    block = i_n // KV_UNITS
+    part = i_n % KV_UNITS
+    dk = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))  # written before the first product, or all would wait
+    dv = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
+    slot = 0
+    parity = 0
+    mbarrier.wait(kv_full.index(0), 0)
+    for g in range(group):
+        i_h = i_k * group + g
+        index, count = list_of_block(lists, block, i_b, i_h)
+        places = list_of_item((Places, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh), block, i_b, i_h)
+        live_k = seq_k - i_n * UNIT
+        if SIZED:
+            size = gl.load(Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh + block)
+            live_k = gl.minimum(live_k, size - part * UNIT)
+        sizes = QuerySizes + i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph
+        head = i_b * heads + i_h - first_key_head * group  # of this launch
+        base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT) + part * UNIT
+        units = gl.maximum(count, 1) * Q_UNITS
+        ahead = gl.where(count > 0, _keep_row(places, 0, base, capacity, Q_UNITS, KV_UNITS), nowhere)
+        live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
+        _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
+        s_flying = wgmma(
+            tiles.index(2 * SLOTS), tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+        _wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
+        dp_flying = wgmma(tiles.index(2 * SLOTS + 1), tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False,
+                          is_async=True)  # fmt: skip
+        s = wgmma_wait(1, deps=(s_flying,))
+        buffers = (pool, stat_buf, ds_buf)
+        bars = (q_full, do_full, empty)
+        for j in range(1, units):
+            live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
+            row = ahead
+            ahead = _keep_row(places, j, base, capacity, Q_UNITS, KV_UNITS)
+            s, dp_flying, dk, dv, slot, parity = _key_tile(
+                s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
+                False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
+        s, dp_flying, dk, dv, slot, parity = _key_tile(
+            s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
+            True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
+    b = i_b.to(gl.int64)
+    h = i_k.to(gl.int64)
+    n = i_n.to(gl.int64) * UNIT
+    rows = seq_k - i_n * UNIT
+    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
+    store_accumulator(
+        DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
+    )
+    tma_store_wait(0)
+
+
+@jit
+def _program_of(key_programs):
+    """-> whether this program is one for keys, and its number among its kind.  The long programs come first: when the last of
+    them are on their way, the short ones fill the places that are free already."""
+    pid = gl.program_id(0)
+    keys = pid < key_programs
+    return keys, gl.where(keys, pid, pid - key_programs)
+
+
+@jit
+def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
+             turned, work, key_programs, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
+             SUM_SLOTS: gl.constexpr):  # fmt: skip
+    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
+    keys, program = _program_of(key_programs)
+    if keys:
+        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, turned,
+                      (heads, group, q_units, kv_units, first_key_head, no_unit), program,
+                      D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+    else:
+        produce_sums(k_desc, kept_desc, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at),
+                     program, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+
+
+@jit
+def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
+             turned, work, q_outs, kv_outs, size_strides, keep_at, nowhere, scale, seq_q, seq_k, key_programs, D: gl.constexpr,
+             TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, SUM_SLOTS: gl.constexpr,
+             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
+    keys, program = _program_of(key_programs)
+    if keys:
+        _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
+                      turned, (heads, group, q_units, kv_units, first_key_head, no_unit), kv_outs, size_strides, keep_at,
+                      nowhere, scale * LOG2E, seq_k, capacity, program,
+                      D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
+    else:
+        consume_sums(DQ, Sizes, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at), q_outs,
+                     size_strides[0], size_strides[1], scale, seq_q, program,
+                     D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
+
+
+@jit(do_not_specialize=RUNTIME)
+def sparse_backward_hopper(
+    q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
+    QuerySizes,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, key_programs, first_key_head, first_head, keep_at, kept_at,
+    no_unit, nowhere,
+    stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
+    stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
+    stride_sb, stride_sh, stride_pb, stride_ph,
+    D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
+    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics as one
+    dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box [64, 64]: room for dS.
+    DQ [B, Sq, H, D], DK, DV [B, Sk, H/group, D] by strides.  Index [B, H, Qb, cap], Count [B, H, Qb]: the lists;
+    TurnedIndex [B, H, KVb, tcap], TurnedCount [B, H, KVb]: their transpose, Places likewise (kernels.list_places);
+    Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED; int32.  scale > 0.  Query blocks have 64 * Q_UNITS tokens,
+    KV blocks 64 * KV_UNITS; q_units = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
+
+    key_programs = KV heads * kv_units make dk and dv, beginning with KV head number first_key_head (of B * H/group), and keep
+    their dS from row keep_at on; the other programs, heads * q_units, make dq, beginning with head number first_head (of
+    B * H), from the dS that the launch before kept from row kept_at on."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    PANELS: gl.constexpr = D // PANEL
+    TILES: gl.constexpr = 2 * SLOTS + 2
+    SUM_SLOTS: gl.constexpr = (TILES * PANELS) // (PANELS + 1)  # a tile of K and a panel of dS each
+    BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, PANEL], DTYPE)
+    pool = gl.allocate_shared_memory(DTYPE, [TILES * PANELS, UNIT, PANEL], BOX)
+    stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, STATISTICS], stat_desc.layout)
+    ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
+    kv_full = barriers(1, 1)
+    q_full = barriers(SUM_SLOTS, 1)
+    do_full = barriers(SLOTS, 1)
+    empty = barriers(SUM_SLOTS, 1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
+                    (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                    (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
+                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit),
+                    (stride_gb, stride_gm, stride_gh),
+                    (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
+                    (stride_sb, stride_sh, stride_pb, stride_ph), keep_at, nowhere, scale, seq_q, seq_k, key_programs,
+                    D, TILES, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS, MASKED, SIZED, Q_SIZED)),
+        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, pool, stat_buf, kv_full, q_full, do_full, empty,
+                    (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
+                    (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
+                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit), key_programs,
+                    D, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS)),
+    ], [1], [LOADER_REGISTERS])  # fmt: skip
