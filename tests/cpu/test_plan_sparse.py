@@ -151,6 +151,9 @@ def test_backward_keeps_a_bounded_scratch():
         assert f"dS of {plan.heads_at_once} KV heads at a time" in str(plan)
         halves = 1 if plan.heads_at_once == 12 else 2  # written and read in turn
         assert plan.scratch_bytes == halves * plan.heads_at_once * 364 * capacity * 64 * 64 * 2
+    # 2 GiB hold more heads of shorter lists; three rounds of the device need two.
+    for capacity, heads in ((182, 2), (127, 2), (73, 4), (36, 12)):
+        assert plan_sparse_backward(problem(capacity=capacity), h200).heads_at_once == heads
     long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
     assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
     assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"

@@ -30,6 +30,7 @@ UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
 ROUNDS = 2.7  # key programs of a launch for each place on the device: with fewer, the last ones leave places empty
+KEPT_WANTED = 2 << 30  # bytes of dS that are kept without need, to have fewer launches
 KEPT_LIMIT = 4 << 30
 """Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
 BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
@@ -81,14 +82,18 @@ def kept_bytes(problem: "SparseProblem", heads: int) -> int:
 
 
 def heads_at_once(problem: "SparseProblem", device: Device) -> int:
-    """KV heads of which a launch makes dS: as few as keep the device full, since more would only take more memory."""
+    """KV heads of which a launch makes dS: as many as KEPT_WANTED holds, since every launch ends half empty; at least as many as
+    fill the device for some rounds, if KEPT_LIMIT holds them; and evenly many in every launch."""
     n = problem.attention
-    _, kv_units = units(problem)
-    wanted = -(-int(ROUNDS * PROGRAMS_PER_SM * device.sms) // kv_units)
-    heads = min(wanted, n.batch * n.kv_heads)
-    while heads > 1 and kept_bytes(problem, heads) > KEPT_LIMIT:
-        heads -= 1
-    return heads
+    total = n.batch * n.kv_heads
+    q_units, kv_units = units(problem)
+
+    def most(limit: int) -> int:
+        return total if kept_bytes(problem, total) <= limit else limit // kept_bytes(problem, 1)
+
+    least = min(-(-int(ROUNDS * PROGRAMS_PER_SM * device.sms) // kv_units), most(KEPT_LIMIT))
+    heads = min(max(least, most(KEPT_WANTED), 1), MAX_GRID // (kv_units + n.group * q_units))
+    return -(-total // -(-total // heads))
 
 
 def launches(problem: "SparseProblem", heads: int) -> tuple[tuple[int, int, int, int], ...]:

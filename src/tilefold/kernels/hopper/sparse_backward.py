@@ -168,12 +168,14 @@ def _valid_queries(sizes, index, j, count, Q_UNITS: gl.constexpr, Q_SIZED: gl.co
 
 
 @jit
-def _keep_row(places, j, base, capacity, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):
-    """The row that takes dS of the list's unit j: tiles lie as the lists of the units of queries name the units of keys."""
-    place = gl.load(places + j // Q_UNITS)
+def _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):
+    """The row that takes dS of the list's unit j: tiles lie as the lists of the units of queries name the units of keys.
+
+    The units that stand for an empty list have no place: past the end, where the copy engine writes nothing."""
+    place = gl.load(places + j // Q_UNITS, mask=count > 0, other=0)
     if Q_UNITS > 1:
         place += j % Q_UNITS * capacity
-    return base + place * (KV_UNITS * UNIT)
+    return gl.where(count > 0, base + place * (KV_UNITS * UNIT), nowhere)
 
 
 @jit
@@ -213,7 +215,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         head = i_b * heads + i_h - first_key_head * group  # of this launch
         base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT) + part * UNIT
         units = gl.maximum(count, 1) * Q_UNITS
-        ahead = gl.where(count > 0, _keep_row(places, 0, base, capacity, Q_UNITS, KV_UNITS), nowhere)
+        ahead = _keep_row(places, 0, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
         live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
         _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
         s_flying = wgmma(
@@ -228,7 +230,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         for j in range(1, units):
             live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
             row = ahead
-            ahead = _keep_row(places, j, base, capacity, Q_UNITS, KV_UNITS)
+            ahead = _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
             s, dp_flying, dk, dv, slot, parity = _key_tile(
                 s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
                 False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
