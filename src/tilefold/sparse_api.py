@@ -61,7 +61,8 @@ def sparse_attention(
 
         Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
         last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
-        and kept on the index.  Its scratch is two fp32 numbers a query and head.
+        and kept on the index.  Its scratch is two fp32 numbers a query and head; on sm_90 also one int32 an entry of the lists
+        and dS of some heads at a time, 8 KiB a pair of blocks of 64, at most 4 GiB (`print` a `SparseBackwardPlan`).
 
     Raises:
         As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
