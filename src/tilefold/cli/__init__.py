@@ -1,4 +1,4 @@
-"""The command line: `tilefold demo | check | bench | compare | explain | doctor`."""
+"""The command line: `tilefold demo | check | bench | compare | explain | profile | doctor`."""
 
 import sys
 

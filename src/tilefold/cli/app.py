@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, show
+from tilefold.cli import bench, check, compare, doctor, explain, profile, show
 
 __all__ = ["app"]
 
@@ -30,6 +30,7 @@ app.command(name="check", epilog=check.EPILOG)(check.check)
 app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
+app.add_typer(profile.app, name="profile")
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

@@ -14,11 +14,22 @@ class Cost:
 
     flops: floating-point operations of the two products. bytes: DRAM traffic with every tensor moved once.
     exps: exponentials, one per live score and one more for a softcap's tanh.
+    l2_bytes: what tiles draw from the L2 cache, as often as they do; 0 where that depends on a plan that is not known.
     """
 
     flops: int
     bytes: int
     exps: int
+    l2_bytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """One after the other."""
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.exps + other.exps,
+            self.l2_bytes + other.l2_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,8 @@ def bound(cost: Cost, device: Device, dtype: str = "bfloat16") -> Bound:
         names = ("FP32 pipe" if dtype == "float32" else "tensor pipe", "DRAM", "exp unit")
     seconds = (cost.flops / device.matmul_rate(dtype), cost.bytes / device.dram_rate, cost.exps / device.exp_rate)
     times = tuple(zip(names, seconds, strict=True))
+    if cost.l2_bytes and device.measured_l2_bytes_per_s:
+        times += (("L2 to SM", cost.l2_bytes / device.measured_l2_bytes_per_s),)
     resource, longest = max(times, key=lambda entry: entry[1])
     return Bound(resource if longest else "none", longest, times)
 

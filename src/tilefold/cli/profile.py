@@ -1,0 +1,217 @@
+"""`tilefold profile video`: where the time of the video pipeline goes, stage by stage."""
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors, writable
+from tilefold.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.page import Picture
+    from tilefold.bench.video import StageRow, VideoRun
+    from tilefold.plan.device import Device
+
+__all__ = ["EPILOG", "app"]
+
+EPILOG = """
+**Examples**
+
+    tilefold profile video
+
+    tilefold profile video --shape 1,12,23296,128 --sparsity 0.651 --peers cudnn,fa4 --backward --html profile.html
+
+    tilefold profile video --method gini --tau 0.5,0.95 --json profile.json
+
+**Columns**: ms is the median of a call of its own (the stages' inputs are made before), % its share of the four stages' sum; GB
+what has to move between memory and the GPU once; L2 GB what tiles draw from the L2 cache; bound the resource that is busy
+longest, and "of bound" how much of the time that accounts for: 100 % is the roof. Roofs are those of `tilefold.plan.device_named`,
+measured where known. Attention over blocks of 64 is bound by the way from L2, not by either axis of the usual roofline.
+"""
+HEAD = ("", "ms", "%", "TFLOP", "GB", "L2 GB", "TFLOP/s", "bound", "of bound")
+
+app = typer.Typer(no_args_is_help=True, help="Where the time goes, and what bounds it.")
+
+
+@app.callback()
+def profile() -> None:
+    """Where the time goes, and what bounds it."""
+
+
+@app.command(epilog=EPILOG)
+@user_errors
+def video(
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="B,H,N,D", help="Batch, heads, tokens, head dim.", show_default="1,12,23296,128"),
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    coarse: Annotated[
+        str, typer.Option(help="How the coarse branch reduces k and v: block, dense or pooled.")
+    ] = "block",
+    method: Annotated[str, typer.Option(help="How blocks are selected: top_k, top_p or gini.")] = "top_k",
+    sparsity: Annotated[float, typer.Option(min=0, max=1, help="With top_k: the share of blocks left out.")] = 0.651,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="With top_p: the mass to keep.")] = 0.9,
+    tau: Annotated[str, typer.Option(metavar="MIN,MAX", help="With gini: the range of the mass to keep.")] = "0.5,0.95",
+    peers: Annotated[
+        str, typer.Option(metavar="NAMES", help="Dense attention beside it, comma-separated, or none.")
+    ] = "cudnn",
+    backward: Annotated[bool, typer.Option("--backward", help="Also forward + backward.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the stages.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and drawing as one HTML file.")] = None,
+) -> None:
+    """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
+    for path, name in ((json, "--json"), (png, "--png"), (html, "--html")):
+        writable(path, name)
+    runtime = prepare_runtime()
+    from tilefold.bench.video import PEERS, profile_video
+    from tilefold.plan.video import VideoShape
+    from tilefold.sparse import CoarseOptions, SelectOptions
+
+    numbers = _numbers(shape, "--shape", 4) if shape else (1, 12, 23296, 128) if runtime.gpu else (1, 2, 256, 32)
+    batch, heads, seq, dim = numbers
+    made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
+    low, high = _pair(tau)
+    options = {"top_k": {"sparsity": sparsity}, "top_p": {"top_p": top_p}, "gini": {"tau_min": low, "tau_max": high}}
+    if method not in options:
+        raise ValueRangeError(f"--method must be one of {', '.join(options)}, got {method!r}")
+    names = () if peers == "none" else tuple(name.strip() for name in peers.split(",") if name.strip())
+    for name in names:
+        if name not in PEERS:
+            raise ValueRangeError(f"--peers must be from {', '.join(PEERS)} (or none), got {name!r}")
+    device = _device(runtime.gpu)
+    console = Console()
+    console.print(Text(runtime.note, style="dim"))
+    found = profile_video(
+        made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method]),  # type: ignore[arg-type]
+        peers=names, backward=backward, rounds=rounds if runtime.gpu else 1,
+    )  # fmt: skip
+    title = (
+        f"sparse video attention, {made.batch} x {made.seq} tokens, {made.heads} heads on {made.kv_heads} KV heads, "
+        f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, on {device.title}"
+    )
+    console.print(Text(title, style="bold"))
+    console.print(_table(found.rows))
+    for note in (*_findings(found), *found.notes):
+        console.print(Text(note, style="dim"), soft_wrap=True)
+    if not runtime.gpu:
+        console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
+    _write(found, title, {"json": json, "png": png, "html": html}, console)
+
+
+def _numbers(text: str, name: str, count: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != count or min(found) < 1:
+        raise ValueRangeError(f"{name} must be {count} integers of at least 1, comma-separated, got {text!r}")
+    return found
+
+
+def _pair(text: str) -> tuple[float, float]:
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueRangeError(f"--tau must be two numbers MIN,MAX from 0 to 1, got {text!r}") from None
+    return low, high
+
+
+def _device(gpu: bool) -> "Device":
+    """The device whose roofs count."""
+    import torch
+
+    from tilefold.ops.device import device_of
+
+    return device_of(torch.device("cuda" if gpu else "cpu"))
+
+
+def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (
+            row.name,
+            f"{row.timing.ms:.3f}",
+            "" if row.share is None else f"{100 * row.share:.1f}",
+            *(
+                ("", "", "", "", "", "")
+                if row.cost is None or row.bound is None
+                else (
+                    f"{row.cost.flops * 1e-12:.3f}",
+                    f"{row.cost.bytes * 1e-9:.3f}",
+                    f"{row.cost.l2_bytes * 1e-9:.2f}" if row.cost.l2_bytes else "",
+                    f"{row.cost.flops / row.timing.ms * 1e-9:.0f}" if row.timing.ms else "",
+                    row.bound.resource,
+                    f"{100 * (row.of_bound or 0):.0f} %",
+                )
+            ),
+        )
+        for row in rows
+    )
+
+
+def _table(rows: "tuple[StageRow, ...]") -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(HEAD):
+        table.add_column(name, justify="right" if i else "left")
+    for row in _rows(rows):
+        table.add_row(*row)
+    return table
+
+
+def _findings(found: "VideoRun") -> tuple[str, ...]:
+    """What the figures say of dense attention."""
+    lines = []
+    for whole, suffix in (("pipeline", ""), ("pipeline, forward + backward", ", forward + backward")):
+        mine = found.row(whole)
+        for row in found.rows:
+            dense = row.name.startswith("dense") and row.name.endswith("backward") == bool(suffix)
+            if mine is not None and dense and row.timing.ms:
+                lines.append(f"{whole} takes {mine.timing.ms / row.timing.ms:.2f} of {row.name}")
+    return tuple(lines)
+
+
+def _write(found: "VideoRun", title: str, files: dict[str, Path | None], console: Console) -> None:
+    """Write the files that were asked for and say so."""
+    if files["json"] is not None:
+        document = {"title": title, **asdict(found)}
+        files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if files["png"] is not None or files["html"] is not None:
+        from tilefold.bench import page
+
+        picture = _picture(found)
+        if files["png"] is not None:
+            page.save_png(picture.figure, files["png"])
+        if files["html"] is not None:
+            words = [page.Words(line) for line in (*_findings(found), *found.notes)]
+            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(HEAD, _rows(found.rows)), *words, picture]
+            files["html"].write_text(page.to_html(title, parts), encoding="utf-8")
+    for path in files.values():
+        if path is not None:
+            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+
+def _picture(found: "VideoRun") -> "Picture":
+    """The time of each row, and beside it what its slowest resource needs."""
+    from tilefold.bench import page
+
+    rows = found.rows[::-1]
+    figure = page.new_figure(9, 0.5 + 0.45 * len(rows))
+    axes = figure.subplots()
+    places = range(len(rows))
+    axes.barh(places, [row.timing.ms for row in rows], height=0.7, label="taken")
+    least = [0.0 if row.bound is None else row.bound.seconds * 1e3 for row in rows]
+    axes.barh(places, least, height=0.3, label="least, by the slowest resource")
+    axes.set_yticks(places, [row.name for row in rows])
+    axes.set_xlabel("ms")
+    axes.legend()
+    return page.Picture(figure, "Time of each stage, of the whole, and of dense attention.")
