@@ -31,7 +31,7 @@ EPILOG = """
 
 **Columns**: ms is the median of a call of its own (the stages' inputs are made before), % its share of the four stages' sum; GB
 what has to move between memory and the GPU once; L2 GB what tiles draw from the L2 cache; bound the resource that is busy
-longest, and "of bound" how much of the time that accounts for: 100 % is the roof. Roofs are those of `tilefold.plan.device_named`,
+longest, and "of bound" how much of the time that accounts for: 100 % is the roof. Roofs are of `tilefold.plan.device_named`,
 measured where known. Attention over blocks of 64 is bound by the way from L2, not by either axis of the usual roofline.
 """
 HEAD = ("", "ms", "%", "TFLOP", "GB", "L2 GB", "TFLOP/s", "bound", "of bound")
