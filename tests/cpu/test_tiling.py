@@ -99,6 +99,7 @@ def test_compile_fullgraph_over_grids(device):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of index_copy_ is a loop
 def test_under_torch_func_and_fake_tensors(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

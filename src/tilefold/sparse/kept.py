@@ -1,4 +1,4 @@
-"""Small tensors that follow from a few numbers (index tensors of a grid, tables of angles), made once and kept out of the modules.
+"""Small tensors that follow from a few numbers (a grid's index tensors, tables of angles), made once and kept out of the modules.
 
 A buffer would do the same, but buffers are in the way of sharding, of meta-device construction and of a stable state_dict.
 """

@@ -78,7 +78,7 @@ class GridTiling:
             destination = self.destination(x.device)
             return x.new_zeros(x.shape[0], self.padded, *x.shape[2:]).index_copy_(1, destination, x)
         (a, b, c), (t, h, w) = self.blocks, self.cube
-        split = x.unflatten(1, (a, t, b, h, c, w))
+        split: torch.Tensor = x.unflatten(1, (a, t, b, h, c, w))
         return split.permute(0, 1, 3, 5, 2, 4, 6, *range(7, split.dim())).flatten(1, 6)
 
     def untile(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class GridTiling:
         self._check("x", x, self.padded, "blocks * slots")
         if not self.even:
             return x.index_select(1, self.destination(x.device))
-        split = x.unflatten(1, (*self.blocks, *self.cube))
+        split: torch.Tensor = x.unflatten(1, (*self.blocks, *self.cube))
         return split.permute(0, 1, 4, 2, 5, 3, 6, *range(7, split.dim())).flatten(1, 6)
 
     def _check(self, name: str, x: torch.Tensor, length: int, meaning: str) -> None:
@@ -125,9 +125,9 @@ class GridTiling:
         return kept((self, name), place, lambda: _MAKE[name](self, place))
 
 
-def triple(name: str, given: Sequence[int], low: int = 1) -> tuple[int, int, int]:
+def triple(name: str, given: object, low: int = 1) -> tuple[int, int, int]:
     """Three ints (t, h, w) of at least `low`; ShapeError, DtypeError or ValueRangeError naming the axis."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 3:
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 3:
         raise ShapeError(f"{name} must be three ints (t, h, w), got {given!r}")
     for axis, value in zip(AXES, given, strict=True):
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
