@@ -90,7 +90,7 @@ class Rotary3D:
         return cos, sin
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """x [..., seq, heads, dim] with its first 2 * cos.shape[-1] channels turned; cos, sin [..., seq, pairs].
 
     Computed in the wider of x's dtype and that of the tables, returned in x's dtype.  Differentiable in x."""
