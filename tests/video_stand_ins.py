@@ -23,6 +23,13 @@ class Selection(NamedTuple):
     mass: torch.Tensor
 
 
+class SelectedRows(NamedTuple):
+    keep: torch.Tensor
+    gini: torch.Tensor
+    tau: torch.Tensor
+    mass: torch.Tensor
+
+
 def valid_slots(sizes, seq, block, heads):
     """bool [B or 1, H or 1, blocks, block]: which slots of a block hold a token."""
     left = seq - torch.arange(-(-seq // block)) * block
@@ -43,7 +50,8 @@ def projected(x, weight, valid, kind):
     if weight is None:
         return x.sum(3) / valid.sum(3, keepdim=True).clamp(min=1)
     if kind == "block":
-        return torch.einsum("bhnsd,hs->bhnd", x, weight.to(x.dtype).expand(x.shape[1], -1))
+        per_token = weight.to(x.dtype).expand(x.shape[1], -1)
+        return torch.einsum("bhnsd,hs->bhnd", x, per_token) * (x.shape[3] / valid.sum(3, keepdim=True).clamp(min=1))
     flat = x.flatten(2, 3)
     weight = weight.to(x.dtype).expand(x.shape[1], -1, -1)
     return torch.einsum("bhtd,hnt->bhnd", flat[:, :, : weight.shape[2]], weight)
@@ -79,9 +87,11 @@ def coarse(q, k, v, *, weight_k=None, weight_v=None, kind="block", reduction="me
     return CoarseResult(out if dtype else out.to(store), scores.detach() if dtype else scores.detach().float())
 
 
-def select(scores, *, method="gini", tau_min=0.5, tau_max=0.95, tau=None, top_p=None, top_k=None, sparsity=None, min_blocks=1,
-           max_blocks=None, block_q=64, block_k=64, seq_q=None, seq_k=None, block_sizes=None, query_sizes=None,
-           dtype=None):  # fmt: skip
+def select(scores, *, method="gini", tau_min=None, tau_max=None, tau=None, top_p=None, top_k=None, sparsity=None, min_blocks=1,
+           max_blocks=None, capacity=None, force_self=False, force_first=0, local_window=None, force=None, block_q=64, block_k=64,
+           seq_q=None, seq_k=None, block_sizes=None, query_sizes=None, dtype=None):  # fmt: skip
+    assert (tau, capacity, force_self, force_first, local_window, force) == (None, None, False, 0, None, None)
+    tau_min, tau_max = 0.5 if tau_min is None else tau_min, 0.95 if tau_max is None else tau_max
     x = scores.detach().to(dtype or scores.dtype)
     n = x.shape[-1]
     total = x.sum(-1, keepdim=True)
@@ -100,7 +110,8 @@ def select(scores, *, method="gini", tau_min=0.5, tau_max=0.95, tau=None, top_p=
     listed = torch.zeros_like(keep).scatter(-1, order, keep)
     index = BlockIndex.from_map(listed, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, block_sizes=block_sizes,
                                 query_sizes=query_sizes)  # fmt: skip
-    return Selection(index, gini, limit, (x * listed).sum(-1) / total[..., 0])
+    mass = (x * listed).sum(-1) / total[..., 0]
+    return SelectedRows(listed, gini, limit, mass) if dtype else Selection(index, gini, limit, mass)
 
 
 def fuse(coarse, fine, gate_coarse=None, gate_fine=None, dtype=None):
@@ -112,7 +123,7 @@ def fuse(coarse, fine, gate_coarse=None, gate_fine=None, dtype=None):
 
 
 def oracle(stage):
-    """The stage as tilefold.reference has it: computed in fp64 unless told otherwise."""
+    """The stage as tilefold.reference has it: computed in fp64 unless told otherwise, and a selection is a map."""
 
     def reference_stage(*args: Any, dtype: torch.dtype = torch.float64, **options: Any):
         return stage(*args, dtype=dtype, **options)

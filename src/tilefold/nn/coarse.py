@@ -11,8 +11,9 @@ __all__ = ["CoarseProjection"]
 class CoarseProjection(nn.Module):
     """weight_k and weight_v of `tilefold.sparse.coarse`, starting at the mean over a block.
 
-    slots: tokens of a block.  tiling: None for the kind "block", weights [slots] that start at 1 / slots; the tiling of the one
-    grid for the kind "dense", weights [blocks, blocks * slots] that start at 1 / tokens for the tokens of the row's own block.
+    slots: tokens of a block.  tiling: None for the kind "block", weights [slots] that start at 1 / slots (in a cut block the
+    stage scales them by slots / tokens); the tiling of the one grid for the kind "dense", weights [blocks, blocks * slots]
+    that start at 1 / tokens for the tokens of the row's own block.
     heads: each of so many heads has its own, [heads, ...]; None: one for all."""
 
     def __init__(

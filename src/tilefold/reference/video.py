@@ -39,7 +39,7 @@ def sparse_video_attention(
 
     index: with a coarse branch, too, the lists to attend instead of the selected ones: a selection made from rounded scores may
     differ from this one where two are nearly equal, and what follows can then be held to the lists that were used."""
-    from ..sparse.pipeline import CoarseOptions, SelectOptions, Stages
+    from ..sparse import BlockIndex, CoarseOptions, SelectOptions, Stages
 
     coarse = CoarseOptions() if coarse == "default" else coarse
     select = SelectOptions() if select == "default" else select
@@ -60,7 +60,11 @@ def sparse_video_attention(
             seq_k=k.shape[rows],
             **sizes,
         )
-        index = chosen.index if index is None else index
+        if index is None:
+            index = BlockIndex.from_map(
+                chosen.keep.to(q.device), block_q=block, block_k=block, seq_q=q.shape[rows], seq_k=k.shape[rows],
+                block_sizes=block_sizes, query_sizes=query_sizes,
+            )  # fmt: skip
     assert index is not None
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
     if rough is None or chosen is None:

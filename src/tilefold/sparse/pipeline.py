@@ -1,9 +1,9 @@
 """The stages of sparse video attention composed: coarse, select, fine, fuse."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -16,6 +16,7 @@ from .index import BlockIndex
 __all__ = ["CoarseOptions", "SelectOptions", "Stages", "sparse_video_attention"]
 
 CoarseKind = Literal["block", "dense", "pooled"]
+Setting: TypeAlias = float | torch.Tensor
 # The package the stages are names of, looked up at each call: a stage may be replaced by another with its signature.
 _SPARSE: Any = import_module(__package__ or "tilefold.sparse")
 
@@ -36,22 +37,28 @@ class CoarseOptions:
                 raise ValueRangeError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SelectOptions:
-    """Which blocks of the highest scores are attended; see `tilefold.sparse.select`, whose arguments these are.
+    """Which blocks of the highest scores are attended: arguments of `tilefold.sparse.select`, which describes them.
 
-    method: "gini" (as much mass as tau, which follows from how concentrated a row is), "top_p" (mass top_p) or "top_k" (top_k
-    blocks, or what a sparsity from 0 to 1 leaves).  min_blocks and max_blocks hold for every row."""
+    method: "gini" (as much of a row's mass as tau, which follows from how concentrated the row is), "top_p" (mass top_p) or
+    "top_k" (top_k blocks, or what `sparsity`, 0 to 1, leaves).  Settings are numbers, or tensors on the device: [heads]
+    gives each head its own."""
 
     method: Literal["gini", "top_p", "top_k"] = "gini"
-    tau_min: float = 0.5
-    tau_max: float = 0.95
-    tau: Callable[[torch.Tensor], torch.Tensor] | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    sparsity: float | None = None
-    min_blocks: int = 1
-    max_blocks: int | None = None
+    tau_min: Setting | None = None
+    tau_max: Setting | None = None
+    tau: Callable[[torch.Tensor], Any] | None = None
+    top_p: Setting | None = None
+    top_k: Setting | None = None
+    sparsity: Setting | None = None
+    min_blocks: Setting = 1
+    max_blocks: Setting | None = None
+    capacity: int | None = None
+    force_self: bool = False
+    force_first: int = 0
+    local_window: int | None = None
+    force: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("gini", "top_p", "top_k"):
@@ -59,17 +66,10 @@ class SelectOptions:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `select`."""
-        return {
-            "method": self.method,
-            "tau_min": self.tau_min,
-            "tau_max": self.tau_max,
-            "tau": self.tau,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "sparsity": self.sparsity,
-            "min_blocks": self.min_blocks,
-            "max_blocks": self.max_blocks,
-        }
+        return {name: getattr(self, name) for name in _SELECT_FIELDS}
+
+
+_SELECT_FIELDS = tuple(one.name for one in fields(SelectOptions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,8 @@ class Stages:
     coarse_out: like out, the coarse branch before its gate.
     scores: fp32 [batch, heads, Q blocks, KV blocks], the probability that a query block puts on a KV block.
     gini: fp32 [batch, heads, Q blocks], how concentrated a row of scores is, 0 to 1.
-    tau: fp32 [batch, heads, Q blocks], the mass that was asked for; mass: that of the blocks which were listed.
+    tau: fp32 [batch, heads, Q blocks], the mass that was asked for (None for the method "top_k"); mass: that of the
+        blocks which were listed.
     index: the lists that were attended.
     fine_out: like out, the fine branch before its gate; fine_lse: fp32 [batch, heads, seq], natural log."""
 
