@@ -51,16 +51,26 @@ def projected(x, weight, valid, kind):
         return x.sum(3) / valid.sum(3, keepdim=True).clamp(min=1)
     if kind == "block":
         per_token = weight.to(x.dtype).expand(x.shape[1], -1)
-        return torch.einsum("bhnsd,hs->bhnd", x, per_token) * (x.shape[3] / valid.sum(3, keepdim=True).clamp(min=1))
+        factor = x.shape[3] / valid.sum(3, keepdim=True).clamp(min=1)
+        return torch.einsum("bhnsd,hs->bhnd", x, per_token) * factor.to(x.dtype)
     flat = x.flatten(2, 3)
     weight = weight.to(x.dtype).expand(x.shape[1], -1, -1)
     return torch.einsum("bhtd,hnt->bhnd", flat[:, :, : weight.shape[2]], weight)
+
+
+def by_query_head(weight, q, k, layout):
+    axis = 2 if layout == "bshd" else 1
+    return weight.expand(k.shape[axis], *weight.shape[1:]).repeat_interleave(q.shape[axis] // k.shape[axis], 0)
 
 
 def coarse(q, k, v, *, weight_k=None, weight_v=None, kind="block", reduction="mean", scale=None, block=64, block_sizes=None,
            query_sizes=None, layout="bshd", dtype=None):  # fmt: skip
     store = q.dtype
     q, k, v = (x.to(dtype or q.dtype) for x in (q, k, v))
+    weight_k, weight_v = (
+        w if w is None or w.dim() == 1 + (kind == "dense") else by_query_head(w, q, k, layout)
+        for w in (weight_k, weight_v)
+    )
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     seq, heads = q.shape[2], q.shape[1]
@@ -114,12 +124,15 @@ def select(scores, *, method="gini", tau_min=None, tau_max=None, tau=None, top_p
     return SelectedRows(listed, gini, limit, mass) if dtype else Selection(index, gini, limit, mass)
 
 
-def fuse(coarse, fine, gate_coarse=None, gate_fine=None, dtype=None):
+def fuse(coarse, fine, gate_coarse=None, gate_fine=None, *, layout="bshd", dtype=None):
     def gated(x, gate):
-        x = x.to(dtype or x.dtype)
-        return x if gate is None else x * gate.to(x.dtype)[..., None]
+        if gate is not None and gate.dim() == 1:
+            gate = gate if layout == "bshd" else gate[:, None]
+        return x.to(wide) if gate is None else x.to(wide) * gate.to(wide)[..., None]
 
-    return gated(coarse, gate_coarse) + gated(fine, gate_fine)
+    wide = dtype or torch.float32
+    terms = [gated(x, gate) for x, gate in ((coarse, gate_coarse), (fine, gate_fine)) if x is not None]
+    return sum(terms).to(dtype or fine.dtype)
 
 
 def oracle(stage):

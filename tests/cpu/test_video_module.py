@@ -34,7 +34,7 @@ class Oracle(SparseVideoAttention):
 
 def module(grid=GRID, device="cpu", shake=True, **options):
     """A module, its parameters away from their start if `shake`."""
-    made = SparseVideoAttention(DIM, HEADS, kv_heads=1, grid=grid, cube=CUBE, device=device, **options)
+    made = SparseVideoAttention(DIM, HEADS, **{"kv_heads": 1, "grid": grid, "cube": CUBE, "device": device, **options})
     if shake:
         with torch.no_grad():
             for p in made.parameters():
@@ -55,9 +55,15 @@ def tokens(grid, batch=1, **kind):
 
 OPTIONS = {
     "block": {},
-    "block, ragged, per head": {"grid": RAGGED, "coarse_per_head": True, "qk_norm": True},
+    "block, ragged, per head": {"grid": RAGGED, "coarse_per_head": True, "kv_heads": 2, "qk_norm": True},
     "dense, ragged": {"grid": RAGGED, "coarse": "dense", "gate_coarse": "sigmoid", "gate_fine": "sigmoid"},
-    "dense, per head": {"coarse": "dense", "coarse_per_head": True, "qkv_bias": False, "out_bias": False},
+    "dense, per head": {
+        "coarse": "dense",
+        "coarse_per_head": True,
+        "kv_heads": 2,
+        "qkv_bias": False,
+        "out_bias": False,
+    },
     "pooled": {"coarse": CoarseOptions("pooled"), "gate_coarse": "head", "gate_fine": "head"},
     "no gates, no rotary": {"gate_coarse": None, "gate_fine": None, "rotary": None, "scale": 0.5},
     "top k, split rotary": {"select": SelectOptions("top_k", top_k=2), "rotary": Rotary3D(100.0, (4, 4, 4), False)},
@@ -99,10 +105,11 @@ def test_state_dict_names():
         "out.weight": [32, 32],
         "out.bias": [32],
     }
-    made = module(RAGGED, coarse="dense", coarse_per_head=True, gate_coarse="head", gate_fine=None, qkv_bias=False)
+    options = {"coarse_per_head": True, "kv_heads": 2, "gate_coarse": "head", "gate_fine": None, "qkv_bias": False}
+    made = module(RAGGED, coarse="dense", **options)
     shapes = {n: list(t.shape) for n, t in made.state_dict().items()}
     assert shapes == {
-        "qkv.weight": [64, 32],
+        "qkv.weight": [96, 32],
         "coarse.weight_k": [2, 8, 128],
         "coarse.weight_v": [2, 8, 128],
         "gate_coarse.bias": [2],

@@ -14,7 +14,7 @@ class CoarseProjection(nn.Module):
     slots: tokens of a block.  tiling: None for the kind "block", weights [slots] that start at 1 / slots (in a cut block the
     stage scales them by slots / tokens); the tiling of the one grid for the kind "dense", weights [blocks, blocks * slots]
     that start at 1 / tokens for the tokens of the row's own block.
-    heads: each of so many heads has its own, [heads, ...]; None: one for all."""
+    heads: each of so many key and value heads has its own, [heads, ...]; None: one for all."""
 
     def __init__(
         self,

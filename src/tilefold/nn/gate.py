@@ -15,10 +15,10 @@ _NEARLY = 0.98  # where a sigmoid starts that should start at 1, and 1 less this
 
 
 class Gate(nn.Module):
-    """One factor a token and head: [B, seq, dim] to [B, seq, heads], in the dtype of the projection.
+    """A factor for each head and, but for the kind "head", each token: [B, seq, dim] to [B, seq, heads] or [heads].
 
     dim: channels of the tokens.  heads: query heads.
-    kind: "linear" (weight x + bias), "sigmoid" (of the same, 0 to 1) or "head" (bias alone: one number a head, fp32 as stored).
+    kind: "linear" (weight x + bias), "sigmoid" (of the same, 0 to 1) or "head" (bias alone: one number a head).
     start: the value for every token and head before training, 0 or 1; a sigmoid starts at 0.02 or 0.98.
 
     The weight starts at 0, so that the start does not depend on the tokens; its gradient does not vanish there.
@@ -58,7 +58,7 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
-            return self.bias.expand(*x.shape[:-1], -1)
+            return self.bias
         raw = nn.functional.linear(x, self.weight, self.bias)
         return raw.sigmoid() if self.kind == "sigmoid" else raw
 

@@ -30,7 +30,7 @@ class SparseVideoAttention(nn.Module):
         cube: tokens of a block (t, h, w): together a power of two of at least 16.
         coarse: the coarse branch, a kind ("block", "dense", "pooled") or a `CoarseOptions`; "dense" needs grid.  None: no coarse
             branch, and attention over lists that are given at each call, or over all blocks.
-        coarse_per_head: each head has its own projections of the coarse branch, or all share one.
+        coarse_per_head: each key and value head has its own projections of the coarse branch, or all share one.
         select: how blocks are selected, a `SelectOptions`.
         gate_coarse, gate_fine: "linear", "sigmoid" or "head", see `Gate`; None: 1.
         rotary: the position embedding, a `Rotary3D`; None: none.
@@ -91,7 +91,7 @@ class SparseVideoAttention(nn.Module):
         if self.coarse_options is not None and self.coarse_options.kind != "pooled":
             tiling = GridTiling(self.grid, self.cube) if self.coarse_options.kind == "dense" and self.grid else None
             slots = self.cube[0] * self.cube[1] * self.cube[2]
-            self.coarse = CoarseProjection(slots, tiling, self.heads if coarse_per_head else None, **place)
+            self.coarse = CoarseProjection(slots, tiling, self.kv_heads if coarse_per_head else None, **place)
         has_coarse = self.coarse_options is not None and gate_coarse is not None
         self.gate_coarse = Gate(self.dim, self.heads, gate_coarse, 0.0, **place) if has_coarse and gate_coarse else None
         self.gate_fine = Gate(self.dim, self.heads, gate_fine, 1.0, **place) if gate_fine is not None else None
@@ -125,8 +125,8 @@ class SparseVideoAttention(nn.Module):
         x = tiling.tile(x)
         q, k, v = self.project(x, tiling)
         gates = {
-            "gate_coarse": None if self.gate_coarse is None else self.gate_coarse(x).to(q.dtype),
-            "gate_fine": None if self.gate_fine is None else self.gate_fine(x).to(q.dtype),
+            "gate_coarse": None if self.gate_coarse is None else self.gate_coarse(x),
+            "gate_fine": None if self.gate_fine is None else self.gate_fine(x),
         }
         result = self.attend(q, k, v, **gates, **self._lists(tiling, x.device, index), return_stages=return_stages)
         out, stages = result if return_stages else (result, None)

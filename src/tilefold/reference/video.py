@@ -68,9 +68,9 @@ def sparse_video_attention(
     assert index is not None
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
     if rough is None or chosen is None:
-        out = fine if gate_fine is None else fine * gate_fine.to(dtype).unsqueeze(-1)
+        out = fine if gate_fine is None else _ORACLES.fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
         return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
-    out = _ORACLES.fuse(rough.out, fine, gate_coarse, gate_fine, dtype=dtype)
+    out = _ORACLES.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, index, fine, lse)

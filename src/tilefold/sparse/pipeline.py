@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import sparse_attention
-from ..check import FLOATS, TensorSpec, bind
 from ..errors import DtypeError, ValueRangeError
 from ..types import Layout
 from .index import BlockIndex
@@ -125,8 +124,10 @@ def sparse_video_attention(
         v: [batch, seq, kv_heads, dim_v], dtype of q.
         coarse: the coarse stage's options; None: no coarse branch, the fine one attends the lists of `index`.
         select: the selection's options.
-        weight_k, weight_v: the coarse branch's projections; None: the mean over a block's tokens.
-        gate_coarse, gate_fine: floating point [batch, seq, heads] ([batch, heads, seq] with layout "bhsd"); None: 1.
+        weight_k, weight_v: the coarse branch's projections, [block] or [kv_heads, block] with the kind "block", [blocks, seq] or
+            [kv_heads, blocks, seq] with "dense", which needs them; None: the mean over a block's tokens.
+        gate_coarse, gate_fine: floating point [heads], [batch, seq, heads], or four dimensions that broadcast with out; in the
+            order of `layout`; None: 1.
         index: lists to attend instead of selected ones; only with coarse None.
         scale: of both branches' scores; None: 1 / sqrt(dim).
         block: tokens of a query and of a KV block.
@@ -169,7 +170,7 @@ def sparse_video_attention(
         **sizes,
     )
     fine, lse = sparse_attention(q, k, v, chosen.index, scale=scale, layout=layout, return_lse=True)
-    out = _SPARSE.fuse(rough.out, fine, gate_coarse, gate_fine)
+    out = _SPARSE.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
@@ -189,12 +190,7 @@ def _listed(
             where = "index carries its own" if name.endswith("sizes") else "there is no coarse branch to use it"
             raise ValueRangeError(f"{name} was given with coarse=None: {where}")
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, return_lse=True)
-    out = fine
-    if gate is not None:
-        names = "batch seq heads" if layout == "bshd" else "batch heads seq"
-        known = dict(zip(names.split(), fine.shape, strict=False))
-        bind((TensorSpec("gate_fine", names, FLOATS),), {"gate_fine": gate}, known=known, beside=("q", q))
-        out = (fine * gate.unsqueeze(-1)).to(fine.dtype)
+    out = fine if gate is None else _SPARSE.fuse(None, fine, None, gate, layout=layout)
     return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
 
 
