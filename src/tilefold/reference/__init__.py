@@ -3,6 +3,7 @@
 from .attention import attention, attention_varlen
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
+from .video import sparse_video_attention
 
 __all__ = [
     "Comparison",
@@ -12,4 +13,5 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",
+    "sparse_video_attention",
 ]

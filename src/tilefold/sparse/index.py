@@ -24,10 +24,9 @@ class BlockIndex:
     """For every query block the list of KV blocks that it attends; every tensor may be shared over batch and heads by
     a size of 1.
 
-    Args:
-        indices: int32 [batch or 1, heads or 1, Q blocks, capacity], contiguous last dimension: KV block numbers,
-            distinct within a list, in any order (the order of the fold).  Entries past a row's count are never meant
-            and should be in range.
+    Args (every tensor with a contiguous last dimension):
+        indices: int32 [batch or 1, heads or 1, Q blocks, capacity]: KV block numbers, distinct within a list, in any
+            order (the order of the fold).  Entries past a row's count are never meant and should be in range.
         counts: int32 [batch or 1, heads or 1, Q blocks], 0 to capacity: how many entries of each row are meant.
         block_q, block_k: tokens per query and per KV block, powers of two, at least 16.
         seq_q, seq_k: tokens; Q blocks = ceil(seq_q / block_q) and KV blocks = ceil(seq_k / block_k): the last block

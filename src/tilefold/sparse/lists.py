@@ -92,7 +92,7 @@ def csr_to_lists(
     col[crow[r]:crow[r + 1]].
 
     In the order of col.  Memory beside the result: 24 bytes a list entry."""
-    wanted = crow.diff(dim=-1).to(torch.int32)
+    wanted = crow.diff(dim=-1).to(torch.int32).contiguous()
     counts = wanted.clamp(max=capacity)
     if col.shape[-1] == 0 or capacity == 0:
         return wanted.new_zeros(*wanted.shape, capacity), torch.zeros_like(wanted), wanted

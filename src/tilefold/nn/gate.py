@@ -1,0 +1,66 @@
+"""Gates: how much of a finished branch enters the output, learned for each head, from the token or for all tokens alike."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from ..errors import ValueRangeError
+
+__all__ = ["Gate", "GateKind"]
+
+GateKind = Literal["linear", "sigmoid", "head"]
+_NEARLY = 0.98  # where a sigmoid starts that should start at 1, and 1 less this for 0: it cannot reach either
+
+
+class Gate(nn.Module):
+    """A factor for each head and, but for the kind "head", each token: [B, seq, dim] to [B, seq, heads] or [heads].
+
+    dim: channels of the tokens.  heads: query heads.
+    kind: "linear" (weight x + bias), "sigmoid" (of the same, 0 to 1) or "head" (bias alone: one number a head).
+    start: the value for every token and head before training, 0 or 1; a sigmoid starts at 0.02 or 0.98.
+
+    The weight starts at 0, so that the start does not depend on the tokens; its gradient does not vanish there.
+
+    Raises ValueRangeError naming kind or start."""
+
+    weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kind: GateKind,
+        start: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in get_args(GateKind):
+            raise ValueRangeError(f"kind of a gate must be one of {', '.join(get_args(GateKind))}, got {kind!r}")
+        if start not in (0.0, 1.0):
+            raise ValueRangeError(f"start of a gate must be 0 or 1, got {start!r}")
+        self.kind, self.start = kind, float(start)
+        if kind == "head":
+            self.register_parameter("weight", None)
+        else:
+            self.weight = nn.Parameter(torch.empty(heads, dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the start."""
+        if self.weight is not None:
+            nn.init.zeros_(self.weight)
+        logit = math.log(_NEARLY / (1 - _NEARLY))
+        nn.init.constant_(self.bias, self.start if self.kind != "sigmoid" else logit if self.start else -logit)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            return self.bias
+        raw = nn.functional.linear(x, self.weight, self.bias)
+        return raw.sigmoid() if self.kind == "sigmoid" else raw
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, heads={self.bias.shape[0]}, start={self.start:g}"

@@ -1,0 +1,142 @@
+"""Rotary position embedding over time, height and width: a head's channels are shared among the three axes.
+
+Source: RoPE (Su et al. 2021, arXiv:2104.09864); giving each axis its own channels is how video transformers extend it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..check import TensorSpec, bind, check_number
+from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..sparse.kept import kept
+from ..sparse.tiling import GridTiling, triple
+
+__all__ = ["Rotary3D", "default_split", "rotary_3d", "rotate"]
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_POSITIONS = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def default_split(dim: int) -> tuple[int, int, int]:
+    """Channels of t, h and w: as even as whole pairs allow, what is over going to t, then h.  128: (44, 42, 42).
+
+    The last channel of an odd `dim` is not rotated."""
+    pairs = dim // 2
+    t, h, w = ((pairs + more) // 3 * 2 for more in (2, 1, 0))
+    return t, h, w
+
+
+@dataclass(frozen=True)
+class Rotary3D:
+    """How the channels of a head turn with a token's position (t, h, w).
+
+    theta: the longest period is about 2 pi * theta tokens; one number, or one for each axis.
+    split: channels of t, h and w, even numbers; None: `default_split` of the head dim.  Channels past their sum are left alone.
+    interleaved: pair i is the channels (2i, 2i + 1), the channels of an axis lie together, as in most video transformers;
+        otherwise (i, i + rotated / 2), as in most language models.  Pairs are numbered t first, then h, then w.
+
+    Pair i of an axis with n pairs turns by position * theta ** (-i / n).  A frozen value without tensors: a module that holds it
+    has no buffers.
+
+    Raises ShapeError, DtypeError or ValueRangeError naming the field."""
+
+    theta: float | tuple[float, float, float] = 10000.0
+    split: tuple[int, int, int] | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.theta, Sequence):
+            if len(self.theta) != 3:
+                raise ShapeError(f"theta must be a number or three (t, h, w), got {self.theta!r}")
+            object.__setattr__(self, "theta", tuple(check_number("theta", one, above=0) for one in self.theta))
+        else:
+            check_number("theta", self.theta, above=0)
+        if not isinstance(self.interleaved, bool):
+            raise DtypeError(f"interleaved must be a bool, got {self.interleaved!r}")
+        if self.split is not None:
+            object.__setattr__(self, "split", triple("split", self.split, low=0))
+            if any(n % 2 for n in self.split):
+                raise ValueRangeError(f"split must be even numbers of channels (t, h, w), got {self.split!r}")
+
+    def channels(self, dim: int) -> tuple[int, int, int]:
+        """The split of a head of `dim` channels; ValueRangeError if it has fewer than `split` names."""
+        split = default_split(dim) if self.split is None else self.split
+        if sum(split) > dim:
+            raise ValueRangeError(f"split {split} is {sum(split)} channels, more than the head dim {dim}")
+        return split
+
+    def tables(self, positions: torch.Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tables:
+        """(cos, sin) [..., rotated / 2] of positions [..., 3]; the angles are computed in `dtype`, fp32 or fp64."""
+        angles = []
+        thetas = self.theta if isinstance(self.theta, tuple) else (self.theta,) * 3
+        for axis, (n, theta) in enumerate(zip(self.channels(dim), thetas, strict=True)):
+            turn = theta ** -(torch.arange(0, n, 2, device=positions.device, dtype=dtype) / max(1, n))
+            angles.append(positions[..., axis, None].to(dtype) * turn)
+        angle = torch.cat(angles, -1)
+        return angle.cos(), angle.sin()
+
+    def tiled_tables(
+        self, tiling: GridTiling, dim: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Tables:
+        """`tables` of a tiled sequence, [blocks * slots, rotated / 2] each: made once for a grid and kept outside any module."""
+
+        def make() -> torch.Tensor:
+            return torch.stack(self.tables(tiling.positions(device), dim, dtype))
+
+        cos, sin = kept((self, tiling, dim, dtype), device, make).unbind()
+        return cos, sin
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [..., seq, heads, dim] with its first 2 * cos.shape[-1] channels turned; cos, sin [..., seq, pairs].
+
+    Computed in the wider of x's dtype and that of the tables, returned in x's dtype.  Differentiable in x."""
+    pairs = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turning = x[..., : 2 * pairs].to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    both = first * cos - second * sin, first * sin + second * cos
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    turned = turned.to(x.dtype)
+    return turned if 2 * pairs == x.shape[-1] else torch.cat((turned, x[..., 2 * pairs :]), -1)
+
+
+def rotary_3d(
+    x: torch.Tensor,
+    positions: torch.Tensor | GridTiling,
+    *,
+    theta: float | tuple[float, float, float] = 10000.0,
+    split: tuple[int, int, int] | None = None,
+    interleaved: bool = True,
+) -> torch.Tensor:
+    """x with its channels turned by each token's position.
+
+    Args:
+        x: [batch, seq, heads, dim] fp16, bf16, fp32 or fp64.
+        positions: (t, h, w) of each token, int32, int64, fp32 or fp64 [seq, 3] or [batch, seq, 3]; or the `GridTiling` in whose
+            order x lies (`GridTiling(grid, cube=(1, 1, 1))` is row-major order).  May be fractions, and negative.
+        theta, split, interleaved: see `Rotary3D`.
+
+    Returns:
+        Like x, in x's dtype; angles, sine, cosine and products in fp32 (fp64 if x is).  Differentiable in x.  Scores q k^T
+        of turned q and k depend on positions only through their differences.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ValueRangeError: naming the argument, before anything is computed.
+
+    Source: Su et al. 2021, arXiv:2104.09864."""
+    options = Rotary3D(theta, split, interleaved)
+    sizes = bind((TensorSpec("x", "batch seq heads dim", _FLOATS),), {"x": x})
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if isinstance(positions, GridTiling):
+        if positions.padded != sizes["seq"]:
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, expected {positions.padded} tokens for positions {positions}"
+            )
+        return rotate(x, *options.tiled_tables(positions, sizes["dim"], x.device, wide), interleaved)
+    spec = (TensorSpec("positions", "seq axes / batch|1 seq axes", _POSITIONS),)
+    bind(spec, {"positions": positions}, known={**sizes, "axes": 3}, beside=("x", x))
+    return rotate(x, *options.tables(positions, sizes["dim"], wide), interleaved)

@@ -1,0 +1,76 @@
+"""fp64 oracle of the pipeline: the oracles of its stages one after the other."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .sparse import sparse_attention
+
+if TYPE_CHECKING:
+    from ..sparse import BlockIndex
+
+__all__ = ["sparse_video_attention"]
+
+_ORACLES: Any = import_module(__package__ or "tilefold.reference")
+
+
+def sparse_video_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    coarse: Any = "default",
+    select: Any = "default",
+    weight_k: torch.Tensor | None = None,
+    weight_v: torch.Tensor | None = None,
+    gate_coarse: torch.Tensor | None = None,
+    gate_fine: torch.Tensor | None = None,
+    index: "BlockIndex | None" = None,
+    scale: float | None = None,
+    block: int = 64,
+    block_sizes: torch.Tensor | None = None,
+    query_sizes: torch.Tensor | None = None,
+    layout: str = "bshd",
+    return_stages: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
+    """out, or (out, stages), as `tilefold.sparse.sparse_video_attention` defines them, computed in `dtype`.
+
+    index: with a coarse branch, too, the lists to attend instead of the selected ones: a selection made from rounded scores may
+    differ from this one where two are nearly equal, and what follows can then be held to the lists that were used."""
+    from ..sparse import BlockIndex, CoarseOptions, SelectOptions, Stages
+
+    coarse = CoarseOptions() if coarse == "default" else coarse
+    select = SelectOptions() if select == "default" else select
+    rows = 1 if layout == "bshd" else 2
+    sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
+    rough = chosen = None
+    if coarse is not None:
+        rough = _ORACLES.coarse(
+            q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,
+            **sizes, layout=layout, dtype=dtype,
+        )  # fmt: skip
+        chosen = _ORACLES.select(
+            rough.scores,
+            **select.arguments(),
+            block_q=block,
+            block_k=block,
+            seq_q=q.shape[rows],
+            seq_k=k.shape[rows],
+            **sizes,
+        )
+        if index is None:
+            index = BlockIndex.from_map(
+                chosen.keep.to(q.device), block_q=block, block_k=block, seq_q=q.shape[rows], seq_k=k.shape[rows],
+                block_sizes=block_sizes, query_sizes=query_sizes,
+            )  # fmt: skip
+    assert index is not None
+    fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
+    if rough is None or chosen is None:
+        out = fine if gate_fine is None else _ORACLES.fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
+        return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
+    out = _ORACLES.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
+    if not return_stages:
+        return out
+    return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, index, fine, lse)

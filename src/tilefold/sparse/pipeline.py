@@ -1,0 +1,203 @@
+"""The stages of sparse video attention composed: coarse, select, fine, fuse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .. import sparse_attention
+from ..errors import DtypeError, ValueRangeError
+from ..types import Layout
+from .index import BlockIndex
+
+__all__ = ["CoarseOptions", "SelectOptions", "Stages", "sparse_video_attention"]
+
+CoarseKind = Literal["block", "dense", "pooled"]
+Setting: TypeAlias = float | torch.Tensor
+# The package the stages are names of, looked up at each call: a stage may be replaced by another with its signature.
+_SPARSE: Any = import_module(__package__ or "tilefold.sparse")
+
+
+@dataclass(frozen=True)
+class CoarseOptions:
+    """How the coarse branch reduces keys and values to one row a block; see `tilefold.sparse.coarse`.
+
+    kind: "block" (a weight for each slot of a block), "dense" (a matrix over all tokens, as Linformer) or "pooled" (queries
+    averaged, too).  reduction: a query block's score is the "mean" or the "max" over its queries."""
+
+    kind: CoarseKind = "block"
+    reduction: Literal["mean", "max"] = "mean"
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("kind", ("block", "dense", "pooled")), ("reduction", ("mean", "max"))):
+            if getattr(self, name) not in accepted:
+                raise ValueRangeError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class SelectOptions:
+    """Which blocks of the highest scores are attended: arguments of `tilefold.sparse.select`, which describes them.
+
+    method: "gini" (as much of a row's mass as tau, which follows from how concentrated the row is), "top_p" (mass top_p) or
+    "top_k" (top_k blocks, or what `sparsity`, 0 to 1, leaves).  Settings are numbers, or tensors on the device: [heads]
+    gives each head its own."""
+
+    method: Literal["gini", "top_p", "top_k"] = "gini"
+    tau_min: Setting | None = None
+    tau_max: Setting | None = None
+    tau: Callable[[torch.Tensor], Any] | None = None
+    top_p: Setting | None = None
+    top_k: Setting | None = None
+    sparsity: Setting | None = None
+    min_blocks: Setting = 1
+    max_blocks: Setting | None = None
+    capacity: int | None = None
+    force_self: bool = False
+    force_first: int = 0
+    local_window: int | None = None
+    force: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("gini", "top_p", "top_k"):
+            raise ValueRangeError(f"method must be one of gini, top_p, top_k, got {self.method!r}")
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `select`."""
+        return {name: getattr(self, name) for name in _SELECT_FIELDS}
+
+
+_SELECT_FIELDS = tuple(one.name for one in fields(SelectOptions))
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """What each stage of a call made; without a coarse branch everything but index, fine_out and fine_lse is None.
+
+    coarse_out: like out, the coarse branch before its gate.
+    scores: fp32 [batch, heads, Q blocks, KV blocks], the probability that a query block puts on a KV block.
+    gini: fp32 [batch, heads, Q blocks], how concentrated a row of scores is, 0 to 1.
+    tau: fp32 [batch, heads, Q blocks], the mass that was asked for (None for the method "top_k"); mass: that of the
+        blocks which were listed.
+    index: the lists that were attended.
+    fine_out: like out, the fine branch before its gate; fine_lse: fp32 [batch, heads, seq], natural log."""
+
+    coarse_out: torch.Tensor | None
+    scores: torch.Tensor | None
+    gini: torch.Tensor | None
+    tau: torch.Tensor | None
+    mass: torch.Tensor | None
+    index: BlockIndex
+    fine_out: torch.Tensor
+    fine_lse: torch.Tensor
+
+
+def sparse_video_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    coarse: CoarseOptions | None = CoarseOptions(),
+    select: SelectOptions = SelectOptions(),
+    weight_k: torch.Tensor | None = None,
+    weight_v: torch.Tensor | None = None,
+    gate_coarse: torch.Tensor | None = None,
+    gate_fine: torch.Tensor | None = None,
+    index: BlockIndex | None = None,
+    scale: float | None = None,
+    block: int = 64,
+    block_sizes: torch.Tensor | None = None,
+    query_sizes: torch.Tensor | None = None,
+    layout: Layout = "bshd",
+    return_stages: bool = False,
+) -> Any:
+    """Attention of a coarse branch over blocks and a fine branch over the blocks that it finds important, each with its gate.
+
+        coarse, scores = attention over one learned row a block;  index = select(scores)
+        out = gate_coarse * coarse + gate_fine * (attention over the listed blocks)
+
+    Args:
+        q: [batch, seq, heads, dim] fp16, bf16 or fp32, in blocks (`GridTiling.tile`); any strides with a contiguous
+            last dimension.
+        k: [batch, seq, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
+        v: [batch, seq, kv_heads, dim_v], dtype of q.
+        coarse: the coarse stage's options; None: no coarse branch, the fine one attends the lists of `index`.
+        select: the selection's options.
+        weight_k, weight_v: the coarse branch's projections, [block] or [kv_heads, block] with the kind "block", [blocks, seq] or
+            [kv_heads, blocks, seq] with "dense", which needs them; None: the mean over a block's tokens.
+        gate_coarse, gate_fine: floating point [heads], [batch, seq, heads], or four dimensions that broadcast with out; in the
+            order of `layout`; None: 1.
+        index: lists to attend instead of selected ones; only with coarse None.
+        scale: of both branches' scores; None: 1 / sqrt(dim).
+        block: tokens of a query and of a KV block.
+        block_sizes, query_sizes: valid tokens at the start of each KV and query block, as for `BlockIndex`; None: all.
+        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
+        return_stages: also return a `Stages` with what each stage made.
+
+    Returns:
+        out, like q with dim_v for dim; with return_stages (out, stages).  Queries past query_sizes hold 0.
+        Differentiable in q, k, v, the weights and the gates; the selection passes no gradient.
+
+    Raises:
+        As the stages `tilefold.sparse.coarse`, `select` and `fuse`, and `tilefold.sparse_attention`.  ValueRangeError if
+        index, the weights or gate_coarse do not go with the coarse branch, or without it.
+
+    Source: the two branches and gates, VSA (Zhang et al. 2025, arXiv:2505.13389) and NSA (Yuan et al. 2025, arXiv:2502.11089);
+    the projection, Linformer (Wang et al. 2020, arXiv:2006.04768)."""
+    _check_records(coarse, select, layout)
+    if coarse is None:
+        return _listed(q, k, v, index, gate_fine, scale, layout, return_stages,
+                       {"weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse, "block_sizes": block_sizes,
+                        "query_sizes": query_sizes})  # fmt: skip
+    if index is not None:
+        raise ValueRangeError(
+            "index was given with a coarse branch, which selects its own lists: pass coarse=None or no index"
+        )
+    sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
+    rows = 1 if layout == "bshd" else 2
+    rough = _SPARSE.coarse(
+        q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,
+        **sizes, layout=layout,
+    )  # fmt: skip
+    chosen = _SPARSE.select(
+        rough.scores,
+        **select.arguments(),
+        block_q=block,
+        block_k=block,
+        seq_q=q.shape[rows],
+        seq_k=k.shape[rows],
+        **sizes,
+    )
+    fine, lse = sparse_attention(q, k, v, chosen.index, scale=scale, layout=layout, return_lse=True)
+    out = _SPARSE.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
+    if not return_stages:
+        return out
+    return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
+
+
+def _listed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex | None, gate: torch.Tensor | None, scale: float | None,
+    layout: Layout, return_stages: bool, others: dict[str, torch.Tensor | None],
+) -> Any:  # fmt: skip
+    """The fine branch alone, over the lists that were given."""
+    if index is None:
+        raise ValueRangeError(
+            "coarse is None and index is None: without a coarse branch, index says which blocks are attended"
+        )
+    for name, given in others.items():
+        if given is not None:
+            where = "index carries its own" if name.endswith("sizes") else "there is no coarse branch to use it"
+            raise ValueRangeError(f"{name} was given with coarse=None: {where}")
+    fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, return_lse=True)
+    out = fine if gate is None else _SPARSE.fuse(None, fine, None, gate, layout=layout)
+    return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
+
+
+def _check_records(coarse: object, select: object, layout: object) -> None:
+    if coarse is not None and not isinstance(coarse, CoarseOptions):
+        raise DtypeError(f"coarse must be a CoarseOptions or None, got {coarse!r}")
+    if not isinstance(select, SelectOptions):
+        raise DtypeError(f"select must be a SelectOptions, got {select!r}")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")

@@ -1,0 +1,350 @@
+"""SparseVideoAttention: its parameters against fp64 autograd, how it starts, and what a torch module has to live with."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tilefold
+from cases import judge, rand
+from tilefold import reference
+from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention
+from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, video_window
+from video_stand_ins import stages  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("stages")
+
+GRID, RAGGED, CUBE = (4, 2, 8), (3, 3, 6), (2, 2, 4)  # 4 blocks of 16, and 8 cut ones
+DIM, HEADS = 32, 2
+
+
+class Oracle(SparseVideoAttention):
+    """The module with the reference in place of the kernels, over lists that are given."""
+
+    lists: BlockIndex | None = None
+
+    def attend(self, q, k, v, **options):
+        lists = {"index": self.lists} if self.lists is not None else {}
+        return reference.sparse_video_attention(q, k, v, **{**options, **lists}, dtype=q.dtype)
+
+
+def module(grid=GRID, device="cpu", shake=True, **options):
+    """A module, its parameters away from their start if `shake`."""
+    made = SparseVideoAttention(DIM, HEADS, **{"kv_heads": 1, "grid": grid, "cube": CUBE, "device": device, **options})
+    if shake:
+        with torch.no_grad():
+            for p in made.parameters():
+                p.add_(torch.randn_like(p, device="cpu").to(p) * 0.1)
+    return made
+
+
+def oracle_of(made, index, dtype=torch.float64):
+    """A copy in another dtype, computed by the reference over `index`."""
+    twin = copy.deepcopy(made).to(dtype)
+    twin.__class__, twin.lists = Oracle, index
+    return twin
+
+
+def tokens(grid, batch=1, **kind):
+    return rand(batch, grid[0] * grid[1] * grid[2], DIM, **kind)
+
+
+OPTIONS = {
+    "block": {},
+    "block, ragged, per head": {"grid": RAGGED, "coarse_per_head": True, "kv_heads": 2, "qk_norm": True},
+    "dense, ragged": {"grid": RAGGED, "coarse": "dense", "gate_coarse": "sigmoid", "gate_fine": "sigmoid"},
+    "dense, per head": {
+        "coarse": "dense",
+        "coarse_per_head": True,
+        "kv_heads": 2,
+        "qkv_bias": False,
+        "out_bias": False,
+    },
+    "pooled": {"coarse": CoarseOptions("pooled"), "gate_coarse": "head", "gate_fine": "head"},
+    "no gates, no rotary": {"gate_coarse": None, "gate_fine": None, "rotary": None, "scale": 0.5},
+    "top k, split rotary": {"select": SelectOptions("top_k", top_k=2), "rotary": Rotary3D(100.0, (4, 4, 4), False)},
+    "no coarse, ragged": {"grid": RAGGED, "coarse": None},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output_and_gradients_against_fp64(name, device):
+    """Of x and of every parameter, over the lists that were selected."""
+    made = module(device=device, **OPTIONS[name])
+    x = tokens(made.grid, device=device).requires_grad_()
+    out, got = made(x, return_stages=True)
+    dout = torch.randn_like(out)
+    names = ["x", *(n for n, _ in made.named_parameters())]
+    results = [(out, *torch.autograd.grad(out, [x, *made.parameters()], dout))]
+    for dtype in (torch.float64, torch.float32):
+        twin, given = oracle_of(made, got.index, dtype), x.detach().to(dtype).requires_grad_()
+        want = twin(given)
+        results.append((want, *torch.autograd.grad(want, [given, *twin.parameters()], dout.to(dtype))))
+    for what, *three in zip(["out", *(f"gradient of {n}" for n in names)], *results, strict=True):
+        judge(*three, what)
+
+
+def test_state_dict_names():
+    """A name here is a promise: checkpoints hold it."""
+    shapes = {n: list(t.shape) for n, t in module(qk_norm=True).state_dict().items()}
+    assert shapes == {
+        "qkv.weight": [64, 32],
+        "qkv.bias": [64],
+        "norm_q.weight": [16],
+        "norm_k.weight": [16],
+        "coarse.weight_k": [16],
+        "coarse.weight_v": [16],
+        "gate_coarse.weight": [2, 32],
+        "gate_coarse.bias": [2],
+        "gate_fine.weight": [2, 32],
+        "gate_fine.bias": [2],
+        "out.weight": [32, 32],
+        "out.bias": [32],
+    }
+    options = {"coarse_per_head": True, "kv_heads": 2, "gate_coarse": "head", "gate_fine": None, "qkv_bias": False}
+    made = module(RAGGED, coarse="dense", **options)
+    shapes = {n: list(t.shape) for n, t in made.state_dict().items()}
+    assert shapes == {
+        "qkv.weight": [96, 32],
+        "coarse.weight_k": [2, 8, 128],
+        "coarse.weight_v": [2, 8, 128],
+        "gate_coarse.bias": [2],
+        "out.weight": [32, 32],
+        "out.bias": [32],
+    }
+    assert not list(made.buffers())
+    assert set(module(coarse=None).state_dict()) == {
+        f"{n}.{p}" for n in ("qkv", "gate_fine", "out") for p in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("grid", [GRID, RAGGED], ids=["even", "ragged"])
+def test_starts_as_dense_attention(grid, device):
+    """With all blocks listed a fresh module is dense attention of its projections; the coarse gate has a gradient."""
+    made = module(grid, device, shake=False, select=SelectOptions("top_p", top_p=1.0))
+    x = tokens(grid, device=device)
+    out = made(x)
+    dense = SparseVideoAttention(
+        DIM, HEADS, kv_heads=1, grid=grid, cube=CUBE, coarse=None, gate_fine=None, device=device
+    )
+    missing = dense.load_state_dict(made.state_dict(), strict=False)
+    assert not missing.missing_keys
+    assert torch.allclose(out, dense(x), atol=1e-6)
+    tiling = made.tiling()
+    q, k, v = (tiling.untile(t) for t in made.project(tiling.tile(x), tiling))
+    plain, _ = reference.attention(q, k, v, dtype=torch.float32)
+    assert torch.allclose(out, made.out(plain.flatten(2)), atol=1e-5)
+    made(x).square().sum().backward()
+    assert bool(made.gate_coarse.bias.grad.any())
+    assert not bool(made.coarse.weight_v.grad.any()), "behind a closed gate"
+
+
+def test_sigmoid_gates_start_nearly_there():
+    for start, want in ((1.0, 0.98), (0.0, 0.02)):
+        gate = Gate(DIM, HEADS, "sigmoid", start)
+        assert torch.allclose(gate(rand(1, 5, DIM)), torch.full((1, 5, HEADS), want))
+
+
+def test_dense_projection_starts_at_the_mean_of_each_blocks_tokens(device):
+    tiling = GridTiling(RAGGED, CUBE)
+    weight, _ = CoarseProjection(tiling.slots, tiling, device=device)()
+    x = rand(tiling.tokens, 3, device=device)
+    tiled = tiling.tile(x[None])[0]
+    want = tiled.view(tiling.block_count, tiling.slots, 3).sum(1) / tiling.block_sizes(device)[:, None]
+    assert torch.allclose(weight @ tiled, want, atol=1e-6)
+
+
+def test_lists_that_are_given(device):
+    tiling = GridTiling(RAGGED, CUBE)
+    sizes = tiling.sizes(device)
+    index = BlockIndex.from_predicate(
+        video_window(tiling.blocks, (1, 0, 1)), seq_q=tiling.padded, seq_k=tiling.padded, block_q=16, block_k=16,
+        block_sizes=sizes, query_sizes=sizes, device=device,
+    )  # fmt: skip
+    made = module(RAGGED, device, coarse=None)
+    x = tokens(RAGGED, device=device)
+    out, got = made(x, index=index, return_stages=True)
+    assert got.index is index
+    assert torch.allclose(out.double(), oracle_of(made, index)(x.double()), atol=1e-5)
+    assert not torch.allclose(out, made(x), atol=1e-3), "without lists: all blocks"
+
+
+def test_one_module_on_several_grids(device):
+    made = module(None, device)
+    for grid in (GRID, RAGGED, (1, 2, 4)):
+        x = tokens(grid, device=device)
+        out, got = made(x, grid, return_stages=True)
+        assert out.shape == x.shape
+        assert got.index.seq_q == GridTiling(grid, CUBE).padded
+
+
+# ---------------------------------------------------------------- what a module has to live with
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters(dtype, device):
+    made = module(RAGGED, device).to(dtype)
+    x = tokens(RAGGED, device=device, dtype=dtype)
+    out, got = made(x, return_stages=True)
+    assert out.dtype == dtype
+    judge(out, oracle_of(made, got.index)(x.double()), oracle_of(made, got.index, dtype)(x), "out")
+
+
+def test_autocast(device):
+    """Parameters and gradients stay fp32, the attention runs in bf16."""
+    made = module(RAGGED, device, qk_norm=True, gate_coarse="head")
+    x = tokens(RAGGED, device=device)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out, got = made(x, return_stages=True)
+    assert got.fine_out.dtype == out.dtype == torch.bfloat16
+    want = oracle_of(made, got.index)(x.double())
+    assert float((out.double() - want).detach().norm() / want.detach().norm()) < 0.03
+    out.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in made.parameters())
+
+
+@pytest.mark.no_poison
+def test_compile_fullgraph(device):
+    torch._dynamo.reset()
+    made = module(RAGGED, device, qk_norm=True)
+    x = tokens(RAGGED, device=device)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (made, compiled):
+        out = fn(x)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(made.parameters()))))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+@pytest.mark.no_poison
+def test_compile_fullgraph_of_stages_and_another_grid(device):
+    torch._dynamo.reset()
+    made = module(None, device)
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    for grid in (GRID, RAGGED):
+        x = tokens(grid, device=device)
+        (out, got), (want, other) = compiled(x, grid, return_stages=True), made(x, grid, return_stages=True)
+        assert torch.allclose(out, want, atol=1e-6)
+        assert torch.equal(got.index.counts, other.index.counts)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant, device):
+    made = module(RAGGED, device)
+    x = tokens(RAGGED, device=device).requires_grad_()
+    (want,) = torch.autograd.grad(made(x).square().sum(), x)
+    checkpoint(made, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, want)
+    assert all(p.grad is not None for p in made.parameters())
+
+
+def test_copies_and_pickles(device):
+    made = module(RAGGED, device, coarse="dense", qk_norm=True)
+    x = tokens(RAGGED, device=device)
+    want = made(x)
+    assert torch.equal(copy.deepcopy(made)(x), want)
+    assert torch.equal(pickle.loads(pickle.dumps(made))(x), want)
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    other = module(RAGGED, device, coarse="dense", qk_norm=True)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), want)
+
+
+@pytest.mark.parametrize("coarse", ["block", "dense"])
+def test_meta_device(coarse, device):
+    """Made without memory, then materialised and reset: as made in place, module by module too, as sharding does it."""
+    options = {"grid": RAGGED, "coarse": coarse, "qk_norm": True, "gate_coarse": "sigmoid", "shake": False}
+    with torch.device("meta"):
+        made = module(**{**options, "device": "meta"})
+    assert {t.device.type for t in made.parameters()} == {"meta"}
+    made.to_empty(device=device)
+    torch.manual_seed(1)
+    made.reset_parameters()
+    torch.manual_seed(1)
+    want = module(**options, device=device)
+    torch.manual_seed(1)
+    want.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), want.parameters(), strict=True))
+    for child in made.modules():
+        if list(child.parameters(recurse=False)):
+            child.reset_parameters()
+    assert bool((made.gate_fine.bias == 1).all()) and not bool(made.gate_fine.weight.any())
+
+
+@pytest.mark.no_poison
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_parameter_sharding(tmp_path, device):
+    """FSDP over one process: parameters are shards between calls, gathered for each; results and gradients are the same."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        made = module(RAGGED, device)
+        x = tokens(RAGGED, device=device)
+        want = made(x)
+        grads = torch.autograd.grad(want.square().sum(), list(made.parameters()))
+        mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
+        sharded = fully_shard(copy.deepcopy(made), mesh=mesh)
+        out = sharded(x)
+        assert torch.equal(out, want)
+        out.square().sum().backward()
+        for p, g in zip(sharded.parameters(), grads, strict=True):
+            assert torch.equal(p.grad.full_tensor(), g)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"dim": 0}, ValueRangeError, "dim must be at least 1, got 0"),
+        ({"heads": 2.0}, DtypeError, "heads must be an int, got 2.0"),
+        ({"heads": 4, "kv_heads": 3}, ValueRangeError, "kv_heads must divide heads, got 3 and 4"),
+        ({"heads": 5}, ValueRangeError, "dim must be a multiple of heads if head_dim is not given, got 32 and 5"),
+        ({"head_dim": 257}, ValueRangeError, "head_dim must be 1 to 256, got 257"),
+        (
+            {"cube": (2, 2, 2)},
+            ValueRangeError,
+            r"cube must hold a power of two of at least 16 tokens, got \(2, 2, 2\): 8",
+        ),
+        ({"cube": (3, 4, 4)}, ValueRangeError, "cube must hold a power of two"),
+        ({"grid": (4, 4)}, ShapeError, r"grid must be three ints \(t, h, w\), got \(4, 4\)"),
+        ({"coarse": "mean"}, ValueRangeError, "kind must be one of block, dense, pooled, got 'mean'"),
+        ({"coarse": "dense", "grid": None}, ValueRangeError, "coarse is 'dense', .* got None"),
+        ({"coarse": 1}, DtypeError, "coarse must be a CoarseOptions, got 1"),
+        ({"select": "gini"}, DtypeError, "select must be a SelectOptions, got 'gini'"),
+        ({"rotary": 10000.0}, DtypeError, "rotary must be a Rotary3D, got 10000.0"),
+        ({"rotary": Rotary3D(split=(8, 8, 8))}, ValueRangeError, "24 channels, more than the head dim 16"),
+        ({"gate_fine": "tanh"}, ValueRangeError, "kind of a gate must be one of linear, sigmoid, head, got 'tanh'"),
+        ({"scale": "1"}, DtypeError, "scale must be a number"),
+    ],
+)
+def test_errors_of_the_constructor(options, error, text):
+    with pytest.raises(error, match=text):
+        SparseVideoAttention(**{"dim": DIM, "heads": HEADS, "grid": GRID, "cube": CUBE, **options})
+
+
+def test_errors_of_the_call():
+    made, x = module(None), tokens(GRID)
+    with pytest.raises(ValueRangeError, match="grid is None"):
+        made(x)
+    with pytest.raises(ShapeError, match=r"x has shape \(1, 64, 32\), expected \[batch, 54, 32\]: the tokens of grid"):
+        made(x, RAGGED)
+    with pytest.raises(ValueRangeError, match="index was given, but this module selects its own lists"):
+        made(x, GRID, index=tilefold.nn.sparse_video.whole_index(made.tiling(GRID), x.device))
+    with pytest.raises(
+        ShapeError, match=r"grid is \(3, 3, 6\), but the dense coarse projection was made for \(4, 2, 8\)"
+    ):
+        module(GRID, coarse="dense")(x, RAGGED)

@@ -1,0 +1,187 @@
+"""The pipeline composed of its stages: against the fp64 oracle, gradients, stages on request, compilation, what is refused."""
+
+import pytest
+import torch
+
+from cases import judge, qkv, rand
+from tilefold import reference
+from tilefold.errors import DtypeError, ValueRangeError
+from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention, video_window
+from video_stand_ins import stages  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("stages")
+
+EVEN, RAGGED = GridTiling((4, 2, 8), (2, 2, 4)), GridTiling((3, 3, 6), (2, 2, 4))  # 4 and 8 blocks of 16
+RECORDS = ("coarse_out", "scores", "gini", "tau", "mass", "fine_out", "fine_lse")
+
+
+def inputs(tiling, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float32, device="cpu", dense=False):
+    """(q, k, v), options with weights and gates."""
+    tensors = qkv(batch, tiling.padded, tiling.padded, heads, kv_heads, dim, dtype=dtype, device=device)
+    width = (tiling.block_count, tiling.padded) if dense else (tiling.slots,)
+    options = {
+        "weight_k": (rand(kv_heads, *width) * 0.2 + 1 / tiling.slots).to(device),
+        "weight_v": (rand(kv_heads, *width) * 0.2 + 1 / tiling.slots).to(device),
+        "gate_coarse": rand(batch, tiling.padded, heads, dtype=dtype, device=device),
+        "gate_fine": rand(batch, tiling.padded, heads, dtype=dtype, device=device),
+        "block": tiling.slots,
+        "block_sizes": tiling.sizes(device),
+        "query_sizes": tiling.sizes(device),
+    }
+    return tensors, options
+
+
+@pytest.mark.parametrize("tiling", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("kind", ["block", "dense", "pooled"])
+def test_against_the_oracle(kind, tiling, device):
+    tensors, options = inputs(tiling, device=device, dense=kind == "dense")
+    if kind == "pooled":
+        options["weight_k"] = options["weight_v"] = None
+    options["coarse"] = CoarseOptions(kind)
+    out, got = sparse_video_attention(*tensors, **options, return_stages=True)
+    oracle, want = reference.sparse_video_attention(*tensors, **options, index=got.index, return_stages=True)
+    plain, _ = reference.sparse_video_attention(
+        *tensors, **options, index=got.index, return_stages=True, dtype=torch.float32
+    )
+    valid = torch.arange(tiling.slots, device=device) < tiling.block_sizes(device)[:, None]
+    valid = valid.flatten()
+    judge(out[:, valid], oracle[:, valid], plain[:, valid], "out")
+    assert not out[:, ~valid].any(), "queries past query_sizes are 0"
+    for name in RECORDS[:2]:
+        assert torch.allclose(getattr(got, name).double(), getattr(want, name), atol=1e-5), name
+
+
+def test_stages_are_what_the_call_used(device):
+    tensors, options = inputs(RAGGED, batch=2, device=device)
+    out, got = sparse_video_attention(*tensors, **options, return_stages=True)
+    assert torch.equal(sparse_video_attention(*tensors, **options), out)
+    rows = (2, 2, RAGGED.block_count)
+    assert got.scores.shape == (*rows, RAGGED.block_count)
+    assert all(getattr(got, name).shape == rows for name in ("gini", "tau", "mass"))
+    assert bool((got.mass >= got.tau - 1e-5).all())
+    fine, lse = reference.sparse_attention(*tensors, got.index)
+    assert torch.allclose(got.fine_out.double(), fine, atol=1e-5)
+    assert got.fine_lse.shape == (2, 2, RAGGED.padded)
+    assert (got.index.seq_q, got.index.block_q) == (RAGGED.padded, RAGGED.slots)
+
+
+def test_options_reach_their_stage(device):
+    tensors, options = inputs(EVEN, device=device)
+    top = SelectOptions("top_k", top_k=3)
+    _, got = sparse_video_attention(*tensors, **options, select=top, return_stages=True)
+    assert bool((got.index.counts == 3).all())
+    _, got = sparse_video_attention(
+        *tensors, **options, select=SelectOptions(min_blocks=2, max_blocks=2), return_stages=True
+    )
+    assert bool((got.index.counts == 2).all())
+    peak, mean = (
+        sparse_video_attention(*tensors, **options, coarse=CoarseOptions(reduction=r), return_stages=True)[1].scores
+        for r in ("max", "mean")
+    )
+    assert bool((peak >= mean - 1e-6).all()) and not torch.equal(peak, mean)
+
+
+def test_layout(device):
+    tensors, options = inputs(EVEN, device=device)
+    out = sparse_video_attention(*tensors, **options)
+    turned = {n: t.transpose(1, 2) if n.startswith("gate") else t for n, t in options.items()}
+    other = sparse_video_attention(*(t.transpose(1, 2) for t in tensors), **turned, layout="bhsd")
+    assert torch.equal(other.transpose(1, 2), out)
+
+
+@pytest.mark.parametrize("tiling", [EVEN, RAGGED], ids=["even", "ragged"])
+def test_gradients(tiling, device):
+    """Of q, k, v, both weights and both gates, against fp64 autograd over the lists that were used."""
+    tensors, options = inputs(tiling, device=device)
+    names = ("weight_k", "weight_v", "gate_coarse", "gate_fine")
+    wanted = [*tensors, *(options[name] for name in names)]
+    for t in wanted:
+        t.requires_grad_()
+    out, got = sparse_video_attention(*tensors, **options, return_stages=True)
+    dout = torch.where(
+        tiling.tile(torch.ones(1, tiling.tokens, device=device))[..., None, None] > 0, torch.randn_like(out), 0.0
+    )
+    grads = torch.autograd.grad(out, wanted, dout)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        made = reference.sparse_video_attention(*tensors, **options, index=got.index, dtype=dtype)
+        results.append(torch.autograd.grad(made, wanted, dout.to(dtype)))
+    for name, *three in zip(("q", "k", "v", *names), grads, *results, strict=True):
+        judge(*three, f"gradient of {name}")
+
+
+def test_lists_that_are_given(device):
+    tensors, options = inputs(RAGGED, device=device)
+    sizes = {"block_sizes": RAGGED.sizes(device), "query_sizes": RAGGED.sizes(device)}
+    index = BlockIndex.from_predicate(
+        video_window(RAGGED.blocks, 1),
+        seq_q=RAGGED.padded,
+        seq_k=RAGGED.padded,
+        block_q=16,
+        block_k=16,
+        device=device,
+        **sizes,
+    )
+    call = {"coarse": None, "index": index, "gate_fine": options["gate_fine"]}
+    out, got = sparse_video_attention(*tensors, **call, return_stages=True)
+    oracle, plain = (
+        reference.sparse_video_attention(*tensors, **call, dtype=t) for t in (torch.float64, torch.float32)
+    )
+    judge(out, oracle, plain, "out")
+    assert got.scores is None and got.index is index
+
+
+@pytest.mark.no_poison
+def test_compile_fullgraph(device):
+    torch._dynamo.reset()
+    tensors, options = inputs(RAGGED, device=device)
+    for t in tensors:
+        t.requires_grad_()
+
+    def layer(q, k, v):
+        out, made = sparse_video_attention(2 * q, k, v, **options, return_stages=True)
+        return out, made.scores, made.index.counts
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (layer, compiled):
+        made = fn(*tensors)
+        results.append((*made, *torch.autograd.grad(made[0].square().sum(), tensors)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+INDEX = BlockIndex.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool), block_q=16, block_k=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"coarse": None}, ValueRangeError, "coarse is None and index is None"),
+        ({"index": INDEX}, ValueRangeError, "index was given with a coarse branch"),
+        (
+            {"coarse": None, "index": INDEX, "weight_k": torch.ones(16)},
+            ValueRangeError,
+            "weight_k was given with coarse=None",
+        ),
+        (
+            {"coarse": None, "index": INDEX, "block_sizes": torch.ones(2)},
+            ValueRangeError,
+            "block_sizes was given with coarse=None",
+        ),
+        ({"coarse": "block"}, DtypeError, "coarse must be a CoarseOptions or None, got 'block'"),
+        ({"select": None}, DtypeError, "select must be a SelectOptions, got None"),
+        ({"layout": "sbhd"}, ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'"),
+    ],
+)
+def test_errors(options, error, text):
+    with pytest.raises(error, match=text):
+        sparse_video_attention(*qkv(1, 32, 32, 2, 2, 16), **{"block": 16, **options})
+
+
+def test_records_refuse_unknown_names():
+    with pytest.raises(ValueRangeError, match="kind must be one of block, dense, pooled, got 'mean'"):
+        CoarseOptions("mean")
+    with pytest.raises(ValueRangeError, match="reduction must be one of mean, max, got 'sum'"):
+        CoarseOptions(reduction="sum")
+    with pytest.raises(ValueRangeError, match="method must be one of gini, top_p, top_k, got 'top'"):
+        SelectOptions("top")
