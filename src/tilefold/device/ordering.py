@@ -1,13 +1,15 @@
 """Scores of blocks as integers that order as the scores do, their sort within a row, and the Gini coefficient of the sorted row.
 
-A row of BLOCK = REGS * LANES scores lies over a warp (or a few) with neighbouring columns in neighbouring lanes, as they are read:
-[ROWS, REGS, LANES].  The sort puts position p into lane p // REGS, register p % REGS, so that most of its steps stay within a thread.
+A row of REGS * LANES scores lies over a warp (or a few) with neighbouring columns in neighbouring lanes, as they are read:
+[ROWS, REGS, LANES].  The sort puts position p into lane p // REGS, register p % REGS: most of its steps stay within a thread.
 """
 
 import triton
 import triton.language as tl
 
-FIRST_SCORE: tl.constexpr = tl.constexpr(3)  # the code of the score 0; below it: 2 no score, 1 an empty block, 0 outside of the row
+FIRST_SCORE: tl.constexpr = tl.constexpr(
+    3
+)  # the code of 0.0; below it: 2 no score, 1 an empty block, 0 outside of the row
 INFINITE: tl.constexpr = tl.constexpr(0x7F800003)  # the code of +inf
 QUANTA: tl.constexpr = tl.constexpr(1 << 30)  # whole parts into which the mass of a row is cut
 
@@ -51,6 +53,14 @@ def order_sum(x, LOG: tl.constexpr):
 
 
 @triton.jit
+def load_flat(Pointer, offset, inside):
+    """Numbers at `offset`, 0 where not `inside`.  As one flat row: where the stride is unknown the compiler would otherwise spread the
+    columns over the lanes in another way than the scores, and move everything."""
+    N: tl.constexpr = inside.numel
+    return tl.load(Pointer + offset.reshape(N), mask=inside.reshape(N), other=0).reshape(inside.shape)
+
+
+@triton.jit
 def score_codes(Scores, Sizes, p_row, p_sizes, column, inside, stride_sk):
     """uint32 codes [ROWS, REGS, LANES] of the scores at Scores + p_row + column: 3 + the bits of a score >= 0 (-0 is 0), 2 for a
     number that is no score (NaN, below 0), 1 for a block without tokens, 0 where not `inside`.  Ascending as the scores are."""
@@ -58,7 +68,7 @@ def score_codes(Scores, Sizes, p_row, p_sizes, column, inside, stride_sk):
     bits = tl.where(x > 0, x, 0.0).to(tl.uint32, bitcast=True)
     code = tl.where(x >= 0, bits + FIRST_SCORE, 2)
     if Sizes is not None:
-        size = tl.load(Sizes + p_sizes + column.to(tl.int64) * stride_sk, mask=inside, other=0)
+        size = load_flat(Sizes, p_sizes + column.to(tl.int64) * stride_sk, inside)
         code = tl.where(size > 0, code, 1)
     return tl.where(inside, code, 0)
 
@@ -84,10 +94,10 @@ def invert_half(x, BIT: tl.constexpr):
 
 @triton.jit
 def sort_descending(x, REGS: tl.constexpr, LANES: tl.constexpr, LOG: tl.constexpr):
-    """uint32 [ROWS, REGS, LANES] in any order -> [ROWS, LANES, REGS], descending within a row of 2 ** LOG along lanes, then registers.
+    """uint32 [ROWS, REGS, LANES] in any order -> [ROWS, LANES, REGS], rows of 2 ** LOG descending along lanes, then registers.
 
-    Bitonic (Batcher 1968, doi:10.1145/1468075.1468121): LOG * (LOG + 1) / 2 steps.  Instead of sorting every other run
-    the other way round its numbers are complemented, so that all steps have one direction: one instruction a number within a thread."""
+    Bitonic (Batcher 1968, doi:10.1145/1468075.1468121): LOG * (LOG + 1) / 2 steps.  Instead of sorting every other run the
+    other way round its numbers are complemented: all steps have one direction, one instruction a number within a thread."""
     ROWS: tl.constexpr = x.shape[0]
     x = tl.permute(x, (0, 2, 1)).reshape(ROWS * LANES * REGS)
     for run in tl.static_range(1, LOG + 1):
@@ -109,7 +119,8 @@ def positions(REGS: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def finite_bits(code):
     """Bits of the finite scores among the codes, 0 for every other one: the bits of 0.0."""
-    return tl.where(code - FIRST_SCORE < INFINITE - FIRST_SCORE, code - FIRST_SCORE, 0)  # unsigned: what is below 3 wraps to the top
+    bits = code - FIRST_SCORE  # unsigned: what is below 3 wraps to the top
+    return tl.where(bits < INFINITE - FIRST_SCORE, bits, 0)
 
 
 @triton.jit
@@ -122,7 +133,7 @@ def masses_of(code, scale):
 def concentration(code, REGS: tl.constexpr, LANES: tl.constexpr):
     """Sorted codes [ROWS, LANES, REGS] -> (gini, scale, total), fp32 [ROWS, 1, 1].
 
-    gini = sum_i (n - 1 - 2 i) x_i / (n sum x) over the n finite scores x_0 >= x_1 >= ...; 0 where all are equal or their sum is 0.
+    gini = sum_i (n - 1 - 2 i) x_i / (n sum x) over the n finite scores x_0 >= x_1 >= ...; 0 where all are equal or sum to 0.
     scale: the power of two that brings the largest finite score to 1 .. 4 (a subnormal one: at most 2), so that no sum leaves
     the range of fp32; total: the sum of the finite scores times scale."""
     finite = code - FIRST_SCORE < INFINITE - FIRST_SCORE
@@ -144,7 +155,7 @@ def concentration(code, REGS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def quanta(code, scale, total):
-    """int32 masses of codes in whole 2^-30ths of the row's sum, rounded to nearest: their sums do not depend on any order, and the
-    whole row's is at most 2^30 + its length.  scale, total: as `concentration` gives them; a row whose sum is 0 has none."""
+    """int32 masses of codes in whole 2^-30ths of the row's sum, rounded to nearest: their sums do not depend on any order, and
+    that of the row is 2^30 but for rounding.  scale, total: as `concentration` gives them; a row whose sum is 0 has none."""
     part = tl.where(total > 0, QUANTA / tl.where(total > 0, total, 1.0), 0.0)
     return (masses_of(code, scale) * part + 0.5).to(tl.int32)

@@ -5,7 +5,18 @@ import triton.language as tl
 
 from ..device.ordering import concentration, score_codes, sort_descending
 
-RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "stride_b", "stride_h", "stride_q", "stride_sb", "stride_sh", "stride_sk"]
+RUNTIME = [
+    "rows",
+    "heads",
+    "q_blocks",
+    "kv_blocks",
+    "stride_b",
+    "stride_h",
+    "stride_q",
+    "stride_sb",
+    "stride_sh",
+    "stride_sk",
+]
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -1,4 +1,4 @@
-"""Block scores to lists of blocks in one launch: sort, Gini, tau, the blocks that are kept, and their numbers in ascending order."""
+"""Block scores to lists of blocks in one launch: sort, Gini, tau, which blocks are kept, and their numbers in ascending order."""
 
 import triton
 import triton.language as tl
@@ -6,6 +6,7 @@ import triton.language as tl
 from ..device.ordering import (
     FIRST_SCORE,
     concentration,
+    load_flat,
     order_sum,
     positions,
     quanta,
@@ -15,8 +16,8 @@ from ..device.ordering import (
     sort_descending,
 )
 
-RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first",
-           "reach", "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb", "stride_sh",
+RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first", "reach",
+           "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb", "stride_sh",
            "stride_sk"]  # fmt: skip
 
 
@@ -36,13 +37,24 @@ def whole_setting(value, i_b, i_h, i_q, live, most):
 
 
 @triton.jit
-def forced_blocks(Force, p_force, stride_fk, i_q, column, inside, seq_q, shift, log_q, log_k, force_first, reach):
-    """Blocks kept whatever their score: the first ones, those within `reach` of the query block's own place, those that Force names."""
+def earlier_columns(x):
+    """int32 [ROWS, REGS, LANES] in the order of the columns -> the sum over the columns before each."""
+    run = tl.sum(x, 2, keep_dims=True)
+    return tl.cumsum(x, 2) - x + tl.cumsum(run, 1) - run
+
+
+@triton.jit
+def forced_blocks(
+    Force, p_force, stride_fk, i_q, column, inside, capacity, seq_q, shift, log_q, log_k, force_first, reach
+):
+    """Blocks kept whatever their score: the first ones, those within `reach` of the query block's own, those that Force names."""
     low = ((i_q << log_q) + shift) >> log_k  # shifts round down, below 0 too
     high = (tl.minimum((i_q + 1) << log_q, seq_q) - 1 + shift) >> log_k
     forced = (column < force_first) | ((column >= low - reach) & (column <= high + reach))
     if Force is not None:
-        forced |= tl.load(Force + p_force + column.to(tl.int64) * stride_fk, mask=inside, other=0) != 0
+        forced |= load_flat(Force, p_force + column.to(tl.int64) * stride_fk, inside) != 0
+        forced &= inside
+        forced &= earlier_columns(forced.to(tl.int32)) < capacity  # there may be more of them than room
     return forced & inside
 
 
@@ -54,11 +66,12 @@ def select(
     METHOD: tl.constexpr, FORCED: tl.constexpr,
     ROWS: tl.constexpr, REGS: tl.constexpr, LANES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Scores [B, H, Qb, KVb], Sizes int32 [B, H, KVb] or None, Force bool [B, H, Qb, KVb] or None -> Index int32 [B, H, Qb, capacity],
-    Count int32, Gini, Tau (unless METHOD is "count"), Mass fp32 [B, H, Qb], all contiguous.
+    """Scores [B, H, Qb, KVb], Sizes int32 [B, H, KVb] or None, Force bool [B, H, Qb, KVb] or None -> Index int32 [B, H, Qb,
+    capacity], Count int32, Gini, Tau (unless METHOD is "count"), Mass fp32 [B, H, Qb], all contiguous.
 
-    amount: the settings of METHOD: "gini" (tau_min, tau_max), "mass" (tau,), "count" (blocks,); least, most: blocks a list; each as
-    `setting` has it.  shift: seq_k - seq_q tokens; log_q, log_k: of the blocks' tokens; reach: blocks, very negative for none.
+    amount: the settings of METHOD: "gini" (tau_min, tau_max), "mass" (tau,), "count" (blocks,); least, most: blocks a list;
+    each as `setting` has it.  shift: seq_k - seq_q tokens; log_q, log_k: of the blocks' tokens; reach: blocks, very negative for
+    none.
 
     Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns.  Sums that decide are sums
     of integers.  What is listed past a row's count are the blocks that are not kept."""
@@ -73,7 +86,8 @@ def select(
     code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk)
     if FORCED:
         p_force = i_b * stride_fb + i_h * stride_fh + i_q.to(tl.int64) * stride_fq
-        forced = forced_blocks(Force, p_force, stride_fk, i_q, column, inside, seq_q, shift, log_q, log_k, force_first, reach)
+        forced = forced_blocks(Force, p_force, stride_fk, i_q, column, inside, capacity, seq_q, shift, log_q, log_k,
+                               force_first, reach)  # fmt: skip
         key = sort_descending(code * 2 + forced.to(tl.uint32), REGS, LANES, LOG)
         ranked, free = key >> 1, (key & 1) == 0
         rank = order_sum(free.to(tl.int32), LOG)  # 1 for the first block that is not forced
@@ -98,7 +112,8 @@ def select(
             tau = high - (high - tau) * gini
         tau = tl.where(tau < 1.0, tl.maximum(tau, 0.0), 1.0)  # NaN asks for everything
         tl.store(Tau + row, tau, mask=live)
-        goal = tl.where(tau < 1.0, tl.ceil(tau * whole.to(tl.float32)).to(tl.int32), 0x7FFFFFFF)
+        goal = ((tau * 2147483648.0).to(tl.int64) * whole + 0x7FFFFFFF) >> 31  # of integers: exact, and rounded up
+        goal = tl.where(tau < 1.0, goal.to(tl.int32), 0x7FFFFFFF)
         if FORCED:
             loose = tl.where(free, mass, 0)
             before = order_sum(loose, LOG) - loose + row_sum(mass - loose)
@@ -119,9 +134,9 @@ def select(
     if FORCED:
         sure, tie = sure | forced, tie & ~forced
     flags = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
-    run = tl.sum(flags, 2, keep_dims=True)
-    earlier = tl.cumsum(flags, 2) - flags + tl.cumsum(run, 1) - run
-    ties = take + held - (row_sum(run) & 0xFFFF)  # of equal scores the first ones
+    earlier = earlier_columns(flags)
+    better = row_sum(tl.sum(flags, 2, keep_dims=True)) & 0xFFFF
+    ties = take + held - better  # of equal scores the first ones
     kept = sure | (tie & ((earlier >> 16) < ties))
     earlier = (earlier & 0xFFFF) + tl.minimum(earlier >> 16, ties)
     place = tl.where(kept, earlier, count + column - earlier)
@@ -129,11 +144,10 @@ def select(
     N: tl.constexpr = ROWS * REGS * LANES
     entry = (row.to(tl.int64) * capacity + place).reshape(N)  # flat, as they lie in the lanes
     tl.store(Index + entry, (column + tl.zeros(place.shape, tl.int32)).reshape(N), mask=listed.reshape(N))
-    if FORCED:  # there may be more of them than room
-        share = row_sum(tl.permute(tl.where(kept & listed, quanta(code, scale, total), 0), (0, 2, 1)))
-    else:
-        share = row_sum(tl.where(rank <= take, mass, 0))
-    share = share.to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
+    ours = rank <= take
+    if FORCED:
+        ours = ours | (free == 0)
+    share = row_sum(tl.where(ours, mass, 0)).to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
     tl.store(Mass + row, tl.where(whole > 0, share, 1.0), mask=live)
     tl.store(Gini + row, gini, mask=live)
     tl.store(Count + row, count, mask=live)

@@ -11,7 +11,7 @@ from .device import device_of, interpreting
 if TYPE_CHECKING:
     from ..plan.select import SelectPlan
 
-__all__ = ["Selected", "SelectCall", "Setting", "example_gini", "example_select", "forward", "gini", "most_forced"]
+__all__ = ["SelectCall", "Selected", "Setting", "example_gini", "example_select", "forward", "gini", "most_forced"]
 
 Setting: TypeAlias = float | torch.Tensor
 """One number for all rows, or a view [batch, heads, Q blocks] of any real dtype, on the device of the scores."""
@@ -74,7 +74,13 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     if made.counts.numel() == 0:
         return made
     most = None if isinstance(call.most, torch.Tensor) else call.most
-    key = (scores.shape[3], *map(_key, (scores, call.force, call.block_sizes, *call.settings)), *call[4:8], call.method, most)
+    key = (
+        scores.shape[3],
+        *map(_key, (scores, call.force, call.block_sizes, *call.settings)),
+        *call[4:8],
+        call.method,
+        most,
+    )
     found = _CACHE.get(key)
     if found is None:
         check_forced(scores, call)
@@ -160,14 +166,11 @@ def _constants(plan: "SelectPlan") -> dict[str, int]:
 def _launch(fn: Any, plan: "SelectPlan", constants: dict[str, Any], device: torch.device) -> Any:
     from .launch import Launch
 
-    index = device.index if device.index is not None else 0
-    if device.type == "cuda" and device.index is None:
-        index = torch.cuda.current_device()
-    return Launch(fn, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, index)
+    return Launch(fn, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, device.index or 0)
 
 
 def _strides(t: torch.Tensor | None, dims: int) -> tuple[int, ...]:
-    return (0,) * dims if t is None else t.stride()
+    return (0,) * dims if t is None else tuple(t.stride())
 
 
 def _select_launch(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
@@ -178,8 +181,8 @@ def _select_launch(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -
     block_q, block_k, seq_q, seq_k = call.geometry
     forced = call.force is not None or call.force_first > 0 or call.reach != NOWHERE
     shifts = block_q.bit_length() - 1, block_k.bit_length() - 1
-    integers = (p.rows, p.heads, p.q_blocks, p.kv_blocks, call.capacity, seq_q, seq_k - seq_q, *shifts, call.force_first, call.reach,
-                *scores.stride()[:3], *_strides(call.force, 4), *_strides(call.block_sizes, 3))  # fmt: skip
+    integers = (p.rows, p.heads, p.q_blocks, p.kv_blocks, call.capacity, seq_q, seq_k - seq_q, *shifts, call.force_first,
+                call.reach, *scores.stride()[:3], *_strides(call.force, 4), *_strides(call.block_sizes, 3))  # fmt: skip
     constants = {"METHOD": call.method, "FORCED": forced, **_constants(plan)}
     return _launch(select, plan, constants, scores.device), integers
 
@@ -207,9 +210,7 @@ def example_select(
     scores, rows = _meta(p.batch, p.heads, p.q_blocks, p.kv_blocks), (p.batch, p.heads, p.q_blocks)
     setting: Setting = _meta(p.heads).view(1, -1, 1).expand(rows) if tensors else 0.5
     force = _meta(p.q_blocks, p.kv_blocks, dtype=torch.bool).expand(scores.shape) if forced else None
-    block_sizes = (
-        _meta(p.kv_blocks, dtype=torch.int32).expand(p.batch, p.heads, p.kv_blocks) if sizes else None
-    )
+    block_sizes = _meta(p.kv_blocks, dtype=torch.int32).expand(p.batch, p.heads, p.kv_blocks) if sizes else None
     geometry = (64, 64, 64 * p.q_blocks, 64 * p.kv_blocks)
     amount = (setting,) * (2 if method == "gini" else 1)
     call = SelectCall(method, amount, setting, setting, p.kv_blocks, geometry, int(forced), 1 if forced else NOWHERE, force,

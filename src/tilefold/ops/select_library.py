@@ -69,7 +69,7 @@ def _call(
     reach: int,
 ) -> SelectCall:
     left = {"t": iter(per_row), "f": iter(numbers)}
-    *amount, least, most = cast("list[Setting]", [next(left[kind]) for kind in order])  # type: ignore[call-overload]
+    *amount, least, most = cast("list[Setting]", [next(left[kind]) for kind in order])
     block_q, block_k, seq_q, seq_k = geometry
     return SelectCall(method, tuple(amount), least, most, capacity, (block_q, block_k, seq_q, seq_k), force_first, reach, force,
                       block_sizes)  # fmt: skip

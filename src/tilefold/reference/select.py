@@ -12,8 +12,8 @@ __all__ = ["SelectedRows", "gini", "select"]
 class SelectedRows(NamedTuple):
     """keep bool [B, H, Qb, KVb]; gini, tau, mass fp64 [B, H, Qb]; tau None for "top_k".
 
-    gap fp64 [B, H, Qb]: how far tau is from the nearest share that a set of best blocks has: what rounding must not reach for the set
-    to be certain (inf where no mass decides, and for a tau of 1)."""
+    gap fp64 [B, H, Qb]: how far tau is from the nearest share that a set of best blocks has: what rounding must not reach for the
+    set to be certain (inf where no mass decides, and for a tau of 0 or 1)."""
 
     keep: torch.Tensor
     gini: torch.Tensor
@@ -61,7 +61,10 @@ def select(
     if method == "gini" and tau is not None:
         share = _setting(tau(coefficients), shape)
     elif method == "gini":
-        low, high = (_setting(0.5 if tau_min is None else tau_min, shape), _setting(0.95 if tau_max is None else tau_max, shape))
+        low, high = (
+            _setting(0.5 if tau_min is None else tau_min, shape),
+            _setting(0.95 if tau_max is None else tau_max, shape),
+        )
         share = low + (high - low) * (1 - coefficients)
     elif method == "top_p":
         share = _setting(top_p, shape)
@@ -114,6 +117,8 @@ def _row(
     gap = math.inf
     if share is None:
         best = [j for j in free if j in scored][: max(0, wanted["k"] - len(forced))]
+    elif share <= 0:
+        best = []
     elif share >= 1:
         best = [j for j in free if j in scored and row[j] > 0]
     else:
@@ -142,7 +147,7 @@ def _gini(scored: list[float]) -> float:
 
 def _setting(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """fp64 [B, H, Qb]; one dimension: [heads]."""
-    t = torch.as_tensor(value).detach().cpu().double()
+    t = value.detach().cpu().double() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
     return (t[:, None] if t.dim() == 1 else t).expand(shape)
 
 

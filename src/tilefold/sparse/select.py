@@ -61,8 +61,8 @@ def select(
     """The KV blocks that each query block keeps: of the highest scores the fewest whose mass is enough.
 
     A *score* is a number of at least 0: the probability that a query block puts on a KV block, or anything else that is a
-    mass.  Rows need not sum to 1: mass counts relative to the sum of the row's finite scores.  NaN, -inf and numbers below 0 are no
-    scores; +inf comes before every other score and has no mass.  (For scores of any sign: `BlockIndex.from_topk`.)
+    mass.  Rows need not sum to 1: mass counts relative to the sum of the row's finite scores.  NaN, -inf and numbers below 0 are
+    no scores; +inf comes before every other score and has no mass.  (For scores of any sign: `BlockIndex.from_topk`.)
 
     Args:
         scores: [batch, heads, Q blocks, KV blocks] fp16, bf16 or fp32, any strides with a contiguous last dimension.  May
@@ -81,9 +81,9 @@ def select(
             else KV blocks; never more than KV blocks.  Lists are cut to it as by max_blocks.
         force_self: keep the KV blocks at the tokens of the query block; queries are aligned to the end of the keys, token i to
             token i + seq_k - seq_q.  force_first: keep the first so many blocks.  local_window: keep the blocks that are at most
-            so many away from those of force_self (0: the same).  force: keep where true; bool, broadcasts with scores.  Forced blocks
-            are in every list, whatever their score or size, and count as mass and toward min_blocks, max_blocks and top_k; only
-            capacity is stronger: the lowest-numbered forced blocks stay.
+            so many away from those of force_self (0: the same).  force: keep where true; bool, broadcasts with scores.  Forced
+            blocks are in every list, whatever their score or size, and count as mass and toward min_blocks, max_blocks and
+            top_k; only capacity is stronger: the lowest-numbered forced blocks stay.
         block_q, block_k, seq_q, seq_k, block_sizes, query_sizes: the record's, see `BlockIndex`; lengths by default whole blocks.
             A block of size 0 has no score, whatever its number says.
 
@@ -93,17 +93,18 @@ def select(
 
     Returns:
         `Selection`.  Equal scores go to the lower block.  A share of 1 keeps every block with a score above 0.  A row without any
-        score keeps min_blocks.  Lists, gini, tau and mass are the same to the last bit in every run.  No host synchronisation; all
-        shapes follow from shapes.
+        score keeps min_blocks.  Lists, gini, tau and mass are the same to the last bit in every run.  No host synchronisation;
+        all shapes follow from shapes.
 
-    Rounding: a block's mass counts in whole 2^-30ths of its row's (rows of more than 4096 blocks: 2^-50ths), so that sums are exact in
-    any order; the crossing block can be another one than in exact arithmetic where the share is within 2^-22 of a sum.
+    Rounding: a block's mass counts in whole 2^-30ths of its row's (rows of more than 4096 blocks: 2^-40ths), so that sums are
+    exact in any order.  Where a sum of masses is within about 2^-22 of the share asked for, the last block may be another one
+    than in exact arithmetic.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError: naming the argument.
 
-    Source: top-p is nucleus selection (Holtzman et al. 2020, arXiv:1904.09751); top-k over block scores as in VSA (Zhang et al. 2025,
-    arXiv:2505.13389).  The map from Gini coefficient to tau is our own definition.
+    Source: top-p is nucleus selection (Holtzman et al. 2020, arXiv:1904.09751); top-k over block scores as in VSA (Zhang et al.
+    2025, arXiv:2505.13389).  The map from Gini coefficient to tau is our own definition.
     """
     bind_scores(scores)
     seq_q = scores.shape[2] * block_q if seq_q is None else seq_q
@@ -152,8 +153,8 @@ def index(
 ) -> BlockIndex:
     """The index of a bool map [batch or 1, heads or 1, Q blocks, KV blocks]: `BlockIndex.from_map`, the index stage by itself.
 
-    No row is walked entry by entry: a parallel running count of the map, then for every entry of every list a binary search in it, log2
-    KV blocks steps, all entries at once.  `select` makes its lists in its own launch and does not need this."""
+    No row is walked entry by entry: a parallel running count of the map, then for every entry of every list a binary search in
+    it, log2(KV blocks) steps, all entries at once.  `select` makes its lists in its own launch and does not need this."""
     return BlockIndex.from_map(
         block_map, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, block_sizes=block_sizes,
         query_sizes=query_sizes, capacity=capacity, check=check,

@@ -84,7 +84,12 @@ def make_call(
     amount = _amount(method, numbers, scores)
     least, blocks = bounds[0], scores.shape[3]
     most = float(blocks) if bounds[1] is None else blocks_setting("max_blocks", bounds[1], scores, 1)
-    if not isinstance(least, torch.Tensor) and not isinstance(most, torch.Tensor) and bounds[1] is not None and least > most:
+    if (
+        not isinstance(least, torch.Tensor)
+        and not isinstance(most, torch.Tensor)
+        and bounds[1] is not None
+        and least > most
+    ):
         raise ValueRangeError(f"min_blocks is {least:g}, more than max_blocks, {most:g}")
     first, reach, force = _window(scores, *window)
     forced = blocks if force is not None else _most_forced(first, reach, geometry)
@@ -128,7 +133,9 @@ def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple
     tau = numbers["tau"]
     if tau is not None:
         if not callable(tau):
-            raise DtypeError(f"tau must be a function of the Gini tensor, got {type(tau).__name__}; for one share use method 'top_p'")
+            raise DtypeError(
+                f"tau must be a function of the Gini tensor, got {type(tau).__name__}; for one share use method 'top_p'"
+            )
         return (1.0, 1.0)
     low, high = (
         _setting(name, default if numbers[name] is None else numbers[name], scores, 1.0)
@@ -166,15 +173,16 @@ def _setting(name: str, value: Number, scores: torch.Tensor, high: float | None)
         return number
     rows = tuple(scores.shape[:3])
     if value.dtype == torch.bool or value.is_complex():
-        raise DtypeError(f"{name} must be a number or a tensor of real numbers, got dtype {str(value.dtype).removeprefix('torch.')}")
+        kind = str(value.dtype).removeprefix("torch.")
+        raise DtypeError(f"{name} must be a number or a tensor of real numbers, got dtype {kind}")
     if value.device != scores.device:
         raise DeviceError(f"{name} is on {value.device}, but scores is on {scores.device}")
     wide = value[:, None] if value.dim() == 1 else value
     shape = tuple(padded(wide, 3).shape) if wide.dim() <= 3 else ()
     if len(shape) != 3 or any(n not in (1, m) for n, m in zip(shape, rows, strict=True)):
         raise ShapeError(
-            f"{name} has shape {tuple(value.shape)}, expected [heads] = [{rows[1]}] or what broadcasts to [batch, heads, Q blocks] = "
-            f"{list(rows)}"
+            f"{name} has shape {tuple(value.shape)}, expected [heads] = [{rows[1]}] or what broadcasts to "
+            f"[batch, heads, Q blocks] = {list(rows)}"
         )
     return padded(wide, 3).detach().expand(rows)
 
@@ -201,7 +209,8 @@ def _window(
     wide = padded(force, 4) if force.dim() <= 4 else force
     if wide.dim() != 4 or any(n not in (1, m) for n, m in zip(wide.shape, scores.shape, strict=True)):
         raise ShapeError(
-            f"force has shape {tuple(force.shape)}, which does not broadcast to [batch, heads, Q blocks, KV blocks] = {list(scores.shape)}"
+            f"force has shape {tuple(force.shape)}, which does not broadcast to [batch, heads, Q blocks, KV blocks] = "
+            f"{list(scores.shape)}"
         )
     return first, reach, wide.expand(scores.shape)
 
