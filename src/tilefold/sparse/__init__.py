@@ -1,22 +1,34 @@
-"""Block-sparse attention's parts: the index of which blocks see which, the predicates that make one, a video's grid in blocks."""
+"""Block-sparse attention's parts: the index of which blocks see which, what makes one, and the stages of video attention."""
 
+from .coarse import CoarseResult, attend_rows, coarse, project
+from .fuse import fuse
 from .index import BlockIndex
 from .pipeline import CoarseOptions, SelectOptions, Stages, sparse_video_attention
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
+from .select import Selection, gini, index, select
 from .tiling import GridTiling
 from .tree import register
 
 __all__ = [
     "BlockIndex",
     "CoarseOptions",
+    "CoarseResult",
     "GridTiling",
     "Predicate",
     "SelectOptions",
+    "Selection",
     "Stages",
     "all_of",
     "any_of",
+    "attend_rows",
     "causal_blocks",
+    "coarse",
     "dilated",
+    "fuse",
+    "gini",
+    "index",
+    "project",
+    "select",
     "sliding_tile",
     "sparse_video_attention",
     "video_window",
