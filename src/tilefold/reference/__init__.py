@@ -1,6 +1,8 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions."""
 
 from .attention import attention, attention_varlen
+from .coarse import attend_rows, coarse, project
+from .fuse import fuse
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
@@ -8,10 +10,14 @@ from .video import sparse_video_attention
 
 __all__ = [
     "Comparison",
+    "attend_rows",
     "attention",
     "attention_varlen",
+    "coarse",
     "compare",
+    "fuse",
     "gini",
+    "project",
     "select",
     "sparse_attention",
     "sparse_attention_paged",
