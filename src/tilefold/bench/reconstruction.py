@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from .. import sparse_attention
 from ..nn.sparse_video import whole_index
 from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions
+from ..sparse import coarse as coarse_stage
+from ..sparse import select as select_stage
 
 __all__ = ["Reconstruction", "block_mass", "reconstruct"]
 
 Fine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockIndex], torch.Tensor]
-_SPARSE: Any = import_module("tilefold.sparse")
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ def reconstruct(
     true = block_mass(q, k, tiling)
     dense = tiling.untile(fine(q, k, v, whole_index(tiling, q.device)))
     weights = tiling.block_sizes(q.device) / tiling.tokens
-    scores = _SPARSE.coarse(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=slots, **both).scores
+    scores = coarse_stage(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=slots, **both).scores
     rows = []
     for select in selections:
-        index = _SPARSE.select(scores, **select.arguments(), **shape).index
+        index = select_stage(scores, **select.arguments(), **shape).index
         chosen = index.to_map().expand(true.shape)
         counts = chosen.sum(-1, keepdim=True)
         best = true.argsort(-1, descending=True).argsort(-1) < counts

@@ -1,18 +1,18 @@
 """fp64 oracle of the pipeline: the oracles of its stages one after the other."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .coarse import coarse as coarse_oracle
+from .fuse import fuse
+from .select import select as select_oracle
 from .sparse import sparse_attention
 
 if TYPE_CHECKING:
     from ..sparse import BlockIndex
 
 __all__ = ["sparse_video_attention"]
-
-_ORACLES: Any = import_module(__package__ or "tilefold.reference")
 
 
 def sparse_video_attention(
@@ -47,11 +47,11 @@ def sparse_video_attention(
     sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
     rough = chosen = None
     if coarse is not None:
-        rough = _ORACLES.coarse(
+        rough = coarse_oracle(
             q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,
             **sizes, layout=layout, dtype=dtype,
         )  # fmt: skip
-        chosen = _ORACLES.select(
+        chosen = select_oracle(
             rough.scores,
             **select.arguments(),
             block_q=block,
@@ -68,9 +68,9 @@ def sparse_video_attention(
     assert index is not None
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
     if rough is None or chosen is None:
-        out = fine if gate_fine is None else _ORACLES.fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
+        out = fine if gate_fine is None else fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
         return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
-    out = _ORACLES.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
+    out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, index, fine, lse)

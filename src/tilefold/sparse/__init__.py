@@ -6,6 +6,7 @@ from .index import BlockIndex
 from .pipeline import CoarseOptions, SelectOptions, Stages, sparse_video_attention
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 from .select import Selection, gini, index, select
+from .streaming import VideoCache
 from .tiling import GridTiling
 from .tree import register
 
@@ -18,6 +19,7 @@ __all__ = [
     "SelectOptions",
     "Selection",
     "Stages",
+    "VideoCache",
     "all_of",
     "any_of",
     "attend_rows",

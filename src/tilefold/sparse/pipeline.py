@@ -2,22 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from .. import sparse_attention
-from ..errors import DtypeError, ValueRangeError
+from ..errors import DtypeError, Unsupported, ValueRangeError
 from ..types import Layout
+from .coarse import coarse as coarse_stage
+from .fuse import fuse
 from .index import BlockIndex
+from .select import select as select_stage
+from .streaming import VideoCache, attend_cache
 
 __all__ = ["CoarseOptions", "SelectOptions", "Stages", "sparse_video_attention"]
 
 CoarseKind = Literal["block", "dense", "pooled"]
 Setting: TypeAlias = float | torch.Tensor
-# The package the stages are names of, looked up at each call: a stage may be replaced by another with its signature.
-_SPARSE: Any = import_module(__package__ or "tilefold.sparse")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def sparse_video_attention(
     gate_coarse: torch.Tensor | None = None,
     gate_fine: torch.Tensor | None = None,
     index: BlockIndex | None = None,
+    cache: VideoCache | None = None,
     scale: float | None = None,
     block: int = 64,
     block_sizes: torch.Tensor | None = None,
@@ -129,6 +131,8 @@ def sparse_video_attention(
         gate_coarse, gate_fine: floating point [heads], [batch, seq, heads], or four dimensions that broadcast with out; in the
             order of `layout`; None: 1.
         index: lists to attend instead of selected ones; only with coarse None.
+        cache: a `VideoCache` that grows: k and v (whole blocks) are appended, block_sizes are theirs, and q, the last of all
+            tokens, attends everything that the cache then holds.  Forward only, coarse.kind "block"; old rows are not made again.
         scale: of both branches' scores; None: 1 / sqrt(dim).
         block: tokens of a query and of a KV block.
         block_sizes, query_sizes: valid tokens at the start of each KV and query block, as for `BlockIndex`; None: all.
@@ -146,6 +150,16 @@ def sparse_video_attention(
     Source: the two branches and gates, VSA (Zhang et al. 2025, arXiv:2505.13389) and NSA (Yuan et al. 2025, arXiv:2502.11089);
     the projection, Linformer (Wang et al. 2020, arXiv:2006.04768)."""
     _check_records(coarse, select, layout)
+    if cache is not None:
+        if coarse is None or index is not None:
+            raise ValueRangeError("cache was given with coarse=None or an index: a cache selects by its own rows")
+        _check_cache(cache, q, coarse, block)
+        cache.append(k, v, weight_k=weight_k, weight_v=weight_v, block_sizes=block_sizes, layout=layout)
+        gates = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
+        out, stages = attend_cache(
+            q, cache, coarse=coarse, select=select, **gates, scale=scale, query_sizes=query_sizes, layout=layout
+        )
+        return (out, stages) if return_stages else out
     if coarse is None:
         return _listed(q, k, v, index, gate_fine, scale, layout, return_stages,
                        {"weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse, "block_sizes": block_sizes,
@@ -156,11 +170,11 @@ def sparse_video_attention(
         )
     sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
     rows = 1 if layout == "bshd" else 2
-    rough = _SPARSE.coarse(
+    rough = coarse_stage(
         q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,
         **sizes, layout=layout,
     )  # fmt: skip
-    chosen = _SPARSE.select(
+    chosen = select_stage(
         rough.scores,
         **select.arguments(),
         block_q=block,
@@ -170,7 +184,7 @@ def sparse_video_attention(
         **sizes,
     )
     fine, lse = sparse_attention(q, k, v, chosen.index, scale=scale, layout=layout, return_lse=True)
-    out = _SPARSE.fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
+    out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
@@ -190,8 +204,22 @@ def _listed(
             where = "index carries its own" if name.endswith("sizes") else "there is no coarse branch to use it"
             raise ValueRangeError(f"{name} was given with coarse=None: {where}")
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, return_lse=True)
-    out = fine if gate is None else _SPARSE.fuse(None, fine, None, gate, layout=layout)
+    out = fine if gate is None else fuse(None, fine, None, gate, layout=layout)
     return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
+
+
+def _check_cache(cache: VideoCache, q: torch.Tensor, coarse: CoarseOptions, block: int) -> None:
+    """Everything that would stop the call after the cache has grown."""
+    if not isinstance(cache, VideoCache):
+        raise DtypeError(f"cache must be a VideoCache or None, got {type(cache).__name__}")
+    if block != cache.block:
+        raise ValueRangeError(f"block is {block}, but the cache has blocks of {cache.block}")
+    if coarse.kind != "block":
+        raise ValueRangeError(
+            f"coarse.kind must be 'block' with a cache, got {coarse.kind!r}: others need all tokens at once"
+        )
+    if torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad:
+        raise Unsupported("q requires a gradient, but a cache passes none: call under torch.no_grad()")
 
 
 def _check_records(coarse: object, select: object, layout: object) -> None:

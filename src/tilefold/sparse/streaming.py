@@ -1,0 +1,231 @@
+"""Sparse video attention over a growing cache: new tokens attend all that came before them, block by block.
+
+A block's keys and values are written once, and its row of the coarse branch is made once, when the block comes.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..check import FLOATS, TensorSpec, bind
+from ..errors import DtypeError, ShapeError, Unsupported
+from ..sparse_api import sparse_attention, sparse_attention_paged
+from ..types import Layout
+from .coarse import attend_rows, project
+from .fuse import fuse
+from .select import select as select_blocks
+
+if TYPE_CHECKING:
+    from .pipeline import CoarseOptions, SelectOptions
+
+__all__ = ["VideoCache", "attend_cache"]
+
+
+class VideoCache:
+    """Keys, values and rows of the blocks of `batch` sequences that grow together, in memory of a fixed size.
+
+    Args:
+        batch, capacity: sequences, and the most tokens of one, whole blocks.
+        kv_heads, dim, dim_v: of K and V; dim_v None: dim.
+        block: tokens of a block.
+        page_size: None: K [batch, capacity, kv_heads, dim] in one piece; else in pages [pages, page_size, kv_heads, dim] that
+            block_table int32 [batch, ceil(capacity / page_size)] names (made here, pages in order).
+        dtype, device: of K and V.
+
+    Attributes (change them only by `append` and `clear`):
+        k, v: as said.  rows_k, rows_v: [batch, blocks, kv_heads, dim].
+        block_sizes: int32 [batch, blocks], valid tokens of each block, 0 for those that are still to come.
+        lengths: int32 [batch], tokens so far.  tokens: the same as a number, which graph replays do not change.
+
+    Memory: (capacity + blocks) * kv_heads * (dim + dim_v) numbers a sequence.
+    Raises ShapeError, ValueRangeError, naming the argument.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        dim: int,
+        dim_v: int | None = None,
+        *,
+        block: int = 64,
+        page_size: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        dim_v = dim if dim_v is None else dim_v
+        numbers = {
+            "batch": batch,
+            "capacity": capacity,
+            "kv_heads": kv_heads,
+            "dim": dim,
+            "dim_v": dim_v,
+            "block": block,
+        }
+        for name, value in (numbers | ({} if page_size is None else {"page_size": page_size})).items():
+            if type(value) is not int or value < 1:
+                raise ShapeError(f"{name} must be an integer of at least 1, got {value!r}")
+        if capacity % block:
+            raise ShapeError(f"capacity must be whole blocks of {block} tokens, got {capacity}")
+        if not dtype.is_floating_point:
+            raise DtypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+        self.block, self.capacity, self.page_size, self.tokens = block, capacity, page_size, 0
+        pages = 0 if page_size is None else -(-capacity // page_size)
+        places = (batch, capacity) if page_size is None else (batch * pages, page_size)
+        self.k, self.v = (torch.zeros(*places, kv_heads, d, dtype=dtype, device=device) for d in (dim, dim_v))
+        self.rows_k, self.rows_v = (
+            torch.zeros(batch, capacity // block, kv_heads, d, dtype=dtype, device=device) for d in (dim, dim_v)
+        )
+        self.block_sizes = torch.zeros(batch, capacity // block, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.block_table = None
+        if page_size is not None:
+            self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there is room for."""
+        return self.capacity // self.block
+
+    def __repr__(self) -> str:
+        where = "" if self.page_size is None else f", pages of {self.page_size}"
+        return f"VideoCache({self.batch} x {self.tokens} of {self.capacity} tokens in blocks of {self.block}{where})"
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays."""
+        self.lengths.zero_()
+        self.block_sizes.zero_()
+        self.tokens = 0
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        weight_k: torch.Tensor | None = None,
+        weight_v: torch.Tensor | None = None,
+        block_sizes: torch.Tensor | None = None,
+        layout: Layout = "bshd",
+    ) -> None:
+        """Write new blocks behind those that are there, and make their rows.
+
+        Args:
+            k, v: [batch, tokens, kv_heads, dim], whole blocks, in the cache's dtype; any strides.
+            weight_k, weight_v: the coarse branch's projections of kind "block"; None: the mean.
+            block_sizes: int32 [new blocks] or [batch or 1, new blocks]: their valid tokens; None: all.
+            layout: "bhsd" for [batch, kv_heads, tokens, dim].
+
+        No value is read on the host, so an append can be captured in a CUDA graph; its replays go on from `lengths`, and it is
+        the caller's part that they stay within the capacity.  Raises ShapeError if there is no room; Unsupported for what requires
+        a gradient.
+        """
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v) if isinstance(t, torch.Tensor)):
+            raise Unsupported("k or v requires a gradient, but a cache passes none: call under torch.no_grad()")
+        if layout == "bhsd":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        self._check(k, v)
+        new = k.shape[1]
+        if self.tokens + new > self.capacity:
+            raise ShapeError(f"k has {new} tokens, but the cache has room for {self.capacity - self.tokens} more")
+        sizes = torch.full((1, new // self.block), self.block, dtype=torch.int32, device=k.device)
+        if block_sizes is not None:
+            names = ("batch|1 blocks", "blocks")
+            spec = TensorSpec("block_sizes", names[block_sizes.dim() == 1], (torch.int32,))
+            bind(
+                (spec,),
+                {"block_sizes": block_sizes},
+                known={"batch": self.batch, "blocks": new // self.block},
+                beside=("k", k),
+            )
+            sizes = block_sizes if block_sizes.dim() == 2 else block_sizes[None]
+        batch = torch.arange(self.batch, device=k.device)[:, None]
+        places = self.lengths[:, None].long() + torch.arange(new, device=k.device)
+        blocks = self.lengths[:, None].long() // self.block + torch.arange(new // self.block, device=k.device)
+        for stored, fresh in ((self.k, k), (self.v, v)):
+            stored[self._places(batch, places)] = fresh
+        for rows, fresh, weight in ((self.rows_k, k, weight_k), (self.rows_v, v, weight_v)):
+            rows[batch, blocks] = project(fresh, weight, block_sizes=sizes, block=self.block)
+        self.block_sizes[batch, blocks] = sizes.expand(self.batch, -1)
+        self.lengths += new
+        self.tokens += new
+
+    def _places(self, batch: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where tokens lie: (batch entry, token), or (page, row)."""
+        if self.block_table is None or self.page_size is None:
+            return batch, places
+        return self.block_table[batch, places // self.page_size].long(), places % self.page_size
+
+    def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        specs = (
+            TensorSpec("k", "batch tokens kv_heads dim", FLOATS, contiguous_last=True),
+            TensorSpec("v", "batch tokens kv_heads dim_v", FLOATS, same_dtype_as="k", contiguous_last=True),
+        )
+        known = {"batch": self.batch, "kv_heads": self.k.shape[2], "dim": self.k.shape[3], "dim_v": self.v.shape[3]}
+        bind(specs, {"k": k, "v": v}, known=known, beside=("the cache", self.k))
+        if k.dtype != self.k.dtype:
+            raise DtypeError(f"k must have the cache's dtype {self.k.dtype}, got {k.dtype}")
+        if k.shape[1] % self.block:
+            raise ShapeError(f"k has {k.shape[1]} tokens: a cache grows by whole blocks of {self.block}")
+
+
+def attend_cache(
+    q: torch.Tensor,
+    cache: VideoCache,
+    *,
+    coarse: "CoarseOptions",
+    select: "SelectOptions",
+    gate_coarse: torch.Tensor | None = None,
+    gate_fine: torch.Tensor | None = None,
+    scale: float | None = None,
+    query_sizes: torch.Tensor | None = None,
+    layout: Layout = "bshd",
+) -> tuple[torch.Tensor, Any]:
+    """(out, stages) of the newest tokens over everything that the cache holds; see `sparse_video_attention`.
+
+    q: [batch, seq_q, heads, dim], the last seq_q tokens that were appended.  Forward only."""
+    from .pipeline import Stages
+
+    sizes = {"block_sizes": cache.block_sizes, "query_sizes": query_sizes}
+    shared = {"scale": scale, "layout": layout}
+    rows = (cache.rows_k, cache.rows_v)
+    if layout == "bhsd":
+        rows = tuple(t.transpose(1, 2) for t in rows)  # type: ignore[assignment]
+    rough = attend_rows(q, *rows, reduction=coarse.reduction, block=cache.block, **sizes, **shared)  # type: ignore[arg-type]
+    chosen = select_blocks(
+        rough.scores,
+        **{**select.arguments(), **_forced(select, cache, rough.scores)},
+        block_q=cache.block,
+        block_k=cache.block,
+        seq_q=q.shape[1 if layout == "bshd" else 2],
+        seq_k=cache.capacity,
+        **sizes,
+    )
+    k, v = (cache.k, cache.v) if layout == "bshd" else (cache.k.transpose(1, 2), cache.v.transpose(1, 2))
+    if cache.block_table is None:
+        fine, lse = sparse_attention(q, k, v, chosen.index, return_lse=True, **shared)  # type: ignore[arg-type]
+    else:
+        fine, lse = sparse_attention_paged(
+            q, k, v, chosen.index, cache.block_table, cache.lengths, return_lse=True, **shared  # type: ignore[arg-type]
+        )  # fmt: skip
+    out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
+    return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
+
+
+def _forced(select: "SelectOptions", cache: VideoCache, scores: torch.Tensor) -> dict[str, Any]:
+    """The blocks that are always kept, counted from the newest block that is there and not from the end of the memory."""
+    options = select.arguments()
+    around = options.get("local_window")
+    if not options.get("force_self") and around is None:
+        return {}
+    q_blocks, kv_blocks = scores.shape[2:]
+    places = torch.arange(kv_blocks, device=scores.device)
+    newest = cache.lengths[:, None] // cache.block - q_blocks + torch.arange(q_blocks, device=scores.device)
+    near = (places - newest[..., None]).abs() <= (around or 0)
+    force = (near & (cache.block_sizes[:, None] > 0))[:, None]
+    given = options.get("force")
+    return {"force_self": False, "local_window": None, "force": force if given is None else force | given}
