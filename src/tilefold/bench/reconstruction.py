@@ -60,8 +60,8 @@ def reconstruct(
     the CPU the reference is quicker than the interpreter.  Memory: one query block's scores over all keys, and a few maps of
     blocks."""
     sizes, slots = tiling.sizes(q.device), tiling.slots
-    both = {"block_sizes": sizes, "query_sizes": sizes}
-    shape = {"block_q": slots, "block_k": slots, "seq_q": tiling.padded, "seq_k": tiling.padded, **both}
+    both: dict[str, Any] = {"block_sizes": sizes, "query_sizes": sizes}
+    shape: dict[str, Any] = {"block_q": slots, "block_k": slots, "seq_q": tiling.padded, "seq_k": tiling.padded, **both}
     true = block_mass(q, k, tiling)
     dense = tiling.untile(fine(q, k, v, whole_index(tiling, q.device)))
     weights = tiling.block_sizes(q.device) / tiling.tokens

@@ -82,16 +82,16 @@ def profile_video(
 
     q = normal(shape.batch, shape.seq, shape.heads, shape.dim)
     k, v = (normal(shape.batch, shape.seq, shape.kv_heads, shape.dim) for _ in range(2))
-    gates = {name: normal(shape.batch, shape.seq, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")}
+    gates: dict[str, Any] = {name: normal(shape.batch, shape.seq, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")}
 
-    def pipeline(q: "Tensor", k: "Tensor", v: "Tensor", **gates: "Tensor") -> Any:
+    def pipeline(q: "Tensor", k: "Tensor", v: "Tensor", **gates: Any) -> Any:
         return sparse.sparse_video_attention(q, k, v, coarse=coarse, select=select, block=shape.block, **gates)
 
     _, made = sparse.sparse_video_attention(
         q, k, v, coarse=coarse, select=select, block=shape.block, return_stages=True, **gates
     )
     listed = int(made.index.expand(shape.batch, shape.heads).counts.sum())
-    geometry = {"block_q": shape.block, "block_k": shape.block, "seq_q": shape.seq, "seq_k": shape.seq}
+    geometry: dict[str, Any] = {"block_q": shape.block, "block_k": shape.block, "seq_q": shape.seq, "seq_k": shape.seq}
     calls: dict[str, Callable[[], object]] = {
         "coarse": lambda: sparse.coarse(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=shape.block),
         "select": lambda: sparse.select(made.scores, **select.arguments(), **geometry),
@@ -99,7 +99,7 @@ def profile_video(
         "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, gates["gate_coarse"], gates["gate_fine"]),
         TOTAL: lambda: pipeline(q, k, v, **gates),
     }
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()}
+    leaves: dict[str, Any] = {name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()}
     grad = normal(*q.shape)
     if backward:
         calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
@@ -162,7 +162,7 @@ def _dense_calls(
         calls[f"dense {peer.title}"] = forward
         if grad is not None:
             leaves = [t.detach().clone().requires_grad_() for t in tensors]
-            both = peer.prepare(Inputs(case, *leaves))
+            both = peer.prepare(Inputs(case, leaves[0], leaves[1], leaves[2]))
 
             def step(run: Any = both, leaves: Any = leaves) -> object:
                 with run.context():

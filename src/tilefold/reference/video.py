@@ -44,7 +44,7 @@ def sparse_video_attention(
     coarse = CoarseOptions() if coarse == "default" else coarse
     select = SelectOptions() if select == "default" else select
     rows = 1 if layout == "bshd" else 2
-    sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
+    sizes: dict[str, Any] = {"block_sizes": block_sizes, "query_sizes": query_sizes}
     rough = chosen = None
     if coarse is not None:
         rough = coarse_oracle(

@@ -155,7 +155,7 @@ def sparse_video_attention(
             raise ValueRangeError("cache was given with coarse=None or an index: a cache selects by its own rows")
         _check_cache(cache, q, coarse, block)
         cache.append(k, v, weight_k=weight_k, weight_v=weight_v, block_sizes=block_sizes, layout=layout)
-        gates = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
+        gates: dict[str, Any] = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
         out, stages = attend_cache(
             q, cache, coarse=coarse, select=select, **gates, scale=scale, query_sizes=query_sizes, layout=layout
         )
@@ -168,7 +168,7 @@ def sparse_video_attention(
         raise ValueRangeError(
             "index was given with a coarse branch, which selects its own lists: pass coarse=None or no index"
         )
-    sizes = {"block_sizes": block_sizes, "query_sizes": query_sizes}
+    sizes: dict[str, Any] = {"block_sizes": block_sizes, "query_sizes": query_sizes}
     rows = 1 if layout == "bshd" else 2
     rough = coarse_stage(
         q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,

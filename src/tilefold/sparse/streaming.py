@@ -121,8 +121,8 @@ class VideoCache:
             layout: "bhsd" for [batch, kv_heads, tokens, dim].
 
         No value is read on the host, so an append can be captured in a CUDA graph; its replays go on from `lengths`, and it is
-        the caller's part that they stay within the capacity.  Raises ShapeError if there is no room; Unsupported for what requires
-        a gradient.
+        the caller's part that they stay within the capacity.  Raises ShapeError if there is no room; Unsupported for what
+        requires a gradient.
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v) if isinstance(t, torch.Tensor)):
             raise Unsupported("k or v requires a gradient, but a cache passes none: call under torch.no_grad()")
@@ -190,12 +190,12 @@ def attend_cache(
     q: [batch, seq_q, heads, dim], the last seq_q tokens that were appended.  Forward only."""
     from .pipeline import Stages
 
-    sizes = {"block_sizes": cache.block_sizes, "query_sizes": query_sizes}
-    shared = {"scale": scale, "layout": layout}
-    rows = (cache.rows_k, cache.rows_v)
+    sizes: dict[str, Any] = {"block_sizes": cache.block_sizes, "query_sizes": query_sizes}
+    shared: dict[str, Any] = {"scale": scale, "layout": layout}
+    rows_k, rows_v, k, v = cache.rows_k, cache.rows_v, cache.k, cache.v
     if layout == "bhsd":
-        rows = tuple(t.transpose(1, 2) for t in rows)  # type: ignore[assignment]
-    rough = attend_rows(q, *rows, reduction=coarse.reduction, block=cache.block, **sizes, **shared)  # type: ignore[arg-type]
+        rows_k, rows_v, k, v = (t.transpose(1, 2) for t in (rows_k, rows_v, k, v))
+    rough = attend_rows(q, rows_k, rows_v, reduction=coarse.reduction, block=cache.block, **sizes, **shared)
     chosen = select_blocks(
         rough.scores,
         **{**select.arguments(), **_forced(select, cache, rough.scores)},
@@ -205,12 +205,11 @@ def attend_cache(
         seq_k=cache.capacity,
         **sizes,
     )
-    k, v = (cache.k, cache.v) if layout == "bshd" else (cache.k.transpose(1, 2), cache.v.transpose(1, 2))
     if cache.block_table is None:
-        fine, lse = sparse_attention(q, k, v, chosen.index, return_lse=True, **shared)  # type: ignore[arg-type]
+        fine, lse = sparse_attention(q, k, v, chosen.index, return_lse=True, **shared)
     else:
         fine, lse = sparse_attention_paged(
-            q, k, v, chosen.index, cache.block_table, cache.lengths, return_lse=True, **shared  # type: ignore[arg-type]
+            q, k, v, chosen.index, cache.block_table, cache.lengths, return_lse=True, **shared
         )  # fmt: skip
     out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
