@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import sparse_attention, sparse_attention_paged
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import DtypeError, ShapeError, Unsupported
-from ..sparse_api import sparse_attention, sparse_attention_paged
 from ..types import Layout
 from .coarse import attend_rows, project
 from .fuse import fuse
