@@ -148,6 +148,56 @@ def locate_listed_pages(i, source, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def live_of_row(cols, source):
+    """source = (length, sizes or None, offset of this head's sizes): every row has a size, and is live if it is not 0."""
+    live = cols < source[0]
+    if source[1] is not None:
+        live = live & (tl.load(source[1] + source[2] + cols, mask=live, other=0) > 0)
+    return live
+
+
+@triton.jit
+def locate_live(i, source, BLOCK_N: tl.constexpr):
+    """One contiguous sequence some of whose rows are dead (source as for live_of_row), by pointers."""
+    cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    return cols.to(tl.int64), cols, live_of_row(cols, source)
+
+
+@triton.jit
+def locate_live_box(i, source, BLOCK_N: tl.constexpr):
+    """locate_live for a descriptor."""
+    cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    return i * BLOCK_N, cols, live_of_row(cols, source)
+
+
+@triton.jit
+def live_of_block(start, cols, source):
+    """source = (length, sizes or None, offset of this head's sizes, BLOCK, first tile), BLOCK a multiple of the tile at `start`:
+    the first sizes[block] tokens of each block are live."""
+    live = cols < source[0]
+    if source[1] is not None:
+        block = start // source[3]
+        live = live & (cols - block * source[3] < tl.load(source[1] + source[2] + block))
+    return live
+
+
+@triton.jit
+def locate_sized(i, source, BLOCK_N: tl.constexpr):
+    """Tile source[4] + i of one contiguous sequence in blocks of which only the first tokens are live, by pointers."""
+    start = (source[4] + i) * BLOCK_N
+    cols = start + tl.arange(0, BLOCK_N)
+    return cols.to(tl.int64), cols, live_of_block(start, cols, source)
+
+
+@triton.jit
+def locate_sized_box(i, source, BLOCK_N: tl.constexpr):
+    """locate_sized for a descriptor."""
+    start = (source[4] + i) * BLOCK_N
+    cols = start + tl.arange(0, BLOCK_N)
+    return start, cols, live_of_block(start, cols, source)
+
+
+@triton.jit
 def fetch_paged(
     side,
     rows,

@@ -13,10 +13,13 @@ if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan
 
 __all__ = [
+    "MAX_HEAD_DIM",
+    "SPECS",
     "UNBOUNDED",
     "Call",
     "Packed",
     "Paged",
+    "check_heads",
     "check_hooks",
     "check_integer",
     "check_offsets",
@@ -209,16 +212,20 @@ def sizes_of(
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
         sizes |= {"batch": sizes["offsets"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
+    check_heads(sizes, "k" if paged is None else "k_pages")
+    return sizes
+
+
+def check_heads(sizes: dict[str, int], k: str = "k", v: str = "v") -> None:
+    """Groups of heads are whole, head dims are served; k, v: what the arguments are called."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(
-            f"q has {heads} heads and {'k' if paged is None else 'k_pages'} has {kv_heads}: the heads of q must be a "
-            f"multiple of those of k and v"
+            f"q has {heads} heads and {k} has {kv_heads}: the heads of q must be a multiple of those of k and v"
         )
-    for name, dim in (("q and k", sizes["dim_qk"]), ("v", sizes["dim_v"])):
+    for name, dim in ((f"q and {k if v != 'v' else 'k'}", sizes["dim_qk"]), (v, sizes["dim_v"])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise Unsupported(f"{name} have head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
-    return sizes
 
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,14 +1,18 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions."""
 
 from .attention import attention, attention_varlen
+from .coarse import attend_rows, coarse, project
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
 
 __all__ = [
     "Comparison",
+    "attend_rows",
     "attention",
     "attention_varlen",
+    "coarse",
     "compare",
+    "project",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",

@@ -1,16 +1,21 @@
 """Block-sparse attention's parts: the index of which blocks see which, and the predicates that make one."""
 
+from .coarse import CoarseResult, attend_rows, coarse, project
 from .index import BlockIndex
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 from .tree import register
 
 __all__ = [
     "BlockIndex",
+    "CoarseResult",
     "Predicate",
     "all_of",
     "any_of",
+    "attend_rows",
     "causal_blocks",
+    "coarse",
     "dilated",
+    "project",
     "sliding_tile",
     "video_window",
 ]

@@ -1,0 +1,105 @@
+"""One operation in three coats: a plain call, an autograd function, an operator of torch's dispatcher.
+
+    plain        eager, no gradient asked for: the host function itself
+    function     eager with gradients, and torch.func, which takes autograd functions but not the dispatcher's
+    dispatched   torch.compile, FakeTensor, tracing, tensor subclasses: one opaque operator each way
+
+The three share their forward, their backward and what is kept between, so that they cannot differ.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from .call import _has_tangent, _in_forward_mode
+
+__all__ = ["Operator"]
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """An operation on flat positional arguments with a first derivative.
+
+    name: as in "tilefold::name"; the gradient's is name_backward.
+    forward(*args), fake(*args): the results, and results without values after all checks; annotated for torch's schema.
+    gradient(*arguments), gradient_fake(*arguments): what the backward pass makes; annotated, too.
+    keep(ctx, inputs, output): as setup_context of an autograd function.
+    arguments(ctx, *grads): those of `gradient`; None to pass no gradient.
+    give(ctx, results): the gradients of all args of forward, None for what gets none."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        gradient: Callable[..., Any],
+        gradient_fake: Callable[..., Any],
+        keep: Callable[..., None],
+        arguments: Callable[..., tuple[Any, ...] | None],
+        give: Callable[..., tuple[Any, ...]],
+    ) -> None:
+        self.forward = forward
+        self.op = torch.library.custom_op(f"tilefold::{name}", mutates_args=())(forward)
+        self.op.register_fake(fake)
+        self.gradient_op = torch.library.custom_op(f"tilefold::{name}_backward", mutates_args=())(gradient)
+        self.gradient_op.register_fake(gradient_fake)
+        gradient_op = self.gradient_op
+
+        def refuse(ctx: Any, *grads: Any) -> Any:
+            raise Unsupported(f"tilefold::{name} has first derivatives only: this call differentiates its gradient")
+
+        def differentiate(ctx: Any, *grads: Any) -> Any:
+            given = arguments(ctx, *grads)
+            return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, gradient_op(*given))
+
+        self.gradient_op.register_autograd(refuse)
+        self.op.register_autograd(differentiate, setup_context=keep)
+        self.function = _function(forward, gradient, keep, arguments, give, refuse)
+
+    def __call__(self, *args: Any) -> Any:
+        """The results, by the cheapest way that everyone who watches can follow."""
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling() or (not transformed and _watched(tensors)):
+            return self.op(*args)
+        if transformed or (torch.is_grad_enabled() and any(map(_wants_gradient, tensors))):
+            return self.function.apply(*args)
+        return self.forward(*args)
+
+
+def _function(
+    forward: Callable[..., Any],
+    gradient: Callable[..., Any],
+    keep: Callable[..., None],
+    arguments: Callable[..., tuple[Any, ...] | None],
+    give: Callable[..., tuple[Any, ...]],
+    refuse: Callable[..., Any],
+) -> Any:
+    """The autograd function; its backward is one of its own, in which torch.func unwraps the tensors."""
+
+    def no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = arguments(ctx, *grads)
+        return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, second.apply(*given))
+
+    def made(name: str, **methods: Callable[..., Any]) -> Any:
+        return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
+
+    second = made("Gradient", forward=gradient, setup_context=no_context, backward=refuse)
+    return made("Differentiable", forward=forward, setup_context=keep, backward=backward)
+
+
+def _wants_gradient(t: torch.Tensor) -> bool:
+    return t.requires_grad or (_in_forward_mode() and _has_tangent(t))
+
+
+def _watched(tensors: list[torch.Tensor]) -> bool:
+    """Does a dispatch mode or a tensor subclass have to see an operator?"""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(t.is_meta or type(t) not in _PLAIN_TENSORS for t in tensors)

@@ -1,0 +1,179 @@
+"""The plan of coarse attention: tiles and loads of its forward and backward kernels, and shares of the queries for dk and dv."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan.device import Device
+from tilefold.plan.limits import (
+    BOX,
+    MAX_GRID,
+    POINTER,
+    Tile,
+    box_refusal,
+    programs_per_sm,
+    require_supported,
+    tile_violation,
+)
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once"]
+
+REDUCTIONS = ("mean", "max", "each")
+MAX_SHARES = 64
+TILES_PER_SHARE = 8  # of queries, at least: fewer cost more to add up than they save
+TILE_ELEMENTS = 8192  # of a tile that a projection keeps in registers
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseProblem:
+    """What is asked: the dense problem over the projected rows, and how queries are counted in blocks.
+
+    attention: lengths (seq_k: projected rows), heads, dims and dtype, without mods; its `descriptors` says that K, V can be read
+    by tensor descriptors and hold finite numbers throughout.  block: queries a block.  reduction: "mean" or "max" over a block's
+    queries, "each" if every query is a block of its own.  masked: some rows may be dead.  query_masked: some queries may be.
+    descriptors: the same as attention's, of Q and of the gradient of the output.
+    """
+
+    attention: AttentionProblem
+    block: int
+    reduction: str = "mean"
+    masked: bool = False
+    query_masked: bool = False
+    descriptors: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueRangeError(
+                f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {self.reduction!r}"
+            )
+        if type(self.block) is not int or self.block < 1 or self.block & (self.block - 1):
+            raise ValueRangeError(f"block must be a power of two, got {self.block!r}")
+
+    @property
+    def rows(self) -> int:
+        """Most queries that one program can make."""
+        return 64 if self.reduction == "each" else min(self.block, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class CoarsePlan:
+    """The decision for one coarse problem on one device; `print` it.
+
+    forward: tile of coarse_forward, queries and keys: of the backward kernels, rows of Q x rows of K.  boxes: which of the three
+    read what streams by through tensor descriptors.  shares: parts of the queries that dk and dv are summed over apart.
+    Raises PlanError, naming the field, if a tile does not fit.
+    """
+
+    problem: CoarseProblem
+    device: Device
+    forward: Tile
+    queries: Tile
+    keys: Tile
+    boxes: tuple[bool, bool, bool]
+    shares: int
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "queries", "keys"):
+            tile = getattr(self, name)
+            if name != "keys" and tile.block_m > self.problem.rows:
+                raise PlanError(f"plan field {name}: block_m must be at most {self.problem.rows}, got {tile.block_m}")
+        if (
+            max(self.grid(tile, own)[0] for tile, own in ((self.forward, "m"), (self.queries, "m"), (self.keys, "n")))
+            > MAX_GRID
+        ):
+            raise PlanError(f"plan field forward: more than {MAX_GRID} programs")
+
+    @property
+    def parts(self) -> int:
+        """Programs that share a query block: as many partial scores are made of it."""
+        return 1 if self.problem.reduction == "each" else self.problem.block // self.forward.block_m
+
+    def grid(self, tile: Tile, own: str) -> tuple[int, int, int]:
+        """Programs that own rows of Q ("m") or of K and V ("n"; these in shares)."""
+        n = self.problem.attention
+        if own == "m":
+            return (-(-n.seq_q // tile.block_m) * n.batch * n.heads, 1, 1)
+        return (-(-n.seq_k // tile.block_n) * n.batch * n.kv_heads, self.shares, 1)
+
+    def __str__(self) -> str:
+        n = self.problem.attention
+        loads = ["boxes" if box else "pointers" for box in self.boxes]
+        return (
+            f"Coarse attention plan for {self.device.title}\n"
+            f"  problem   {n.batch} x {n.seq_q} queries in blocks of {self.problem.block}, {n.seq_k} rows, {n.heads} heads on "
+            f"{n.kv_heads} KV heads, D={n.dim_qk} (V {n.dim_v}), {n.dtype}, scores: {self.problem.reduction}\n"
+            f"  forward   {self.forward}, {loads[0]}, {self.grid(self.forward, 'm')[0]} programs\n"
+            f"  dq        {self.queries}, {loads[1]}\n"
+            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid(self.keys, 'n')[0]} programs x {self.shares} shares"
+        )
+
+
+def rows_at_once(block: int, width: int) -> int:
+    """Tokens of a block that a projection reads in one step; width: of the padded head dim."""
+    return max(1, min(block, TILE_ELEMENTS // width))
+
+
+@lru_cache(maxsize=4096)
+def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
+    """The plan for a coarse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
+    n = problem.attention
+    require_supported(n, device)
+    exact = n.dtype == "float32" or device.backend == "interpreter"
+    kv_boxes = not exact and box_refusal(n, device) is None
+    # A box would read queries past a block's size, which may hold anything.
+    q_boxes = kv_boxes and problem.descriptors and not problem.query_masked
+    forward = _first_fit(problem, device, _forward_tiles(problem, device), BOX if kv_boxes else POINTER)
+    queries, keys = _backward_tiles(problem, device)
+    programs = -(-n.seq_k // keys.block_n) * n.kv_heads * n.batch
+    share = -(-n.seq_q // keys.block_m) // TILES_PER_SHARE
+    slots = device.sms * 2
+    shares = (
+        1
+        if device.backend == "interpreter" and share < 2
+        else max(1, min(MAX_SHARES, share, -(-2 * slots // max(1, programs))))
+    )
+    return CoarsePlan(problem, device, forward, queries, keys, (kv_boxes, kv_boxes, q_boxes), shares)
+
+
+def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
+    """Best first."""
+    n, rows = problem.attention, problem.rows
+    width = max(n.block_qk, n.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, 16, 4, 1),)
+    last = Tile(min(rows, 16), 16, 4, 1)
+    if n.dtype == "float32":
+        return (Tile(min(rows, 32), 32 if width <= 64 else 16, 8 if width > 128 else 4, 2), last)
+    warps = 8 if width > 128 and rows >= 64 else 4
+    return (Tile(rows, 64, warps, 2), Tile(rows, 32, 4, 2), Tile(rows, 16, 4, 1), last)
+
+
+def _backward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, Tile]:
+    """(dq, dk and dv)."""
+    n, rows = problem.attention, problem.rows
+    width = max(n.block_qk, n.block_v)
+    if device.backend == "interpreter":
+        return Tile(rows, 16, 4, 1), Tile(16, 16, 4, 1)
+    if n.dtype == "float32":
+        tile = Tile(min(rows, 32), 32, 8 if width > 64 else 4, 1)
+        return tile, tile
+    warps = 8 if width > 128 else 4
+    return Tile(rows, 64 if width <= 128 else 32, warps, 2), Tile(64 if width <= 128 else 32, 64, warps, 2)
+
+
+def _first_fit(problem: CoarseProblem, device: Device, tiles: tuple[Tile, ...], loads: str) -> Tile:
+    faults = []
+    for tile in tiles:
+        fault = None if device.backend == "interpreter" else tile_violation(problem.attention, device, loads, tile)
+        if fault is None and (
+            device.backend == "interpreter" or programs_per_sm(problem.attention, device, loads, tile) >= 1
+        ):
+            return tile
+        faults.append(f"{tile}: {fault[1] if fault else 'no program fits'}")
+    raise Unsupported(f"no tile fits {device.name} for this coarse problem ({'; '.join(faults)})")
+
+
+def with_tiles(plan: CoarsePlan, **fields: object) -> CoarsePlan:
+    """The plan with other tiles, loads or shares."""
+    return replace(plan, **fields)  # type: ignore[arg-type]
