@@ -2,6 +2,7 @@
 
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
+from .fuse import fuse
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
 
@@ -12,6 +13,7 @@ __all__ = [
     "attention_varlen",
     "coarse",
     "compare",
+    "fuse",
     "project",
     "sparse_attention",
     "sparse_attention_paged",

@@ -1,6 +1,7 @@
-"""Block-sparse attention's parts: the index of which blocks see which, and the predicates that make one."""
+"""Block-sparse attention's parts: the index of which blocks see which, the predicates that make one, the stages around it."""
 
 from .coarse import CoarseResult, attend_rows, coarse, project
+from .fuse import fuse
 from .index import BlockIndex
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 from .tree import register
@@ -15,6 +16,7 @@ __all__ = [
     "causal_blocks",
     "coarse",
     "dilated",
+    "fuse",
     "project",
     "sliding_tile",
     "video_window",
