@@ -105,7 +105,7 @@ def gather(
 ) -> torch.Tensor:
     """Rows [B, blocks, H, D] of x [B, seq, H, D] (or both with H before): see kernels.project."""
     key = "gather", facts_of(x), *map(_facts, (weight, sizes)), block, kind, layout
-    p = _CACHE.get(key) or _keep(key, _bind_gather(x, weight, sizes, block, kind, layout, names))
+    p = _CACHE.get(key) or _keep(key, _bind_gather(x, weight, sizes, block, kind, layout, names), x.device)
     rows = torch.empty(p.shape, dtype=x.dtype, device=x.device)
     if p.launch is not None:
         p.launch((x, weight, sizes, rows, *p.tail))
@@ -123,7 +123,7 @@ def spread(
 ) -> torch.Tensor:
     """x [B, length, H, D] of rows [B, blocks, H, D]: the transpose of gather."""
     key = "spread", facts_of(rows), *map(_facts, (weight, sizes)), length, block, kind, layout
-    p = _CACHE.get(key) or _keep(key, _bind_spread(rows, weight, sizes, length, block, kind, layout))
+    p = _CACHE.get(key) or _keep(key, _bind_spread(rows, weight, sizes, length, block, kind, layout), rows.device)
     x = torch.empty(p.shape, dtype=rows.dtype, device=rows.device)
     if p.launch is not None:
         p.launch((rows, weight, sizes, x, *p.tail))
@@ -133,9 +133,9 @@ def spread(
 def weight_gradient(
     x: torch.Tensor, drows: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str
 ) -> torch.Tensor:
-    """Gradient of a learned weight [block] or [heads or 1, block], in its dtype: what each block adds, summed in a fixed order."""
+    """Gradient of a learned weight [block] or [heads or 1, block], in its dtype: the sum of what each block adds."""
     key = "weight", *map(facts_of, (x, drows, weight)), _facts(sizes), block, layout
-    p = _CACHE.get(key) or _keep(key, _bind_weight(x, drows, weight, sizes, block, layout))
+    p = _CACHE.get(key) or _keep(key, _bind_weight(x, drows, weight, sizes, block, layout), x.device)
     if p.launch is None:
         return torch.zeros_like(weight)
     part = torch.empty(p.shape, dtype=torch.float32, device=x.device)
@@ -150,7 +150,8 @@ def _facts(t: torch.Tensor | None) -> Any:
     return None if t is None else facts_of(t)
 
 
-def _keep(key: Any, prepared: Prepared) -> Prepared:
+def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
+    device_of(device)  # refuses one where no kernel runs
     if len(_CACHE) >= CACHE_LIMIT:
         _CACHE.clear()
     _CACHE[key] = prepared
@@ -191,7 +192,6 @@ def _bind(fn: Any, n: dict[str, int], shape: tuple[int, ...], like: torch.Tensor
     from ..plan.problem import padded_head_dim
     from .launch import Launch
 
-    device_of(like.device)
     programs = n["heads"] * n["blocks"] * n["batch"]
     if programs == 0:
         return Prepared(shape)
@@ -319,3 +319,31 @@ project_op = Operator("project_blocks", _project, _project_fake, _project_gradie
                       _project_arguments, _project_give)  # fmt: skip
 spread_op = Operator("spread_blocks", _spread, _spread_fake, _spread_gradient, _spread_gradient_fake, _spread_keep,
                      _spread_arguments, _spread_give)  # fmt: skip
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(part: str, dtype: str, dim: int, sized: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of "gather", "spread" or "weight" with a learned weight, on tensors without memory, to compile."""
+
+    def meta(*shape: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    stored = getattr(torch, dtype)
+    x, rows, weight = (
+        meta(2, 4096, 4, dim, kind=stored),
+        meta(2, 64, 4, dim, kind=stored),
+        meta(4, 64, kind=torch.float32),
+    )
+    sizes = meta(64, kind=torch.int32) if sized else None
+    if part == "gather":
+        p = _bind_gather(x, weight, sizes, 64, WEIGHTED, "bshd", NAMES)
+        args: tuple[Any, ...] = (x, weight, sizes, rows)
+    elif part == "spread":
+        p = _bind_spread(rows, weight, sizes, 4096, 64, WEIGHTED, "bshd")
+        args = (rows, weight, sizes, x)
+    else:
+        p = _bind_weight(x, rows, weight, sizes, 64, "bshd")
+        args = (x, rows, sizes, meta(*p.shape, kind=torch.float32))
+    return p.launch.fn, (*args, *p.tail), p.launch.keywords
