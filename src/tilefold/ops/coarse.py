@@ -169,7 +169,7 @@ def bind_forward(
         *shapes,
         scale=scale,
         boxes=tuple(describe_box(t, layout, tile.block_n, w) for t, w in boxed),
-        launch=Launch(coarse_forward, plan.grid(tile, "m"), constants, options, q.device.index or 0),
+        launch=Launch(coarse_forward, plan.grid("forward"), constants, options, q.device.index or 0),
         tail=(scale, n.seq_q, n.seq_k, n.heads, n.group, n.batch, *(one for s in strides for one in s),
               *size_strides(call.block_sizes), *size_strides(call.query_sizes)),
     )  # fmt: skip

@@ -108,11 +108,10 @@ def bind(
     delta = {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_M": ROWS}
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
 
-    def tiled(fn: Any, tile: Any, own: str, **more: Any) -> Any:
+    def tiled(fn: Any, part: str, **more: Any) -> Any:
+        tile = plan.tile(part)
         given = {**constants, **more, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        return Launch(
-            fn, plan.grid(tile, own), given, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device
-        )
+        return Launch(fn, plan.grid(part), given, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
 
     def boxes(wanted: bool, rows: int, *pair: torch.Tensor) -> tuple[Any, ...]:
         widths = n.block_qk, n.block_v
@@ -121,10 +120,10 @@ def bind(
     return Bound(
         Launch(backward_delta, delta_grid, delta, {"num_warps": 4}, device),
         (n.seq_q, n.heads, *out_strides, *sides[3]),
-        tiled(kernels.coarse_backward_queries, plan.queries, "m", BOX=kv_box),
+        tiled(kernels.coarse_backward_queries, "queries", BOX=kv_box),
         boxes(kv_box, plan.queries.block_n, k, v),
         (*lengths, n.heads, n.group, *inputs, *dq_strides, *strides),
-        tiled(kernels.coarse_backward_keys, plan.keys, "n", BOX=q_box, EDGE=edge),
+        tiled(kernels.coarse_backward_keys, "keys", BOX=q_box, EDGE=edge),
         boxes(q_box, plan.keys.block_m, q, dout),
         (*lengths, n.kv_heads, n.group, n.batch, *inputs, *strides),
     )

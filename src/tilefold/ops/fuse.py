@@ -10,7 +10,7 @@ from ..errors import ShapeError, Unsupported, ValueRangeError
 from .call import MAX_HEAD_DIM, facts_of
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT
+from .project import CACHE_LIMIT, readable
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
 
@@ -164,7 +164,7 @@ def gradients(
     """Of coarse, fine, gate_coarse, gate_fine; None where not wanted.  A branch is read only for the gradient of its gate.
 
     A gate that is broadcast is summed by torch, from fp32 numbers of every row, or of every element if it has channels."""
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = readable(dout)
     key = "backward", *(None if t is None else facts_of(t) for t in (dout, *branches, *gates)), layout, wanted
     p = _CACHE.get(key) or _keep(key, _bind_backward(dout, branches, gates, layout), dout.device)
     found: list[torch.Tensor | None] = [None] * 4

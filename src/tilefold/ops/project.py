@@ -220,6 +220,17 @@ def _head_stride(weight: torch.Tensor | None) -> int:
 # ---------------------------------------------------------------- the operators
 
 
+def readable(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as the kernels read it: after sum() it has every element at one address, also an empty one."""
+    if gradient.shape[-1] == 1 or gradient.stride(-1) == 1:
+        return gradient
+    return (
+        gradient.contiguous()
+        if gradient.numel()
+        else torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    )
+
+
 def _project(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -250,8 +261,7 @@ def _project_gradient(
     layout: str, want_x: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, dweight), empty where not wanted."""
-    if drows.stride(-1) != 1:
-        drows = drows.contiguous()
+    drows = readable(drows)
     length = x.shape[1 if layout == "bshd" else 2]
     dx = spread(drows, weight, sizes, length, block, kind, layout) if want_x else x.new_empty(0)
     if weight is None or not want_weight:
@@ -294,7 +304,7 @@ def _spread_fake(rows: torch.Tensor, sizes: torch.Tensor | None, length: int, bl
 
 def _spread_gradient(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:
     """The sum over each block's valid tokens."""
-    return gather(dx if dx.stride(-1) == 1 else dx.contiguous(), None, sizes, block, SUM, layout)
+    return gather(readable(dx), None, sizes, block, SUM, layout)
 
 
 def _spread_gradient_fake(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:

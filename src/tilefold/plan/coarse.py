@@ -75,25 +75,27 @@ class CoarsePlan:
 
     def __post_init__(self) -> None:
         for name in ("forward", "queries", "keys"):
-            tile = getattr(self, name)
+            tile = self.tile(name)
             if tile.block_m > self.problem.rows and (name != "keys" or self.problem.query_masked):
                 raise PlanError(f"plan field {name}: block_m must be at most {self.problem.rows}, got {tile.block_m}")
-        if (
-            max(self.grid(tile, own)[0] for tile, own in ((self.forward, "m"), (self.queries, "m"), (self.keys, "n")))
-            > MAX_GRID
-        ):
-            raise PlanError(f"plan field forward: more than {MAX_GRID} programs")
+            if self.grid(name)[0] > MAX_GRID:
+                raise PlanError(f"plan field {name}: more than {MAX_GRID} programs")
+
+    def tile(self, part: str) -> Tile:
+        """The tile of "forward", "queries" or "keys"."""
+        return {"forward": self.forward, "queries": self.queries, "keys": self.keys}[part]
 
     @property
     def parts(self) -> int:
         """Programs that share a query block: as many partial scores are made of it."""
         return 1 if self.problem.reduction == "each" else self.problem.block // self.forward.block_m
 
-    def grid(self, tile: Tile, own: str) -> tuple[int, int, int]:
-        """Programs that own rows of Q ("m") or of K and V ("n"; these in shares)."""
-        n = self.problem.attention
-        if own == "m":
-            return (-(-n.seq_q // tile.block_m) * n.batch * n.heads, 1, 1)
+    def grid(self, part: str) -> tuple[int, int, int]:
+        """Programs of "forward" (of whole blocks), "queries" or "keys" (for each head of a group and share)."""
+        n, tile = self.problem.attention, self.tile(part)
+        if part != "keys":
+            block = self.problem.block if part == "forward" else 1
+            return (-(-(-(-n.seq_q // block) * block) // tile.block_m) * n.batch * n.heads, 1, 1)
         return (-(-n.seq_k // tile.block_n) * n.batch * n.kv_heads, n.group, self.shares)
 
     def __str__(self) -> str:
@@ -103,9 +105,9 @@ class CoarsePlan:
             f"Coarse attention plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries in blocks of {self.problem.block}, {n.seq_k} rows, {n.heads} heads on "
             f"{n.kv_heads} KV heads, D={n.dim_qk} (V {n.dim_v}), {n.dtype}, scores: {self.problem.reduction}\n"
-            f"  forward   {self.forward}, {loads[0]}, {self.grid(self.forward, 'm')[0]} programs\n"
+            f"  forward   {self.forward}, {loads[0]}, {self.grid('forward')[0]} programs\n"
             f"  dq        {self.queries}, {loads[1]}\n"
-            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid(self.keys, 'n')[0]} programs x {self.shares} shares"
+            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid('keys')[0]} programs x {n.group} heads of a group x {self.shares} shares"
         )
 
 
