@@ -1,4 +1,4 @@
-"""The coarse stage against its fp64 oracle, forward and backward: kinds, rows, sizes, groups, lengths, strides, what is refused."""
+"""The coarse stage against its fp64 oracle, forward and backward: kinds, sizes, groups, lengths, strides, refusals."""
 
 import math
 
@@ -254,6 +254,9 @@ REFUSED = [
      "k has dtype float16, but q has float32: they must be the same (nothing is converted silently)"),
     ({"v": torch.zeros(1, 41, 2, 16)}, ShapeError,
      "v has shape (1, 41, 2, 16), expected [batch, seq_k, kv_heads, dim_v]: dimension 1 (seq_k) is 41, should be 40 as in k"),
+    ({"weight_k": 0.5}, DtypeError, "weight_k must be a torch.Tensor or None, got float"),
+    ({"block_sizes": [16, 16, 8]}, DtypeError, "block_sizes must be a torch.Tensor or None, got list"),
+    ({"query_sizes": [16, 16, 8]}, DtypeError, "query_sizes must be a torch.Tensor or None, got list"),
     ({"q": None}, DtypeError, "q must be a torch.Tensor, got NoneType"),
     ({"q": torch.zeros(1, 40, 16, 4).transpose(2, 3)}, LayoutError,
      "q needs a contiguous last dimension (stride 1), got strides (2560, 64, 1, 4) for shape (1, 40, 4, 16); "

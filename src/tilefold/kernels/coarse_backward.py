@@ -4,8 +4,8 @@
     coarse_backward_keys      one program makes what one share of the queries adds to BLOCK_N rows of dk and dv of one KV head
 
 There are few rows (one a KV block), so programs that own them alone would leave most of a GPU idle: the queries are cut in
-shares, and each share of each head makes sums of its own, which are added in a fixed order afterwards.  Nothing is added in memory by several
-programs: the same bits every run.
+shares, and each share of each head makes sums of its own, which are added in a fixed order afterwards.  Nothing is added in
+memory by several programs: the same bits every run.
 """
 
 import triton
@@ -61,8 +61,8 @@ def coarse_backward_keys(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As coarse_backward_queries; DK [shares, group, B, H/group, Sk, Dqk], DV [shares, group, B, H/group, Sk, Dv] fp32 contiguous,
-    what each share of the query tiles of each head adds.  EDGE: some query may not be live, or the last tile is cut.  BOX: Q and
+    """As coarse_backward_queries; DK [shares, group, B, H/group, Sk, Dqk], DV [.., Dv] like it, fp32 contiguous, what
+    each share of the query tiles of each head adds.  EDGE: some query may not be live, or the last tile is cut.  BOX: Q and
     DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
     Grid (cdiv(Sk, BLOCK_N) * H/group * B, group, shares)."""
     i_n, i_b, i_k = place_of_program(seq_k, kv_heads, False, BLOCK_N)

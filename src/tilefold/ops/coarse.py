@@ -10,10 +10,10 @@ from ..check import TensorSpec, bind
 from ..errors import ValueRangeError
 from . import coarse_backward
 from .attention import boxable, describe_box, head_strides
-from .call import SPECS, check_heads, facts_of
+from .call import SPECS, check_heads
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT, SIZES, size_strides
+from .project import CACHE_LIMIT, SIZES, facts, size_strides
 
 if TYPE_CHECKING:
     from ..plan.coarse import CoarsePlan, CoarseProblem
@@ -80,8 +80,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -> Prepared:
     """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    sizes = tuple(None if t is None else facts_of(t) for t in call[:2])
-    key = facts_of(q), facts_of(k), facts_of(v), sizes, call[2:], type(call.scale)
+    key = *map(facts, (q, k, v, *call[:2])), call[2:], type(call.scale)
     found = _CACHE.get(key)
     if found is None:
         found = _prepare(q, k, v, call)

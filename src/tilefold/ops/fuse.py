@@ -7,10 +7,10 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import ShapeError, Unsupported, ValueRangeError
-from .call import MAX_HEAD_DIM, facts_of
+from .call import MAX_HEAD_DIM
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT, readable
+from .project import CACHE_LIMIT, facts, readable
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
 
@@ -72,7 +72,7 @@ def _strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
 
 def forward(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """gate_coarse * coarse + gate_fine * fine; out: where to write it, which may be a branch."""
-    key = *(None if t is None else facts_of(t) for t in (*branches, *gates, out)), layout
+    key = *map(facts, (*branches, *gates, out)), layout
     found = _CACHE.get(key)
     if found is None:
         prepared = _bind(branches, gates, layout, out)
@@ -165,7 +165,7 @@ def gradients(
 
     A gate that is broadcast is summed by torch, from fp32 numbers of every row, or of every element if it has channels."""
     dout = readable(dout)
-    key = "backward", *(None if t is None else facts_of(t) for t in (dout, *branches, *gates)), layout, wanted
+    key = "backward", *map(facts, (dout, *branches, *gates)), layout, wanted
     p = _CACHE.get(key) or _keep(key, _bind_backward(dout, branches, gates, layout), dout.device)
     found: list[torch.Tensor | None] = [None] * 4
     for i in range(2):

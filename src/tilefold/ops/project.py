@@ -18,6 +18,7 @@ __all__ = [
     "SIZES",
     "check_block",
     "check_layout",
+    "facts",
     "gather",
     "project_op",
     "size_strides",
@@ -104,7 +105,7 @@ def gather(
     names: str = NAMES,
 ) -> torch.Tensor:
     """Rows [B, blocks, H, D] of x [B, seq, H, D] (or both with H before): see kernels.project."""
-    key = "gather", facts_of(x), *map(_facts, (weight, sizes)), block, kind, layout
+    key = "gather", *map(facts, (x, weight, sizes)), block, kind, layout
     p = _CACHE.get(key) or _keep(key, _bind_gather(x, weight, sizes, block, kind, layout, names), x.device)
     rows = torch.empty(p.shape, dtype=x.dtype, device=x.device)
     if p.launch is not None:
@@ -122,7 +123,7 @@ def spread(
     layout: str,
 ) -> torch.Tensor:
     """x [B, length, H, D] of rows [B, blocks, H, D]: the transpose of gather."""
-    key = "spread", facts_of(rows), *map(_facts, (weight, sizes)), length, block, kind, layout
+    key = "spread", *map(facts, (rows, weight, sizes)), length, block, kind, layout
     p = _CACHE.get(key) or _keep(key, _bind_spread(rows, weight, sizes, length, block, kind, layout), rows.device)
     x = torch.empty(p.shape, dtype=rows.dtype, device=rows.device)
     if p.launch is not None:
@@ -134,7 +135,7 @@ def weight_gradient(
     x: torch.Tensor, drows: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str
 ) -> torch.Tensor:
     """Gradient of a learned weight [block] or [heads or 1, block], in its dtype: the sum of what each block adds."""
-    key = "weight", *map(facts_of, (x, drows, weight)), _facts(sizes), block, layout
+    key = "weight", *map(facts, (x, drows, weight, sizes)), block, layout
     p = _CACHE.get(key) or _keep(key, _bind_weight(x, drows, weight, sizes, block, layout), x.device)
     if p.launch is None:
         return torch.zeros_like(weight)
@@ -146,8 +147,9 @@ def weight_gradient(
     return total.to(weight.dtype, copy=True)
 
 
-def _facts(t: torch.Tensor | None) -> Any:
-    return None if t is None else facts_of(t)
+def facts(t: Any) -> Any:
+    """What of a tensor decides checks and launch; of what is no tensor its type, which the checks refuse."""
+    return facts_of(t) if isinstance(t, torch.Tensor) else type(t)
 
 
 def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:

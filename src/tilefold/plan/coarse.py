@@ -107,7 +107,7 @@ class CoarsePlan:
             f"{n.kv_heads} KV heads, D={n.dim_qk} (V {n.dim_v}), {n.dtype}, scores: {self.problem.reduction}\n"
             f"  forward   {self.forward}, {loads[0]}, {self.grid('forward')[0]} programs\n"
             f"  dq        {self.queries}, {loads[1]}\n"
-            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid('keys')[0]} programs x {n.group} heads of a group x {self.shares} shares"
+            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid('keys')[0]} programs x {n.group} heads x {self.shares} shares"
         )
 
 
