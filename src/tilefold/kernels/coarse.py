@@ -93,8 +93,8 @@ def coarse_forward(
     [Q_BLOCK / BLOCK_M, B, H, Qb, Sk] fp32 contiguous, what each tile of a block makes of them; EACH: [B, H, Sq, Sk].  Sizes
     [B, H/group, Sk] or None: a row with size 0 is dead.  QuerySizes [B, H, Qb] or None: live queries of each block (int32,
     stride 0 broadcasts).  BOX: K and V are descriptors of [B, H/group, Sk, D], box [1, 1, BLOCK_N, padded D], dead rows finite.
-    Grid (cdiv(Sq, BLOCK_M) * H * B,)."""
-    i_m, i_b, i_h = place_of_program(seq_q, heads, False, BLOCK_M)
+    Grid (tiles of whole blocks * H * B,): the last block, too, has all its parts of scores."""
+    i_m, i_b, i_h = place_of_program(tl.cdiv(seq_q, Q_BLOCK) * Q_BLOCK, heads, False, BLOCK_M)
     i_k = i_h // group
     i_q = (i_m * BLOCK_M) // Q_BLOCK
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -4,8 +4,8 @@
     coarse_backward_keys      one program makes what one share of the queries adds to BLOCK_N rows of dk and dv of one KV head
 
 There are few rows (one a KV block), so programs that own them alone would leave most of a GPU idle: the queries are cut in
-shares, each with its own partial sums, which are added in a fixed order afterwards.  Nothing is added in memory by several
-programs: the same bits every run.
+shares, and each share of each head makes sums of its own, which are added in a fixed order afterwards.  Nothing is added in
+memory by several programs: the same bits every run.
 """
 
 import triton
@@ -57,17 +57,17 @@ def coarse_backward_keys(
     Q, K, V, DOut, Lse2, Delta, DK, DV, Sizes, QuerySizes, scale, seq_q, seq_k, kv_heads, group, batch,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dm, stride_dh, stride_sb, stride_sh, stride_pb, stride_ph,
-    ALONE: tl.constexpr, BOX: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
+    BOX: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As coarse_backward_queries; DK [shares, B, H/group, Sk, Dqk], DV [shares, B, H/group, Sk, Dv] fp32 contiguous, the sums over
-    each share of the query tiles.  ALONE: the group is one head.  EDGE: some query may not be live, or the last tile is cut.
-    BOX: Q and DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
-    Grid (cdiv(Sk, BLOCK_N) * H/group * B, shares)."""
+    """As coarse_backward_queries; DK [shares, group, B, H/group, Sk, Dqk], DV [.., Dv] like it, fp32 contiguous, what
+    each share of the query tiles of each head adds.  EDGE: some query may not be live, or the last tile is cut.  BOX: Q and
+    DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
+    Grid (cdiv(Sk, BLOCK_N) * H/group * B, group, shares)."""
     i_n, i_b, i_k = place_of_program(seq_k, kv_heads, False, BLOCK_N)
-    i_s = tl.program_id(1).to(tl.int64)
-    lo, hi = range_share(tl.cdiv(seq_q, BLOCK_M), tl.program_id(1), tl.num_programs(1))
+    i_h = i_k * group + tl.program_id(1)
+    lo, hi = range_share(tl.cdiv(seq_q, BLOCK_M), tl.program_id(2), tl.num_programs(2))
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = widen(load_rows(K + i_b * stride_kb + i_k * stride_kh, i_n * BLOCK_N, seq_k, stride_kn, WIDE, BLOCK_N, DIM_QK,
                         BLOCK_QK), EMULATE)  # fmt: skip
@@ -75,23 +75,22 @@ def coarse_backward_keys(
                         BLOCK_V), EMULATE)  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_QK], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    for i_g in range(1 if ALONE else group):
-        i_h = i_k * group + i_g
-        source = (seq_q, QuerySizes, i_b * stride_pb + i_h * stride_ph, Q_BLOCK, lo)
-        q_side = side_of(Q, i_b, i_h, 0, stride_qb, stride_qm, stride_qh, BOX)
-        do_side = side_of(DOut, i_b, i_h, 0, stride_db, stride_dm, stride_dh, BOX)
-        row = (i_b * kv_heads * group + i_h) * seq_q
-        dk, dv = fold_key_gradient(k, v, dk, dv, o_n < seq_k, hi - lo, 0, o_n[:, None], scale, source, q_side, do_side,
-                                   Lse2 + row, Delta + row, (), (), (), 0, (seq_q, seq_k),
-                                   locate_sized_box if BOX else locate_sized, fetch_box if BOX else fetch_rows, EDGE, False,
-                                   EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+    source = (seq_q, QuerySizes, i_b * stride_pb + i_h * stride_ph, Q_BLOCK, lo)
+    q_side = side_of(Q, i_b, i_h, 0, stride_qb, stride_qm, stride_qh, BOX)
+    do_side = side_of(DOut, i_b, i_h, 0, stride_db, stride_dm, stride_dh, BOX)
+    row = (i_b * kv_heads * group + i_h) * seq_q
+    dk, dv = fold_key_gradient(k, v, dk, dv, o_n < seq_k, hi - lo, 0, o_n[:, None], scale, source, q_side, do_side, Lse2 + row,
+                               Delta + row, (), (), (), 0, (seq_q, seq_k), locate_sized_box if BOX else locate_sized,
+                               fetch_box if BOX else fetch_rows, EDGE, False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK,
+                               BLOCK_V)  # fmt: skip
     # A dead row has a column of its own in every product: what came of it is dropped here, not in the loop.
     live = o_n < seq_k
     if Sizes is not None:
         live = live & (tl.load(Sizes + i_b * stride_sb + i_k * stride_sh + o_n, mask=live, other=0) > 0)
     dk = tl.where(live[:, None], dk * scale, 0.0)
     dv = tl.where(live[:, None], dv, 0.0)
-    first = ((i_s * batch + i_b) * kv_heads + i_k) * seq_k
+    part = (tl.program_id(2) * group + tl.program_id(1)).to(tl.int64)
+    first = ((part * batch + i_b) * kv_heads + i_k) * seq_k
     rows = o_n.to(tl.int64)
     store_rows(DK + first * DIM_QK, rows, DIM_QK, o_n < seq_k, dk, DIM_QK, BLOCK_QK, False)
     store_rows(DV + first * DIM_V, rows, DIM_V, o_n < seq_k, dv, DIM_V, BLOCK_V, False)

@@ -10,10 +10,10 @@ from ..check import TensorSpec, bind
 from ..errors import ValueRangeError
 from . import coarse_backward
 from .attention import boxable, describe_box, head_strides
-from .call import SPECS, check_heads, facts_of
+from .call import SPECS, check_heads
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT, SIZES, size_strides
+from .project import CACHE_LIMIT, SIZES, facts, size_strides
 
 if TYPE_CHECKING:
     from ..plan.coarse import CoarsePlan, CoarseProblem
@@ -80,8 +80,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -> Prepared:
     """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    sizes = tuple(None if t is None else facts_of(t) for t in call[:2])
-    key = facts_of(q), facts_of(k), facts_of(v), sizes, call[2:], type(call.scale)
+    key = *map(facts, (q, k, v, *call[:2])), call[2:], type(call.scale)
     found = _CACHE.get(key)
     if found is None:
         found = _prepare(q, k, v, call)
@@ -132,8 +131,10 @@ def problem_of(
     from ..plan.coarse import CoarseProblem
     from ..plan.problem import AttentionProblem
 
+    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
+    lengths: dict[str, Any] = {name: n[name] for name in names}
     attention = AttentionProblem(
-        **{name: n[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
+        **lengths,
         dtype=str(q.dtype).removeprefix("torch."),
         descriptors=call.finite and boxable(k) and boxable(v),
     )
@@ -161,12 +162,13 @@ def bind_forward(
         "BLOCK_N": tile.block_n,
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    boxed = ((k, n.block_qk), (v, n.block_v)) if plan.boxes[0] else ()
     return Prepared(
         plan,
         *shapes,
         scale=scale,
-        boxes=tuple(describe_box(t, layout, tile.block_n, w) for t, w in ((k, n.block_qk), (v, n.block_v))) if plan.boxes[0] else (),
-        launch=Launch(coarse_forward, plan.grid(tile, "m"), constants, options, q.device.index or 0),
+        boxes=tuple(describe_box(t, layout, tile.block_n, w) for t, w in boxed),
+        launch=Launch(coarse_forward, plan.grid("forward"), constants, options, q.device.index or 0),
         tail=(scale, n.seq_q, n.seq_k, n.heads, n.group, n.batch, *(one for s in strides for one in s),
               *size_strides(call.block_sizes), *size_strides(call.query_sizes)),
     )  # fmt: skip
@@ -245,3 +247,30 @@ def _give(ctx: Any, results: Results) -> tuple[Any, ...]:
 
 
 attend_op = Operator("attend_rows", _attend, _attend_fake, _gradient, _gradient_fake, _keep, _arguments, _give)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(plan: "CoarsePlan", part: str = "forward") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a part of a call with this plan ("forward", "queries" or "keys"), on tensors without memory, to
+    compile ahead."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    problem, n = plan.problem, plan.problem.attention
+    dtype, blocks = getattr(torch, n.dtype), -(-n.seq_q // problem.block)
+    q = meta(n.batch, n.seq_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (meta(n.batch, n.seq_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    out, lse = meta(n.batch, n.seq_q, n.heads, n.dim_v, dtype=dtype), meta(n.batch, n.heads, n.seq_q)
+    block_sizes = meta(n.seq_k, dtype=torch.int32) if problem.masked else None
+    query_sizes = meta(blocks, dtype=torch.int32) if problem.query_masked else None
+    call = CoarseCall(block_sizes, query_sizes, problem.block, None, problem.reduction, "bshd", True)
+    shapes = tuple(out.shape), (plan.parts, n.batch, n.heads, blocks, n.seq_k), tuple(lse.shape)
+    if part == "forward":
+        p = bind_forward(q, k, v, call, plan, shapes, 1.0)
+        sides = tuple(box.over(t) for box, t in zip(p.boxes, (k, v), strict=True)) if p.boxes else (k, v)
+        args = (q, *sides, out, lse, meta(*shapes[1]), block_sizes, query_sizes, *p.tail)
+        return p.launch.fn, args, p.launch.keywords
+    return coarse_backward.example_launch(plan, (q, k, v, out), lse, call, part)

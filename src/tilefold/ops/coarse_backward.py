@@ -60,9 +60,9 @@ def backward(
         sides = _boxed(bound.queries_boxes, k, v)
         bound.queries((q, *sides, dout, lse2, delta, dq, *sizes, *bound.queries_tail))
     if want_rows:
-        n, like = plan.problem.attention, {"dtype": torch.float32, "device": q.device}
-        lead = plan.shares, n.batch, n.kv_heads, n.seq_k
-        parts = torch.empty((*lead, n.dim_qk), **like), torch.empty((*lead, n.dim_v), **like)
+        n = plan.problem.attention
+        lead = plan.shares * n.group, n.batch, n.kv_heads, n.seq_k
+        parts = [torch.empty((*lead, d), dtype=torch.float32, device=q.device) for d in (n.dim_qk, n.dim_v)]
         boxed_q, boxed_do = _boxed(bound.keys_boxes, q, dout)
         bound.keys((boxed_q, k, v, boxed_do, lse2, delta, *parts, *sizes, *bound.keys_tail))
         dk, dv = (_added(part, call.layout, t.dtype) for part, t in zip(parts, (k, v), strict=True))
@@ -108,11 +108,10 @@ def bind(
     delta = {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_M": ROWS}
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
 
-    def tiled(fn: Any, tile: Any, own: str, **more: Any) -> Any:
+    def tiled(fn: Any, part: str, **more: Any) -> Any:
+        tile = plan.tile(part)
         given = {**constants, **more, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        return Launch(
-            fn, plan.grid(tile, own), given, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device
-        )
+        return Launch(fn, plan.grid(part), given, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
 
     def boxes(wanted: bool, rows: int, *pair: torch.Tensor) -> tuple[Any, ...]:
         widths = n.block_qk, n.block_v
@@ -121,10 +120,26 @@ def bind(
     return Bound(
         Launch(backward_delta, delta_grid, delta, {"num_warps": 4}, device),
         (n.seq_q, n.heads, *out_strides, *sides[3]),
-        tiled(kernels.coarse_backward_queries, plan.queries, "m", BOX=kv_box),
+        tiled(kernels.coarse_backward_queries, "queries", BOX=kv_box),
         boxes(kv_box, plan.queries.block_n, k, v),
         (*lengths, n.heads, n.group, *inputs, *dq_strides, *strides),
-        tiled(kernels.coarse_backward_keys, plan.keys, "n", BOX=q_box, EDGE=edge, ALONE=n.group == 1),
+        tiled(kernels.coarse_backward_keys, "keys", BOX=q_box, EDGE=edge),
         boxes(q_box, plan.keys.block_m, q, dout),
         (*lengths, n.kv_heads, n.group, n.batch, *inputs, *strides),
     )
+
+
+def example_launch(
+    plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: "CoarseCall", part: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of "queries" or "keys" on tensors without memory: q, k, v and out."""
+    q, k, v, out = tensors
+    bound = bind(plan, tensors, out, call, 1.0)
+    n, sizes = plan.problem.attention, (call.block_sizes, call.query_sizes)
+    if part == "queries":
+        sides = _boxed(bound.queries_boxes, k, v)
+        return bound.queries.fn, (q, *sides, out, lse, lse, q, *sizes, *bound.queries_tail), bound.queries.keywords
+    lead = plan.shares * n.group, n.batch, n.kv_heads, n.seq_k
+    parts = [torch.empty((*lead, d), dtype=torch.float32, device="meta") for d in (n.dim_qk, n.dim_v)]
+    boxed_q, boxed_do = _boxed(bound.keys_boxes, q, out)
+    return bound.keys.fn, (boxed_q, k, v, boxed_do, lse, lse, *parts, *sizes, *bound.keys_tail), bound.keys.keywords

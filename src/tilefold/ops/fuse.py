@@ -7,10 +7,10 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import ShapeError, Unsupported, ValueRangeError
-from .call import MAX_HEAD_DIM, facts_of
+from .call import MAX_HEAD_DIM
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT
+from .project import CACHE_LIMIT, facts, readable
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
 
@@ -72,14 +72,23 @@ def _strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
 
 def forward(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """gate_coarse * coarse + gate_fine * fine; out: where to write it, which may be a branch."""
-    key = *(None if t is None else facts_of(t) for t in (*branches, *gates, out)), layout
-    p = _CACHE.get(key) or _keep(key, _bind(branches, gates, layout, out))
-    like = branches[0] if branches[0] is not None else branches[1]
-    assert like is not None
+    key = *map(facts, (*branches, *gates, out)), layout
+    found = _CACHE.get(key)
+    if found is None:
+        prepared = _bind(branches, gates, layout, out)
+        found = _keep(key, prepared, _like(branches).device)
+    p, like = found, _like(branches)
     result = torch.empty(like.shape, dtype=like.dtype, device=like.device) if out is None else out
     if p.launch is not None:
         p.launch((*branches, *_readable(gates), result, *p.tail))
     return result
+
+
+def _like(branches: Pair) -> torch.Tensor:
+    """A branch that there is."""
+    like = branches[0] if branches[0] is not None else branches[1]
+    assert like is not None
+    return like
 
 
 def _readable(gates: Pair) -> Pair:
@@ -88,7 +97,8 @@ def _readable(gates: Pair) -> Pair:
     return a, b
 
 
-def _keep(key: Any, prepared: Prepared) -> Prepared:
+def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
+    device_of(device)  # refuses one where no kernel runs
     if len(_CACHE) >= CACHE_LIMIT:
         _CACHE.clear()
     _CACHE[key] = prepared
@@ -99,8 +109,7 @@ def _bind(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None) ->
     from ..kernels.gate import fuse_forward
 
     shape = check(*branches, *gates, layout)
-    like = branches[0] if branches[0] is not None else branches[1]
-    assert like is not None
+    like = _like(branches)
     if out is not None:
         _check_out(out, like, shape, layout)
     strides = torch.empty(shape, device="meta").stride() if out is None else out.stride()
@@ -121,7 +130,6 @@ def _launch(fn: Any, branches: Pair, gates: Pair, layout: str, shape: tuple[int,
     from ..plan.problem import padded_head_dim
     from .launch import Launch
 
-    device_of(like.device)
     if 0 in shape:
         return Prepared(None)
     width = padded_head_dim(shape[3])
@@ -155,10 +163,10 @@ def gradients(
 ) -> list[torch.Tensor | None]:
     """Of coarse, fine, gate_coarse, gate_fine; None where not wanted.  A branch is read only for the gradient of its gate.
 
-    A gate that is broadcast is summed by torch from fp32 numbers of every row, or element if it has channels, in a fixed order."""
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    key = "backward", *(None if t is None else facts_of(t) for t in (dout, *branches, *gates)), layout, wanted
-    p = _CACHE.get(key) or _keep(key, _bind_backward(dout, branches, gates, layout))
+    A gate that is broadcast is summed by torch, from fp32 numbers of every row, or of every element if it has channels."""
+    dout = readable(dout)
+    key = "backward", *map(facts, (dout, *branches, *gates)), layout, wanted
+    p = _CACHE.get(key) or _keep(key, _bind_backward(dout, branches, gates, layout), dout.device)
     found: list[torch.Tensor | None] = [None] * 4
     for i in range(2):
         if wanted[i]:
@@ -211,9 +219,7 @@ def _fuse_fake(
     layout: str,
 ) -> torch.Tensor:  # fmt: skip
     shape = check(coarse, fine, gate_coarse, gate_fine, layout)
-    like = coarse if coarse is not None else fine
-    assert like is not None
-    return like.new_empty(shape)
+    return _like((coarse, fine)).new_empty(shape)
 
 
 def _gradient(
@@ -250,3 +256,22 @@ def _give(ctx: Any, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
 
 
 fuse_op = Operator("fuse", _fuse, _fuse_fake, _gradient, _gradient_fake, _keep_context, _arguments, _give)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(backward: bool, dtype: str, dim: int, channels: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) with both branches and gates a token, on tensors without memory, to compile ahead."""
+
+    def meta(*shape: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    x = meta(2, 4096, 4, dim, kind=getattr(torch, dtype))
+    gate = meta(2, 4096, 4, dim if channels else 1, kind=torch.float32)
+    pairs = (x, x), (gate, gate)
+    if backward:
+        p = _bind_backward(x, *pairs, "bshd")
+        return p.launch.fn, (x, x, gate, gate, x, x, x, gate, gate, *p.tail), p.launch.keywords
+    p = _bind(*pairs, "bshd", None)
+    return p.launch.fn, (x, x, gate, gate, x, *p.tail), p.launch.keywords

@@ -18,6 +18,7 @@ __all__ = [
     "SIZES",
     "check_block",
     "check_layout",
+    "facts",
     "gather",
     "project_op",
     "size_strides",
@@ -104,8 +105,8 @@ def gather(
     names: str = NAMES,
 ) -> torch.Tensor:
     """Rows [B, blocks, H, D] of x [B, seq, H, D] (or both with H before): see kernels.project."""
-    key = "gather", facts_of(x), *map(_facts, (weight, sizes)), block, kind, layout
-    p = _CACHE.get(key) or _keep(key, _bind_gather(x, weight, sizes, block, kind, layout, names))
+    key = "gather", *map(facts, (x, weight, sizes)), block, kind, layout
+    p = _CACHE.get(key) or _keep(key, _bind_gather(x, weight, sizes, block, kind, layout, names), x.device)
     rows = torch.empty(p.shape, dtype=x.dtype, device=x.device)
     if p.launch is not None:
         p.launch((x, weight, sizes, rows, *p.tail))
@@ -122,8 +123,8 @@ def spread(
     layout: str,
 ) -> torch.Tensor:
     """x [B, length, H, D] of rows [B, blocks, H, D]: the transpose of gather."""
-    key = "spread", facts_of(rows), *map(_facts, (weight, sizes)), length, block, kind, layout
-    p = _CACHE.get(key) or _keep(key, _bind_spread(rows, weight, sizes, length, block, kind, layout))
+    key = "spread", *map(facts, (rows, weight, sizes)), length, block, kind, layout
+    p = _CACHE.get(key) or _keep(key, _bind_spread(rows, weight, sizes, length, block, kind, layout), rows.device)
     x = torch.empty(p.shape, dtype=rows.dtype, device=rows.device)
     if p.launch is not None:
         p.launch((rows, weight, sizes, x, *p.tail))
@@ -133,9 +134,9 @@ def spread(
 def weight_gradient(
     x: torch.Tensor, drows: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str
 ) -> torch.Tensor:
-    """Gradient of a learned weight [block] or [heads or 1, block], in its dtype: what each block adds, summed in a fixed order."""
-    key = "weight", *map(facts_of, (x, drows, weight)), _facts(sizes), block, layout
-    p = _CACHE.get(key) or _keep(key, _bind_weight(x, drows, weight, sizes, block, layout))
+    """Gradient of a learned weight [block] or [heads or 1, block], in its dtype: the sum of what each block adds."""
+    key = "weight", *map(facts, (x, drows, weight, sizes)), block, layout
+    p = _CACHE.get(key) or _keep(key, _bind_weight(x, drows, weight, sizes, block, layout), x.device)
     if p.launch is None:
         return torch.zeros_like(weight)
     part = torch.empty(p.shape, dtype=torch.float32, device=x.device)
@@ -146,11 +147,13 @@ def weight_gradient(
     return total.to(weight.dtype, copy=True)
 
 
-def _facts(t: torch.Tensor | None) -> Any:
-    return None if t is None else facts_of(t)
+def facts(t: Any) -> Any:
+    """What of a tensor decides checks and launch; of what is no tensor its type, which the checks refuse."""
+    return facts_of(t) if isinstance(t, torch.Tensor) else type(t)
 
 
-def _keep(key: Any, prepared: Prepared) -> Prepared:
+def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
+    device_of(device)  # refuses one where no kernel runs
     if len(_CACHE) >= CACHE_LIMIT:
         _CACHE.clear()
     _CACHE[key] = prepared
@@ -191,7 +194,6 @@ def _bind(fn: Any, n: dict[str, int], shape: tuple[int, ...], like: torch.Tensor
     from ..plan.problem import padded_head_dim
     from .launch import Launch
 
-    device_of(like.device)
     programs = n["heads"] * n["blocks"] * n["batch"]
     if programs == 0:
         return Prepared(shape)
@@ -218,6 +220,17 @@ def _head_stride(weight: torch.Tensor | None) -> int:
 
 
 # ---------------------------------------------------------------- the operators
+
+
+def readable(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as the kernels read it: after sum() it has every element at one address, also an empty one."""
+    if gradient.shape[-1] == 1 or gradient.stride(-1) == 1:
+        return gradient
+    return (
+        gradient.contiguous()
+        if gradient.numel()
+        else torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    )
 
 
 def _project(
@@ -250,8 +263,7 @@ def _project_gradient(
     layout: str, want_x: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, dweight), empty where not wanted."""
-    if drows.stride(-1) != 1:
-        drows = drows.contiguous()
+    drows = readable(drows)
     length = x.shape[1 if layout == "bshd" else 2]
     dx = spread(drows, weight, sizes, length, block, kind, layout) if want_x else x.new_empty(0)
     if weight is None or not want_weight:
@@ -294,7 +306,7 @@ def _spread_fake(rows: torch.Tensor, sizes: torch.Tensor | None, length: int, bl
 
 def _spread_gradient(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:
     """The sum over each block's valid tokens."""
-    return gather(dx if dx.stride(-1) == 1 else dx.contiguous(), None, sizes, block, SUM, layout)
+    return gather(readable(dx), None, sizes, block, SUM, layout)
 
 
 def _spread_gradient_fake(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:
@@ -319,3 +331,31 @@ project_op = Operator("project_blocks", _project, _project_fake, _project_gradie
                       _project_arguments, _project_give)  # fmt: skip
 spread_op = Operator("spread_blocks", _spread, _spread_fake, _spread_gradient, _spread_gradient_fake, _spread_keep,
                      _spread_arguments, _spread_give)  # fmt: skip
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(part: str, dtype: str, dim: int, sized: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of "gather", "spread" or "weight" with a learned weight, on tensors without memory, to compile."""
+
+    def meta(*shape: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    stored = getattr(torch, dtype)
+    x, rows, weight = (
+        meta(2, 4096, 4, dim, kind=stored),
+        meta(2, 64, 4, dim, kind=stored),
+        meta(4, 64, kind=torch.float32),
+    )
+    sizes = meta(64, kind=torch.int32) if sized else None
+    if part == "gather":
+        p = _bind_gather(x, weight, sizes, 64, WEIGHTED, "bshd", NAMES)
+        args: tuple[Any, ...] = (x, weight, sizes, rows)
+    elif part == "spread":
+        p = _bind_spread(rows, weight, sizes, 4096, 64, WEIGHTED, "bshd")
+        args = (rows, weight, sizes, x)
+    else:
+        p = _bind_weight(x, rows, weight, sizes, 64, "bshd")
+        args = (x, rows, sizes, meta(*p.shape, kind=torch.float32))
+    return p.launch.fn, (*args, *p.tail), p.launch.keywords

@@ -75,26 +75,28 @@ class CoarsePlan:
 
     def __post_init__(self) -> None:
         for name in ("forward", "queries", "keys"):
-            tile = getattr(self, name)
-            if name != "keys" and tile.block_m > self.problem.rows:
+            tile = self.tile(name)
+            if tile.block_m > self.problem.rows and (name != "keys" or self.problem.query_masked):
                 raise PlanError(f"plan field {name}: block_m must be at most {self.problem.rows}, got {tile.block_m}")
-        if (
-            max(self.grid(tile, own)[0] for tile, own in ((self.forward, "m"), (self.queries, "m"), (self.keys, "n")))
-            > MAX_GRID
-        ):
-            raise PlanError(f"plan field forward: more than {MAX_GRID} programs")
+            if self.grid(name)[0] > MAX_GRID:
+                raise PlanError(f"plan field {name}: more than {MAX_GRID} programs")
+
+    def tile(self, part: str) -> Tile:
+        """The tile of "forward", "queries" or "keys"."""
+        return {"forward": self.forward, "queries": self.queries, "keys": self.keys}[part]
 
     @property
     def parts(self) -> int:
         """Programs that share a query block: as many partial scores are made of it."""
         return 1 if self.problem.reduction == "each" else self.problem.block // self.forward.block_m
 
-    def grid(self, tile: Tile, own: str) -> tuple[int, int, int]:
-        """Programs that own rows of Q ("m") or of K and V ("n"; these in shares)."""
-        n = self.problem.attention
-        if own == "m":
-            return (-(-n.seq_q // tile.block_m) * n.batch * n.heads, 1, 1)
-        return (-(-n.seq_k // tile.block_n) * n.batch * n.kv_heads, self.shares, 1)
+    def grid(self, part: str) -> tuple[int, int, int]:
+        """Programs of "forward" (of whole blocks), "queries" or "keys" (for each head of a group and share)."""
+        n, tile = self.problem.attention, self.tile(part)
+        if part != "keys":
+            block = self.problem.block if part == "forward" else 1
+            return (-(-(-(-n.seq_q // block) * block) // tile.block_m) * n.batch * n.heads, 1, 1)
+        return (-(-n.seq_k // tile.block_n) * n.batch * n.kv_heads, n.group, self.shares)
 
     def __str__(self) -> str:
         n = self.problem.attention
@@ -103,9 +105,9 @@ class CoarsePlan:
             f"Coarse attention plan for {self.device.title}\n"
             f"  problem   {n.batch} x {n.seq_q} queries in blocks of {self.problem.block}, {n.seq_k} rows, {n.heads} heads on "
             f"{n.kv_heads} KV heads, D={n.dim_qk} (V {n.dim_v}), {n.dtype}, scores: {self.problem.reduction}\n"
-            f"  forward   {self.forward}, {loads[0]}, {self.grid(self.forward, 'm')[0]} programs\n"
+            f"  forward   {self.forward}, {loads[0]}, {self.grid('forward')[0]} programs\n"
             f"  dq        {self.queries}, {loads[1]}\n"
-            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid(self.keys, 'n')[0]} programs x {self.shares} shares"
+            f"  dk, dv    {self.keys}, {loads[2]}, {self.grid('keys')[0]} programs x {n.group} heads x {self.shares} shares"
         )
 
 
@@ -124,16 +126,18 @@ def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
     # A box would read queries past a block's size, which may hold anything.
     q_boxes = kv_boxes and problem.descriptors and not problem.query_masked
     forward = _first_fit(problem, device, _forward_tiles(problem, device), BOX if kv_boxes else POINTER)
-    queries, keys = _backward_tiles(problem, device)
-    programs = -(-n.seq_k // keys.block_n) * n.kv_heads * n.batch
-    share = -(-n.seq_q // keys.block_m) // TILES_PER_SHARE
-    slots = device.sms * 2
-    shares = (
-        1
-        if device.backend == "interpreter" and share < 2
-        else max(1, min(MAX_SHARES, share, -(-2 * slots // max(1, programs))))
-    )
+    queries, keys = _queries_tile(problem, device), _keys_tile(problem, device, q_boxes)
+    shares = _shares(problem, device, keys)
     return CoarsePlan(problem, device, forward, queries, keys, (kv_boxes, kv_boxes, q_boxes), shares)
+
+
+def _shares(problem: CoarseProblem, device: Device, keys: Tile) -> int:
+    """Enough for two rounds of programs, two an SM, if each still has TILES_PER_SHARE tiles of queries."""
+    n = problem.attention
+    tiles, programs = -(-n.seq_q // keys.block_m), -(-n.seq_k // keys.block_n) * n.heads * n.batch
+    if device.backend == "interpreter":  # two, so that short tests see the sum
+        return min(2, tiles)
+    return max(1, min(MAX_SHARES, tiles // TILES_PER_SHARE, -(-4 * device.sms // programs)))
 
 
 def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
@@ -144,22 +148,39 @@ def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
         return (Tile(rows, 16, 4, 1),)
     last = Tile(min(rows, 16), 16, 4, 1)
     if n.dtype == "float32":
-        return (Tile(min(rows, 32), 32 if width <= 64 else 16, 8 if width > 128 else 4, 2), last)
+        if width <= 64:
+            return (Tile(min(rows, 32), 32, 4, 2), last)
+        return (Tile(min(rows, 32 if width <= 128 else 16), 16, 8, 2), last)
     warps = 8 if width > 128 and rows >= 64 else 4
     return (Tile(rows, 64, warps, 2), Tile(rows, 32, 4, 2), Tile(rows, 16, 4, 1), last)
 
 
-def _backward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, Tile]:
-    """(dq, dk and dv)."""
+def _queries_tile(problem: CoarseProblem, device: Device) -> Tile:
+    """Of dq."""
     n, rows = problem.attention, problem.rows
     width = max(n.block_qk, n.block_v)
     if device.backend == "interpreter":
-        return Tile(rows, 16, 4, 1), Tile(16, 16, 4, 1)
+        return Tile(rows, 16, 4, 1)
     if n.dtype == "float32":
-        tile = Tile(min(rows, 32), 32, 8 if width > 64 else 4, 1)
-        return tile, tile
-    warps = 8 if width > 128 else 4
-    return Tile(rows, 64 if width <= 128 else 32, warps, 2), Tile(64 if width <= 128 else 32, 64, warps, 2)
+        return Tile(min(rows, 32), 32 if width <= 64 else 16, 8 if width > 64 else 4, 1)
+    if width > 128:
+        return Tile(rows, 16 if device.backend == "hip" else 32, 8 if rows >= 32 else 4, 2)
+    return Tile(rows, 64, 4, 2)
+
+
+def _keys_tile(problem: CoarseProblem, device: Device, boxes: bool) -> Tile:
+    """Of dk and dv, whose accumulators leave few registers: 64 queries a step only where nothing is masked."""
+    n = problem.attention
+    width = max(n.block_qk, n.block_v)
+    most = problem.rows if problem.query_masked else 64  # a tile of queries that are counted lies in one block
+    if device.backend == "interpreter":
+        return Tile(16, 16, 4, 1)
+    if n.dtype == "float32":
+        return Tile(min(most, 32), 32 if width <= 64 else 16, 8 if width > 64 else 4, 1)
+    if width > 128:
+        return Tile(16, 64, 8, 1) if device.backend == "hip" else Tile(min(most, 32), 64, 8, 2)
+    whole = boxes and n.seq_q % 64 == 0 and 90 <= device.generation < 100
+    return Tile(min(most, 64 if whole else 32), 64, 4, 2)
 
 
 def _first_fit(problem: CoarseProblem, device: Device, tiles: tuple[Tile, ...], loads: str) -> Tile:

@@ -3,7 +3,6 @@
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
 from .fuse import fuse
-from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
 from .video import sparse_video_attention
@@ -16,9 +15,7 @@ __all__ = [
     "coarse",
     "compare",
     "fuse",
-    "gini",
     "project",
-    "select",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",

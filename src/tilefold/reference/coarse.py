@@ -132,7 +132,7 @@ def attend_rows(
 def in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """[B, H, N, D] as [B, H, blocks, block, D], 0 (or false) past the end."""
     x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
-    return x.unflatten(2, (x.shape[2] // block, block))
+    return x.reshape(*x.shape[:2], x.shape[2] // block, block, x.shape[3])
 
 
 def by_head(sizes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The coarse stage: one row of K and V a block, every query over those rows, and how much each query block puts on each of them."""
+"""The coarse stage: one row of K and V a block, every query over these rows, and what each query block puts on each row."""
 
 from typing import Literal, NamedTuple
 
@@ -54,8 +54,8 @@ def project(
         weight: "block": [block] or [kv_heads or 1, block] or None; "dense": [blocks, seq] or [kv_heads or 1, blocks, seq].  Any
             floating dtype; a dense one is rounded to that of x for the product.
         kind: "block", a kernel that reads x once; or "dense", a matrix product, which ties the weight to one seq.
-        block_sizes: int32 [blocks], [batch or 1, blocks] or [batch or 1, kv_heads or 1, blocks]: valid tokens at the start of each
-            block; None: all.  A block without any gives row 0 with kind "block".
+        block_sizes: int32 [blocks], [batch or 1, blocks] or [batch or 1, kv_heads or 1, blocks]: valid tokens at the start of
+            each block; None: all.  A block without any gives row 0 with kind "block".
         block: tokens of a block, a power of two, at least 16.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of x and of the rows.
 
@@ -113,8 +113,8 @@ def coarse(
         block: tokens of a query block and of a KV block, a power of two, at least 16.
         block_sizes: valid tokens at the start of each KV block, as for `project`.  A block without any is a dead column: no query
             sees its row and its scores are 0, whatever the kind.
-        query_sizes: int32, the same for query blocks, [.., heads or 1, Q blocks]; the other queries give 0, lse -inf, and count in
-            no score.  Like tokens past block_sizes they may hold anything.
+        query_sizes: int32, the same for query blocks, [.., heads or 1, Q blocks]; the other queries give 0, lse -inf, and count
+            in no score.  Like tokens past block_sizes they may hold anything.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
         return_lse: also the log-sum-exp of the scores of each query.
 
@@ -192,8 +192,14 @@ def attend_rows(
 
 
 def _rows(
-    x: torch.Tensor, weight: torch.Tensor | None, kind: str, block_sizes: torch.Tensor | None, block: int, layout: Layout, name: str
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    kind: str,
+    block_sizes: torch.Tensor | None,
+    block: int,
+    layout: Layout,
+    name: str,
+) -> torch.Tensor:
     if kind == "dense":
         return _project_dense(x, weight, block_sizes, block, layout, name)
     names = f"{name[-1]} {name} block_sizes"

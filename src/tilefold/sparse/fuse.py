@@ -32,9 +32,9 @@ def fuse(
         out: where to write the result, of the branches' shape and dtype; may be one of the branches.  Without gradients only.
 
     Returns:
-        out, in the branches' dtype: computed in fp32 and rounded once.  Differentiable once, in branches and gates; sums over what
-        a gate is broadcast along are fp32 and the same bits every run.  Such a gate costs 4 bytes a row of scratch in the backward
-        pass, 4 bytes an element if it has channels.
+        out, in the branches' dtype: computed in fp32 and rounded once.  Differentiable once, in branches and gates; sums over
+        what a gate is broadcast along are fp32 and the same bits every run.  Such a gate costs 4 bytes a row of scratch in the
+        backward pass, 4 bytes an element if it has channels.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError: naming the argument.  Unsupported: out was given and

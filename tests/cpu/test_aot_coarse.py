@@ -1,0 +1,82 @@
+"""The kernels of the coarse and fuse stages, as planned for real devices, compile for their targets under two Tritons."""
+
+import pytest
+
+from aot_cases import DEVICES, Results, compiled, problem
+from tilefold.aot import Job
+from tilefold.plan import device_named
+from tilefold.plan.coarse import CoarseProblem, plan_coarse
+
+PROBLEMS = {
+    "d128 mean": CoarseProblem(problem(128, seq_k=364, seq_q=23296), 64),
+    "d128 alone": CoarseProblem(problem(128, seq_k=364, seq_q=23296, kv_heads=16), 64),
+    "d128 max": CoarseProblem(problem(128, seq_k=364), 64, "max"),
+    "d128 each": CoarseProblem(problem(128, seq_q=364, seq_k=364), 1, "each"),
+    "d128 sizes": CoarseProblem(problem(128, seq_k=364), 64, "mean", True, True),
+    "d64 sizes": CoarseProblem(problem(64, seq_k=364), 64, "mean", True, True),
+    "d256 sizes": CoarseProblem(problem(256, seq_k=364), 64, "mean", True, True),
+    "d128 pointers": CoarseProblem(problem(128, seq_k=364, descriptors=False), 64),
+    "d80 blocks of 16": CoarseProblem(problem(80, seq_k=364), 16, "mean", True, True),
+    "d128 blocks of 128": CoarseProblem(problem(128, seq_k=364), 128),
+    "d128 fp32": CoarseProblem(problem(128, seq_k=364, dtype="float32"), 64, "mean", True, True),
+}
+EVERYWHERE = ("d128 mean", "d128 sizes", "d256 sizes")
+JOBS = {
+    (f"{part} {name}", target): Job(
+        "tilefold.ops.coarse:example_launch",
+        {"plan": plan_coarse(made, device_named(device)), "part": part},
+        target,
+        label=f"{part} {name} for {target}",
+    )
+    for name, made in PROBLEMS.items()
+    for target, device in DEVICES.items()
+    for part in ("forward", "queries", "keys")
+    if target == "sm_90" or name in EVERYWHERE
+}
+TENSOR = [*JOBS]
+JOBS |= {
+    (f"{part} {dtype} d{dim}", target): Job(
+        "tilefold.ops.project:example_launch", {"part": part, "dtype": dtype, "dim": dim, "sized": True}, target
+    )
+    for part in ("gather", "spread", "weight")
+    for dtype, dim in (("bfloat16", 128), ("float32", 256))
+    for target in DEVICES
+    if target == "sm_90" or dim == 128
+}
+JOBS |= {
+    (f"fuse {'backward' if backward else 'forward'} {dtype} {channels}", target): Job(
+        "tilefold.ops.fuse:example_launch",
+        {"backward": backward, "dtype": dtype, "dim": 128, "channels": channels},
+        target,
+    )
+    for backward in (False, True)
+    for dtype, channels in (("bfloat16", False), ("float32", True))
+    for target in DEVICES
+    if target == "sm_90" or not channels
+}
+STREAMING = [key for key in JOBS if key not in TENSOR]
+pytestmark = pytest.mark.xdist_group("test_aot_coarse")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param)
+
+
+@pytest.mark.parametrize(("name", "target"), TENSOR)
+def test_attention_over_rows(results: Results, name: str, target: str) -> None:
+    """Tensor instructions, and no spilled register in a loop; blocks of 16 rows are too few for the newest kind."""
+    found = results.of(name, target)
+    tensor = "none" if "fp32" in name else "any" if "blocks of 16" in name else "best"
+    assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "target"), STREAMING)
+def test_streaming_kernels(results: Results, name: str, target: str) -> None:
+    """Loads and stores of 16 bytes, nothing spilled."""
+    found = results.of(name, target)
+    assert found.problems(tensor="none") == ()
+    assert found.report is not None
+    if target == "sm_90":
+        wide = [op for op in found.report.opcodes if op.startswith(("LDG", "STG")) and "128" in op]
+        assert wide, found.report.opcodes
