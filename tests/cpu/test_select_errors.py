@@ -16,8 +16,9 @@ REFUSED = {
     "dtype": ((SCORES.double(),), {}, DtypeError, "scores has dtype float64, accepted: float16, bfloat16, float32"),
     "rank": ((SCORES[0],), {}, ShapeError,
              "scores has 3 dimensions, shape (3, 4, 8); expected [batch, heads, q_blocks, kv_blocks]"),
-    "last stride": ((SCORES.transpose(2, 3),), {}, LayoutError, "scores needs a contiguous last dimension (stride 1), got strides "
-                    "(96, 32, 1, 8) for shape (2, 3, 8, 4); call scores.contiguous() first if a copy is acceptable"),
+    "last stride": ((SCORES.transpose(2, 3),), {}, LayoutError,
+                    "scores needs a contiguous last dimension (stride 1), got strides (96, 32, 1, 8) "
+                    "for shape (2, 3, 8, 4); call scores.contiguous() first if a copy is acceptable"),
     "method": ((SCORES,), {"method": "best"}, ValueRangeError, "method must be one of 'gini', 'top_p', 'top_k', got 'best'"),
     "another method's": ((SCORES,), {"top_k": 3}, ValueRangeError, "top_k is for method 'top_k', got method 'gini'"),
     "tau for top_p": ((SCORES,), {"method": "top_p", "top_p": 0.5, "tau_min": 0.1}, ValueRangeError,
@@ -34,9 +35,10 @@ REFUSED = {
     "tau low": ((SCORES,), {"tau_min": -0.5}, ValueRangeError, "tau_min must be at least 0, got -0.5"),
     "tau order": ((SCORES,), {"tau_min": 0.75, "tau_max": 0.5}, ValueRangeError, "tau_min is 0.75, more than tau_max, 0.5"),
     "tau's result": ((SCORES,), {"tau": lambda g: g[..., None]}, ShapeError,
-                     "what tau returns has shape (2, 3, 4, 1), expected [heads] = [3] or what broadcasts to [batch, heads, Q blocks] = "
-                     "[2, 3, 4]"),
-    "tau's type": ((SCORES,), {"tau": lambda g: None}, DtypeError, "what tau returns must be a number, got None of type NoneType"),
+                     "what tau returns has shape (2, 3, 4, 1), expected [heads] = [3] or what broadcasts to "
+                     "[batch, heads, Q blocks] = [2, 3, 4]"),
+    "tau's type": ((SCORES,), {"tau": lambda g: None}, DtypeError,
+                   "what tau returns must be a number, got None of type NoneType"),
     "top_p type": ((SCORES,), {"method": "top_p", "top_p": HEADS > 0}, DtypeError,
                    "top_p must be a number or a tensor of real numbers, got dtype bool"),
     "heads": ((SCORES,), {"method": "top_p", "top_p": torch.rand(4)}, ShapeError,

@@ -18,8 +18,8 @@ QUANTA: tl.constexpr = tl.constexpr(1 << 30)  # whole parts into which the mass 
 def rows_of_program(ROWS: tl.constexpr):
     """The numbers of this program's rows: a scalar for one row, int32 [ROWS, 1, 1] for more.
 
-    What is one number a row is a scalar where a program has one row, as on every GPU: it has no place in the lanes, so the two ways
-    in which a row lies there never meet in one expression, and the compiler moves nothing from one to the other."""
+    What is one number a row is a scalar where a program has one row, as on every GPU: it has no place in the lanes, so the two
+    ways in which a row lies there never meet in one expression, and the compiler moves nothing from one to the other."""
     if ROWS == 1:
         return tl.program_id(0)
     else:

@@ -135,7 +135,8 @@ def check_forced(scores: torch.Tensor, call: SelectCall) -> None:
 def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
     from ..plan.select import SelectProblem, plan_select
 
-    return plan_select(SelectProblem(*scores.shape, forced=forced), device_of(scores.device))
+    batch, heads, q_blocks, kv_blocks = scores.shape
+    return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
 
 
 def _remember(key: Any, value: Any) -> Any:
