@@ -14,10 +14,10 @@ UNIT = 2.0**-24  # of fp32: the largest relative error of one rounding
 def bounds(scores: torch.Tensor) -> tuple[float, float, float]:
     """How far rounding can move (gini, the mass of a set of blocks, the share at which the last block is taken).
 
-    Masses: a block's is a product (one rounding), half added (another), cut to a whole 2^-30th, so n of them are off by at most 2 units
-    plus n / 2 parts; the row's sum, by which they are divided, by as much.  Gini: sums over regs + log2 lanes levels above the line
-    (each product rounded once) and below it, the product with n, the division.  The share: that of tau itself (its number rounded to
-    fp32, the difference to tau_max, the product, the sum, 1 - G to G), the Gini coefficient's, the masses', tau and the goal in whole parts."""
+    Masses: a block's is a product (one rounding), half added (another), cut to a whole 2^-30th, so n of them are off by at most 2
+    units plus n / 2 parts; the row's sum, by which they are divided, by as much.  Gini: sums over regs + log2 lanes levels above
+    the line (each product rounded once) and below it, the product with n, the division.  The share: the Gini coefficient's error,
+    four roundings of tau (number to fp32, difference, product, sum), the masses', tau and the goal cut to whole parts."""
     plan = plan_select(SelectProblem(*scores.shape), device_of(scores.device))
     n = scores.shape[3]
     levels = plan.regs + plan.lanes.bit_length() if plan.kernel == "select" else n.bit_length()

@@ -1,4 +1,4 @@
-"""select against its fp64 oracle: every kind of row, every method, bounds and forced blocks, per-head settings, lengths, edges."""
+"""select against its fp64 oracle: every kind of row, every method, bounds, forced blocks, settings per head, lengths, edges."""
 
 import math
 

@@ -15,19 +15,40 @@ QUANTA: tl.constexpr = tl.constexpr(1 << 30)  # whole parts into which the mass 
 
 
 @triton.jit
+def rows_of_program(ROWS: tl.constexpr):
+    """The numbers of this program's rows: a scalar for one row, int32 [ROWS, 1, 1] for more.
+
+    What is one number a row is a scalar where a program has one row, as on every GPU: it has no place in the lanes, so the two
+    ways in which a row lies there never meet in one expression, and the compiler moves nothing from one to the other."""
+    if ROWS == 1:
+        return tl.program_id(0)
+    else:
+        return tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+
+
+@triton.jit
 def row_sum(x):
-    """[ROWS, A, B] -> [ROWS, 1, 1]; give it the registers last: they are summed first."""
-    return tl.sum(tl.sum(x, 2, keep_dims=True), 1, keep_dims=True)
+    """[ROWS, A, B] -> one number a row, as `rows_of_program` has them."""
+    if x.shape[0] == 1:
+        return tl.sum(x)
+    else:
+        return tl.sum(tl.sum(x, 2, keep_dims=True), 1, keep_dims=True)
 
 
 @triton.jit
 def row_max(x):
-    return tl.max(tl.max(x, 2, keep_dims=True), 1, keep_dims=True)
+    if x.shape[0] == 1:
+        return tl.max(x)
+    else:
+        return tl.max(tl.max(x, 2, keep_dims=True), 1, keep_dims=True)
 
 
 @triton.jit
 def row_min(x):
-    return tl.min(tl.min(x, 2, keep_dims=True), 1, keep_dims=True)
+    if x.shape[0] == 1:
+        return tl.min(x)
+    else:
+        return tl.min(tl.min(x, 2, keep_dims=True), 1, keep_dims=True)
 
 
 @triton.jit
@@ -54,8 +75,8 @@ def order_sum(x, LOG: tl.constexpr):
 
 @triton.jit
 def load_flat(Pointer, offset, inside):
-    """Numbers at `offset`, 0 where not `inside`.  As one flat row: where the stride is unknown the compiler would otherwise spread the
-    columns over the lanes in another way than the scores, and move everything."""
+    """Numbers at `offset`, 0 where not `inside`.  As one flat row: where a stride is unknown the compiler would otherwise spread
+    the columns over the lanes in another way than the scores, and move everything."""
     N: tl.constexpr = inside.numel
     return tl.load(Pointer + offset.reshape(N), mask=inside.reshape(N), other=0).reshape(inside.shape)
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..device.ordering import concentration, score_codes, sort_descending
+from ..device.ordering import concentration, rows_of_program, score_codes, sort_descending
 
 RUNTIME = [
     "rows",
@@ -30,7 +30,7 @@ def gini(
 
     Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns."""
     column = tl.arange(0, REGS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    row = rows_of_program(ROWS)
     i_q = (row % q_blocks).to(tl.int64)
     i_h = (row // q_blocks % heads).to(tl.int64)
     i_b = (row // q_blocks // heads).to(tl.int64)

@@ -12,6 +12,7 @@ from ..device.ordering import (
     quanta,
     row_max,
     row_sum,
+    rows_of_program,
     score_codes,
     sort_descending,
 )
@@ -25,7 +26,7 @@ RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift
 def setting(value, i_b, i_h, i_q, live):
     """A number for all rows, (number,), or one a row, (pointer, strides of batch, head and query block): fp32."""
     if len(value) == 1:
-        return tl.zeros(i_q.shape, tl.float32) + value[0]
+        return value[0]
     else:
         return tl.load(value[0] + i_b * value[1] + i_h * value[2] + i_q * value[3], mask=live, other=0.0).to(tl.float32)
 
@@ -76,7 +77,7 @@ def select(
     Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns.  Sums that decide are sums
     of integers.  What is listed past a row's count are the blocks that are not kept."""
     column = tl.arange(0, REGS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    row = rows_of_program(ROWS)
     live = row < rows
     i_q = row % q_blocks
     i_h = (row // q_blocks % heads).to(tl.int64)
@@ -90,13 +91,11 @@ def select(
                                force_first, reach)  # fmt: skip
         key = sort_descending(code * 2 + forced.to(tl.uint32), REGS, LANES, LOG)
         ranked, free = key >> 1, (key & 1) == 0
-        rank = order_sum(free.to(tl.int32), LOG)  # 1 for the first block that is not forced
         held = row_sum(forced.to(tl.int32))
     else:
         forced = False
         ranked = sort_descending(code, REGS, LANES, LOG)
         free = True
-        rank = positions(REGS, LANES) + 1
         held = 0
     gini, scale, total = concentration(ranked, REGS, LANES)
     mass = quanta(ranked, scale, total)  # [ROWS, LANES, REGS]
@@ -125,6 +124,10 @@ def select(
     count = tl.minimum(count, whole_setting(most, i_b, i_h, i_q, live, kv_blocks))
     count = tl.minimum(tl.maximum(count, held), capacity)
     take = tl.maximum(count - held, 0)
+    if FORCED:
+        rank = order_sum(free.to(tl.int32), LOG)  # 1 for the first block that is not forced
+    else:
+        rank = positions(REGS, LANES) + 1
     last = row_max(tl.where(free & (rank == take), ranked, 0))
     last = tl.where(take > 0, last, 0xFFFFFFFF)  # the code of the last block taken
 
@@ -135,8 +138,7 @@ def select(
         sure, tie = sure | forced, tie & ~forced
     flags = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
     earlier = earlier_columns(flags)
-    better = row_sum(tl.sum(flags, 2, keep_dims=True)) & 0xFFFF
-    ties = take + held - better  # of equal scores the first ones
+    ties = take + held - (row_sum(flags) & 0xFFFF)  # of equal scores the first ones
     kept = sure | (tie & ((earlier >> 16) < ties))
     earlier = (earlier & 0xFFFF) + tl.minimum(earlier >> 16, ties)
     place = tl.where(kept, earlier, count + column - earlier)

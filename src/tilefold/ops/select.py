@@ -42,6 +42,10 @@ class SelectCall(NamedTuple):
     def settings(self) -> tuple[Setting, ...]:
         return (*self.amount, self.least, self.most)
 
+    @property
+    def forced(self) -> bool:
+        return self.force is not None or self.force_first > 0 or self.reach != NOWHERE
+
 
 class Selected(NamedTuple):
     """indices int32 [B, H, Qb, capacity], counts int32, gini, tau, mass fp32 [B, H, Qb]; tau has no elements for "count"."""
@@ -84,7 +88,7 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     found = _CACHE.get(key)
     if found is None:
         check_forced(scores, call)
-        found = _remember(key, _select_launch(_plan(scores), call, scores))
+        found = _remember(key, _select_launch(_plan(scores, call.forced), call, scores))
     launch, integers = found
     launch((scores, call.block_sizes, call.force, *made, *_settings(call), *integers))
     return made
@@ -128,10 +132,11 @@ def check_forced(scores: torch.Tensor, call: SelectCall) -> None:
         )
 
 
-def _plan(scores: torch.Tensor) -> "SelectPlan":
+def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
     from ..plan.select import SelectProblem, plan_select
 
-    return plan_select(SelectProblem(*scores.shape), device_of(scores.device))
+    batch, heads, q_blocks, kv_blocks = scores.shape
+    return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
 
 
 def _remember(key: Any, value: Any) -> Any:
@@ -179,11 +184,10 @@ def _select_launch(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -
 
     p = plan.problem
     block_q, block_k, seq_q, seq_k = call.geometry
-    forced = call.force is not None or call.force_first > 0 or call.reach != NOWHERE
     shifts = block_q.bit_length() - 1, block_k.bit_length() - 1
     integers = (p.rows, p.heads, p.q_blocks, p.kv_blocks, call.capacity, seq_q, seq_k - seq_q, *shifts, call.force_first,
                 call.reach, *scores.stride()[:3], *_strides(call.force, 4), *_strides(call.block_sizes, 3))  # fmt: skip
-    constants = {"METHOD": call.method, "FORCED": forced, **_constants(plan)}
+    constants = {"METHOD": call.method, "FORCED": call.forced, **_constants(plan)}
     return _launch(select, plan, constants, scores.device), integers
 
 
@@ -201,12 +205,13 @@ def _gini_launch(
 
 
 def example_select(
-    plan: "SelectPlan", method: str = "gini", forced: bool = False, sizes: bool = False, tensors: bool = False
+    plan: "SelectPlan", method: str = "gini", sizes: bool = False, tensors: bool = False
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a selection that has this plan, on tensors without memory, to compile ahead.
 
-    forced: a forced map and a window; tensors: settings for each head."""
+    A forced problem has a map and a window; tensors: settings for each head."""
     p = plan.problem
+    forced = p.forced
     scores, rows = _meta(p.batch, p.heads, p.q_blocks, p.kv_blocks), (p.batch, p.heads, p.q_blocks)
     setting: Setting = _meta(p.heads).view(1, -1, 1).expand(rows) if tensors else 0.5
     force = _meta(p.q_blocks, p.kv_blocks, dtype=torch.bool).expand(scores.shape) if forced else None

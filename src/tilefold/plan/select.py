@@ -9,6 +9,7 @@ __all__ = ["LONGEST_ROW", "SelectPlan", "SelectProblem", "plan_select"]
 
 LONGEST_ROW = 4096  # blocks a row that the kernel sorts in registers
 ONE_WARP = 32  # numbers a thread that one warp may hold: at 64 they no longer fit its registers
+FORCED = 16  # the same where blocks are forced, which takes as many registers again
 SEVERAL_WARPS = 16  # numbers a thread where a row needs more than one warp
 INTERPRETED_ROWS = 64  # rows a program in the interpreter, whose cost is that of its steps
 MAX_GRID = 2**31 - 1
@@ -16,12 +17,13 @@ MAX_GRID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SelectProblem:
-    """Scores [batch, heads, q_blocks, kv_blocks] of a row each."""
+    """Scores [batch, heads, q_blocks, kv_blocks], a row a query block; forced: some blocks are kept whatever their score."""
 
     batch: int
     heads: int
     q_blocks: int
     kv_blocks: int
+    forced: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,7 +64,7 @@ def plan_select(problem: SelectProblem, device: Device) -> SelectPlan:
         return SelectPlan(problem, device, "torch", 0, 0, 0, 0, reason)
     warp = device.warp_size
     block = max(warp, 1 << max(0, problem.kv_blocks - 1).bit_length())
-    if block <= warp * ONE_WARP:
+    if block <= warp * (FORCED if problem.forced else ONE_WARP):
         warps, reason = 1, "a warp a row: nothing passes through shared memory"
     else:
         warps, reason = block // (warp * SEVERAL_WARPS), "a row does not fit the registers of one warp"

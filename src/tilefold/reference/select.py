@@ -1,5 +1,6 @@
 """fp64 oracle of block selection: each row as a Python list, by the rules as they are written down."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -122,14 +123,9 @@ def _row(
     elif share >= 1:
         best = [j for j in free if j in scored and row[j] > 0]
     else:
-        best, have = [], [mass[j] for j in forced]
-        gaps = [abs(math.fsum(have) / total - share)] if total else []
-        for j in free:
-            if math.fsum(have) < share * total:
-                best.append(j)
-            have.append(mass[j])
-            gaps += [abs(math.fsum(have) / total - share)] if total else []
-        gap = min(gaps, default=math.inf)
+        have = [*itertools.accumulate((mass[j] for j in free), initial=math.fsum(mass[j] for j in forced))]
+        best = [j for j, before in zip(free, have, strict=False) if before < share * total]
+        gap = min(abs(one / total - share) for one in have) if total else math.inf
     count = max(len(forced) + len(best), wanted["least"])
     count = min(max(min(count, wanted["most"]), len(forced)), room)
     chosen = [*sorted(forced), *free][:count]
