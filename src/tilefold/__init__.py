@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(".plan", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex
-    if name in ("plan", "reference", "sparse"):
+    if name in ("nn", "plan", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -9,10 +9,12 @@ from torch import nn
 
 from .. import reference
 from ..nn import Rotary3D, SparseVideoAttention
+from ..sparse import BlockIndex
 from .scene import COLOURS, Scene, patches, render
 
 __all__ = ["NextFrame", "PlainVideoAttention", "Training", "TrainingResult", "train"]
 
+_REFERENCE: Any = reference
 HELD_OUT = 1 << 20  # seeds of the evaluation's videos begin here
 
 
@@ -53,10 +55,20 @@ class TrainingResult:
 
 class PlainVideoAttention(SparseVideoAttention):
     """The same module computed by the reference in plain torch, in the dtype of its tensors: for the CPU, where the
-    interpreter is slower, and for comparison."""
+    interpreter is slower, and for comparison.  A top_k is taken by `BlockIndex.from_topk`: the reference goes row by row."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        return reference.sparse_video_attention(q, k, v, **options, dtype=q.dtype)
+        coarse, select = options["coarse"], options.get("select")
+        if coarse is not None and select is not None and isinstance(select.top_k, int):
+            names = ("weight_k", "weight_v", "scale", "block", "block_sizes", "query_sizes")
+            given: Any = {name: options[name] for name in names}
+            scores = _REFERENCE.coarse(
+                q, k, v, kind=coarse.kind, reduction=coarse.reduction, **given, dtype=q.dtype
+            ).scores
+            block, sizes = given["block"], {name: given[name] for name in names[-2:]}
+            shape = {"block_q": block, "block_k": block, "seq_q": q.shape[1], "seq_k": k.shape[1]}
+            options["index"] = BlockIndex.from_topk(scores, select.top_k, **shape, **sizes)
+        return _REFERENCE.sparse_video_attention(q, k, v, **options, dtype=q.dtype)
 
 
 class NextFrame(nn.Module):
@@ -82,10 +94,12 @@ class NextFrame(nn.Module):
         """density: a list to which each layer adds the part of the pairs of blocks that it listed (reads values on the host)."""
         y = self.embed(x)
         for norm, attention, mlp in zip(self.norms, self.attentions, self.mlps, strict=True):
-            out, stages = attention(norm(y), grid, return_stages=True)
-            if density is not None:
+            if density is None:
+                y = y + attention(norm(y), grid)
+            else:
+                out, stages = attention(norm(y), grid, return_stages=True)
                 density.append(float(stages.index.counts.float().mean()) / stages.index.kv_blocks)
-            y = y + out
+                y = y + out
             y = y + mlp(y)
         last = grid[1] * grid[2]
         drawn: torch.Tensor = x[:, -last:] + self.head(y[:, -last:])

@@ -75,7 +75,7 @@ def reconstruct(
         best = true.argsort(-1, descending=True).argsort(-1) < counts
         masses = [((true * one).sum(-1) * weights).sum(-1).mean() for one in (chosen, best)]
         errors = []
-        for lists in (index, BlockIndex.from_map(best, **shape)):  # type: ignore[arg-type]
+        for lists in (index, BlockIndex.from_map(best, **shape)):
             out = tiling.untile(fine(q, k, v, lists))
             errors.append(float((out - dense).norm() / dense.norm()))
         listed = counts.double().mean() / tiling.block_count

@@ -45,21 +45,16 @@ def sparse_video_attention(
     select = SelectOptions() if select == "default" else select
     rows = 1 if layout == "bshd" else 2
     sizes: dict[str, Any] = {"block_sizes": block_sizes, "query_sizes": query_sizes}
-    rough = chosen = None
+    rough: Any = None
+    chosen: Any = None
     if coarse is not None:
         rough = coarse_oracle(
             q, k, v, weight_k=weight_k, weight_v=weight_v, kind=coarse.kind, reduction=coarse.reduction, scale=scale, block=block,
             **sizes, layout=layout, dtype=dtype,
         )  # fmt: skip
-        chosen = select_oracle(
-            rough.scores,
-            **select.arguments(),
-            block_q=block,
-            block_k=block,
-            seq_q=q.shape[rows],
-            seq_k=k.shape[rows],
-            **sizes,
-        )
+        if index is None or return_stages:
+            shape: dict[str, Any] = {"block_q": block, "block_k": block, "seq_q": q.shape[rows], "seq_k": k.shape[rows]}
+            chosen = select_oracle(rough.scores, **select.arguments(), **shape, **sizes)
         if index is None:
             index = BlockIndex.from_map(
                 chosen.keep.to(q.device), block_q=block, block_k=block, seq_q=q.shape[rows], seq_k=k.shape[rows],
@@ -67,7 +62,7 @@ def sparse_video_attention(
             )  # fmt: skip
     assert index is not None
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
-    if rough is None or chosen is None:
+    if rough is None:
         out = fine if gate_fine is None else fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
         return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
     out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
