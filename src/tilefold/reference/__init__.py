@@ -3,6 +3,7 @@
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
 from .fuse import fuse
+from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
 from .video import sparse_video_attention
@@ -15,7 +16,9 @@ __all__ = [
     "coarse",
     "compare",
     "fuse",
+    "gini",
     "project",
+    "select",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",

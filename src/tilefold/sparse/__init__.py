@@ -1,4 +1,4 @@
-"""Block-sparse attention's parts: the index of which blocks see which, the predicates that make one, the stages around it."""
+"""Block-sparse attention's parts: the index of which blocks see which, what makes one, and the stages of video attention."""
 
 from .coarse import CoarseResult, attend_rows, coarse, project
 from .fuse import fuse
@@ -12,7 +12,9 @@ from .tree import register
 
 __all__ = [
     "BlockIndex",
+    "CoarseOptions",
     "CoarseResult",
+    "GridTiling",
     "Predicate",
     "SelectOptions",
     "Selection",
@@ -25,7 +27,10 @@ __all__ = [
     "coarse",
     "dilated",
     "fuse",
+    "gini",
+    "index",
     "project",
+    "select",
     "sliding_tile",
     "sparse_video_attention",
     "video_window",
