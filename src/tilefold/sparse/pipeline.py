@@ -99,7 +99,7 @@ def sparse_video_attention(
     v: torch.Tensor,
     *,
     coarse: CoarseOptions | None = CoarseOptions(),
-    select: SelectOptions = SelectOptions(),
+    select: SelectOptions | None = None,
     weight_k: torch.Tensor | None = None,
     weight_v: torch.Tensor | None = None,
     gate_coarse: torch.Tensor | None = None,
@@ -123,7 +123,7 @@ def sparse_video_attention(
         k: [batch, seq, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
         v: [batch, seq, kv_heads, dim_v], dtype of q.
         coarse: the coarse stage's options; None: no coarse branch, the fine one attends the lists of `index`.
-        select: the selection's options.
+        select: the selection's options; None: its defaults.
         weight_k, weight_v: the coarse branch's projections, [block] or [kv_heads, block] with the kind "block", [blocks, seq] or
             [kv_heads, blocks, seq] with "dense", which needs them; None: the mean over a block's tokens.
         gate_coarse, gate_fine: floating point [heads], [batch, seq, heads], or four dimensions that broadcast with out; in the
@@ -148,8 +148,8 @@ def sparse_video_attention(
     _check_records(coarse, select, layout)
     if coarse is None:
         return _listed(q, k, v, index, gate_fine, scale, layout, return_stages,
-                       {"weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse, "block_sizes": block_sizes,
-                        "query_sizes": query_sizes})  # fmt: skip
+                       {"select": select, "weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse,
+                        "block_sizes": block_sizes, "query_sizes": query_sizes})  # fmt: skip
     if index is not None:
         raise ValueRangeError(
             "index was given with a coarse branch, which selects its own lists: pass coarse=None or no index"
@@ -162,7 +162,7 @@ def sparse_video_attention(
     )  # fmt: skip
     chosen = _SPARSE.select(
         rough.scores,
-        **select.arguments(),
+        **(select or SelectOptions()).arguments(),
         block_q=block,
         block_k=block,
         seq_q=q.shape[rows],
@@ -178,7 +178,7 @@ def sparse_video_attention(
 
 def _listed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex | None, gate: torch.Tensor | None, scale: float | None,
-    layout: Layout, return_stages: bool, others: dict[str, torch.Tensor | None],
+    layout: Layout, return_stages: bool, others: dict[str, object],
 ) -> Any:  # fmt: skip
     """The fine branch alone, over the lists that were given."""
     if index is None:
@@ -197,7 +197,7 @@ def _listed(
 def _check_records(coarse: object, select: object, layout: object) -> None:
     if coarse is not None and not isinstance(coarse, CoarseOptions):
         raise DtypeError(f"coarse must be a CoarseOptions or None, got {coarse!r}")
-    if not isinstance(select, SelectOptions):
-        raise DtypeError(f"select must be a SelectOptions, got {select!r}")
+    if select is not None and not isinstance(select, SelectOptions):
+        raise DtypeError(f"select must be a SelectOptions or None, got {select!r}")
     if layout not in ("bshd", "bhsd"):
         raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
