@@ -10,6 +10,7 @@ import torch
 from tilefold import BlockIndex
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.sparse import GridTiling, any_of, video_window
+from tilefold.sparse import kept as kept_module
 
 GRIDS = [
     ((4, 8, 8), (4, 4, 4)),
@@ -124,6 +125,16 @@ def test_index_tensors_are_kept_and_can_be_saved_for_backward(device):
     assert tiling.destination(device) is tiling.destination(device)
     assert GridTiling((3, 5, 6), (2, 2, 2)).destination(device) is tiling.destination(device)
     assert tiling.block_sizes("meta").device.type == "meta"
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    """The oldest tensors go first, the newest one never does."""
+    monkeypatch.setattr(kept_module, "_KEPT", {})
+    monkeypatch.setattr(kept_module, "_LIMIT", 3 * 80)
+    made = [kept_module.kept(n, torch.device("cpu"), lambda: torch.zeros(10, dtype=torch.int64)) for n in range(5)]
+    assert [any(one is t for t in kept_module._KEPT.values()) for one in made] == [False, False, True, True, True]
+    kept_module.kept("large", torch.device("cpu"), lambda: torch.zeros(1000))
+    assert len(kept_module._KEPT) == 1
 
 
 def test_blocks_are_those_of_video_window(device):

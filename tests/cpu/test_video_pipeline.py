@@ -169,7 +169,12 @@ INDEX = BlockIndex.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool), block_q=16
             "block_sizes was given with coarse=None",
         ),
         ({"coarse": "block"}, DtypeError, "coarse must be a CoarseOptions or None, got 'block'"),
-        ({"select": None}, DtypeError, "select must be a SelectOptions, got None"),
+        (
+            {"coarse": None, "index": INDEX, "select": SelectOptions()},
+            ValueRangeError,
+            "select was given with coarse=None",
+        ),
+        ({"select": "gini"}, DtypeError, "select must be a SelectOptions or None, got 'gini'"),
         ({"layout": "sbhd"}, ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'"),
     ],
 )

@@ -31,8 +31,8 @@ class SparseVideoAttention(nn.Module):
         coarse: the coarse branch, a kind ("block", "dense", "pooled") or a `CoarseOptions`; "dense" needs grid.  None: no coarse
             branch, and attention over lists that are given at each call, or over all blocks.
         coarse_per_head: each key and value head has its own projections of the coarse branch, or all share one.
-        select: how blocks are selected, a `SelectOptions`.
-        gate_coarse, gate_fine: "linear", "sigmoid" or "head", see `Gate`; None: 1.
+        select: how blocks are selected, a `SelectOptions`; None: its defaults.
+        gate_coarse, gate_fine: "linear", "sigmoid" or "head", see `Gate`; None: 1.  A branch that is not there has no gate.
         rotary: the position embedding, a `Rotary3D`; None: none.
         qk_norm: normalise each head's q and k (root mean square, with a learned scale) before they are turned.
         qkv_bias, out_bias: whether the projections have one.
@@ -61,10 +61,10 @@ class SparseVideoAttention(nn.Module):
         cube: Sequence[int] = (4, 4, 4),
         coarse: CoarseOptions | str | None = "block",
         coarse_per_head: bool = False,
-        select: SelectOptions = SelectOptions(),  # noqa: B008 - a frozen value
+        select: SelectOptions | None = None,
         gate_coarse: GateKind | None = "linear",
         gate_fine: GateKind | None = "linear",
-        rotary: Rotary3D | None = Rotary3D(),  # noqa: B008
+        rotary: Rotary3D | None = Rotary3D(),  # noqa: B008 - a frozen value
         qk_norm: bool = False,
         qkv_bias: bool = True,
         out_bias: bool = True,
@@ -77,7 +77,8 @@ class SparseVideoAttention(nn.Module):
         self.cube = _cube(cube)
         self.grid = None if grid is None else triple("grid", grid)
         self.coarse_options = _coarse(coarse, self.grid)
-        self.select = _is("select", select, SelectOptions)
+        _needs_coarse(self.coarse_options, coarse_per_head, select)
+        self.select = SelectOptions() if select is None else _is("select", select, SelectOptions)
         self.rotary = None if rotary is None else _is("rotary", rotary, Rotary3D)
         if self.rotary is not None:
             self.rotary.channels(self.head_dim)
@@ -118,6 +119,8 @@ class SparseVideoAttention(nn.Module):
 
         Raises ShapeError or ValueRangeError naming the argument, and what `sparse_video_attention` raises."""
         tiling = self.tiling(grid)
+        if not isinstance(x, torch.Tensor):
+            raise DtypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[1:] != (tiling.tokens, self.dim):
             raise ShapeError(
                 f"x has shape {tuple(x.shape)}, expected [batch, {tiling.tokens}, {self.dim}]: the tokens of grid {tiling.grid}"
@@ -240,6 +243,17 @@ def _coarse(coarse: CoarseOptions | str | None, grid: object) -> CoarseOptions |
             "coarse is 'dense', a matrix over all tokens of one grid: give grid to the constructor, got None"
         )
     return options
+
+
+def _needs_coarse(coarse: CoarseOptions | None, per_head: bool, select: object) -> None:
+    """Nothing that was asked of a branch which is not there is passed over."""
+    if per_head and (coarse is None or coarse.kind == "pooled"):
+        kind = None if coarse is None else coarse.kind
+        raise ValueRangeError(
+            f"coarse_per_head is True, but coarse {kind!r} has no projections; they come with 'block' and 'dense'"
+        )
+    if select is not None and coarse is None:
+        raise ValueRangeError("select was given with coarse=None: without a coarse branch nothing is selected")
 
 
 def _is(name: str, value: Any, kind: type) -> Any:

@@ -21,7 +21,7 @@ def sparse_video_attention(
     v: torch.Tensor,
     *,
     coarse: Any = "default",
-    select: Any = "default",
+    select: Any = None,
     weight_k: torch.Tensor | None = None,
     weight_v: torch.Tensor | None = None,
     gate_coarse: torch.Tensor | None = None,
@@ -42,7 +42,7 @@ def sparse_video_attention(
     from ..sparse import BlockIndex, CoarseOptions, SelectOptions, Stages
 
     coarse = CoarseOptions() if coarse == "default" else coarse
-    select = SelectOptions() if select == "default" else select
+    select = SelectOptions() if select is None else select
     rows = 1 if layout == "bshd" else 2
     sizes: dict[str, Any] = {"block_sizes": block_sizes, "query_sizes": query_sizes}
     rough: Any = None

@@ -9,8 +9,9 @@ import torch
 
 __all__ = ["kept"]
 
-_LIMIT = 64
-_KEPT: dict[Hashable, torch.Tensor] = {}
+_LIMIT = 128 << 20  # bytes of all together; a large video's table of angles is 12 MB
+_KEPT: dict[Hashable, torch.Tensor] = {}  # the oldest first
+_CAPTURED: dict[Hashable, torch.Tensor] = {}  # what CUDA graphs read: never let go, their replays hold addresses only
 
 
 def kept(key: Hashable, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -18,24 +19,33 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], torch.Tensor]) 
 
     make must follow from the key alone and place its result on `device`.  Nothing is looked up inside a graph that is being
     traced or under a level of torch.func or a dispatch mode (their tensors end with them), and nothing is kept that was made
-    while a CUDA graph was being captured: it has values only after a replay."""
+    while a CUDA graph was being captured: it has values only after a replay.  Past 128 MiB the oldest ones are let go."""
     if torch.compiler.is_compiling() or _transformed():
         return make()
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    full = (key, device, stream)
+    on_gpu = device.type == "cuda"
+    full = (key, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
     found = _KEPT.get(full)
     if found is None:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-        ):  # a tensor of inference mode may not be saved for a backward pass
+        ):  # what inference mode makes may not be saved for a backward pass
             found = make()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return found
-        if len(_KEPT) >= _LIMIT:
-            _KEPT.clear()
-        _KEPT[full] = found
+        if not capturing:
+            _KEPT[full] = found
+            _let_go()
+    elif capturing:
+        _CAPTURED[full] = found
     return found
+
+
+def _let_go() -> None:
+    excess = sum(t.nbytes for t in _KEPT.values()) - _LIMIT
+    for key in list(_KEPT)[:-1]:  # never what was just made
+        if excess <= 0:
+            break
+        excess -= _KEPT.pop(key).nbytes
 
 
 def _transformed() -> bool:

@@ -100,7 +100,7 @@ def sparse_video_attention(
     v: torch.Tensor,
     *,
     coarse: CoarseOptions | None = CoarseOptions(),
-    select: SelectOptions = SelectOptions(),
+    select: SelectOptions | None = None,
     weight_k: torch.Tensor | None = None,
     weight_v: torch.Tensor | None = None,
     gate_coarse: torch.Tensor | None = None,
@@ -125,7 +125,7 @@ def sparse_video_attention(
         k: [batch, seq, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
         v: [batch, seq, kv_heads, dim_v], dtype of q.
         coarse: the coarse stage's options; None: no coarse branch, the fine one attends the lists of `index`.
-        select: the selection's options.
+        select: the selection's options; None: its defaults.
         weight_k, weight_v: the coarse branch's projections, [block] or [kv_heads, block] with the kind "block", [blocks, seq] or
             [kv_heads, blocks, seq] with "dense", which needs them; None: the mean over a block's tokens.
         gate_coarse, gate_fine: floating point [heads], [batch, seq, heads], or four dimensions that broadcast with out; in the
@@ -162,8 +162,8 @@ def sparse_video_attention(
         return (out, stages) if return_stages else out
     if coarse is None:
         return _listed(q, k, v, index, gate_fine, scale, layout, return_stages,
-                       {"weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse, "block_sizes": block_sizes,
-                        "query_sizes": query_sizes})  # fmt: skip
+                       {"select": select, "weight_k": weight_k, "weight_v": weight_v, "gate_coarse": gate_coarse,
+                        "block_sizes": block_sizes, "query_sizes": query_sizes})  # fmt: skip
     if index is not None:
         raise ValueRangeError(
             "index was given with a coarse branch, which selects its own lists: pass coarse=None or no index"
@@ -176,7 +176,7 @@ def sparse_video_attention(
     )  # fmt: skip
     chosen = select_stage(
         rough.scores,
-        **select.arguments(),
+        **(select or SelectOptions()).arguments(),
         block_q=block,
         block_k=block,
         seq_q=q.shape[rows],
@@ -192,7 +192,7 @@ def sparse_video_attention(
 
 def _listed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex | None, gate: torch.Tensor | None, scale: float | None,
-    layout: Layout, return_stages: bool, others: dict[str, torch.Tensor | None],
+    layout: Layout, return_stages: bool, others: dict[str, object],
 ) -> Any:  # fmt: skip
     """The fine branch alone, over the lists that were given."""
     if index is None:
@@ -225,7 +225,7 @@ def _check_cache(cache: VideoCache, q: torch.Tensor, coarse: CoarseOptions, bloc
 def _check_records(coarse: object, select: object, layout: object) -> None:
     if coarse is not None and not isinstance(coarse, CoarseOptions):
         raise DtypeError(f"coarse must be a CoarseOptions or None, got {coarse!r}")
-    if not isinstance(select, SelectOptions):
-        raise DtypeError(f"select must be a SelectOptions, got {select!r}")
+    if select is not None and not isinstance(select, SelectOptions):
+        raise DtypeError(f"select must be a SelectOptions or None, got {select!r}")
     if layout not in ("bshd", "bhsd"):
         raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
