@@ -15,15 +15,16 @@ def bounds(scores: torch.Tensor) -> tuple[float, float, float]:
     """How far rounding can move (gini, the mass of a set of blocks, the share at which the last block is taken).
 
     Masses: a block's is a product (one rounding), half added (another), cut to a whole 2^-30th, so n of them are off by at most 2
-    units plus n / 2 parts; the row's sum, by which they are divided, by as much.  Gini: sums over regs + log2 lanes levels above
-    the line (each product rounded once) and below it, the product with n, the division.  The share: the Gini coefficient's error,
-    four roundings of tau (number to fp32, difference, product, sum), the masses', tau and the goal cut to whole parts."""
+    units plus n / 2 parts; the row's sum, by which they are divided, by as much; then two integers go to fp32 and are divided,
+    on GPUs to two units in the last place.  Gini: sums over regs + log2 lanes levels above the line (each product rounded once)
+    and below it, the product with n, the division.  The share: the Gini coefficient's error, four roundings of tau (number to
+    fp32, difference, product, sum), the masses', tau and the goal cut to whole parts."""
     plan = plan_select(SelectProblem(*scores.shape), device_of(scores.device))
     n = scores.shape[3]
     levels = plan.regs + plan.lanes.bit_length() if plan.kernel == "select" else n.bit_length()
-    gini = (2 * levels + 3) * UNIT
+    gini = (2 * levels + 6) * UNIT
     mass = 2 * (2 * UNIT + n * 2.0**-31)
-    return gini, mass + UNIT, gini + 4 * UNIT + mass + 2.0**-30 + 2.0**-31
+    return gini, mass + 6 * UNIT, gini + 4 * UNIT + mass + 2.0**-30 + 2.0**-31
 
 
 def rows(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:

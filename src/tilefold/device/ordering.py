@@ -52,6 +52,13 @@ def row_min(x):
 
 
 @triton.jit
+def earlier_columns(x):
+    """int32 [ROWS, REGS, LANES] in the order of the columns -> the sum over the columns before each."""
+    run = tl.sum(x, 2, keep_dims=True)
+    return tl.cumsum(x, 2) - x + tl.cumsum(run, 1) - run
+
+
+@triton.jit
 def joined_halves(sums, total, BIT: tl.constexpr):
     """Running sums within runs of 2 ** BIT, and the runs' totals -> the same for runs of twice the length."""
     STEP: tl.constexpr = 1 << BIT

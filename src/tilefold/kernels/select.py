@@ -6,6 +6,7 @@ import triton.language as tl
 from ..device.ordering import (
     FIRST_SCORE,
     concentration,
+    earlier_columns,
     load_flat,
     order_sum,
     positions,
@@ -16,32 +17,11 @@ from ..device.ordering import (
     score_codes,
     sort_descending,
 )
+from ..device.settings import setting, whole_setting
 
 RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first", "reach",
            "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb", "stride_sh",
            "stride_sk"]  # fmt: skip
-
-
-@triton.jit
-def setting(value, i_b, i_h, i_q, live):
-    """A number for all rows, (number,), or one a row, (pointer, strides of batch, head and query block): fp32."""
-    if len(value) == 1:
-        return value[0]
-    else:
-        return tl.load(value[0] + i_b * value[1] + i_h * value[2] + i_q * value[3], mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def whole_setting(value, i_b, i_h, i_q, live, most):
-    """The same as int32, 0 to `most`."""
-    return tl.minimum(tl.maximum(setting(value, i_b, i_h, i_q, live), 0.0), most).to(tl.int32)
-
-
-@triton.jit
-def earlier_columns(x):
-    """int32 [ROWS, REGS, LANES] in the order of the columns -> the sum over the columns before each."""
-    run = tl.sum(x, 2, keep_dims=True)
-    return tl.cumsum(x, 2) - x + tl.cumsum(run, 1) - run
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import ValueRangeError
 from .attention import CACHE_LIMIT
-from .device import device_of, interpreting
+from .device import device_of
 
 if TYPE_CHECKING:
     from ..plan.select import SelectPlan
@@ -150,8 +150,7 @@ def _key(value: Setting | None) -> Any:
     """What of a tensor decides its launch; of a number its type alone."""
     if not isinstance(value, torch.Tensor):
         return type(value)
-    aligned = interpreting() or value.data_ptr() % 16 == 0
-    return tuple(value.shape[:3]), value.stride(), value.dtype, value.device, aligned
+    return tuple(value.shape[:3]), value.stride(), value.dtype, value.device, value.data_ptr() % 16 == 0
 
 
 def _settings(call: SelectCall) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:

@@ -55,17 +55,13 @@ def select(
     query_sizes: torch.Tensor | None = None,
 ) -> SelectedRows:
     """The selection of `tilefold.sparse.select`, with its arguments, in fp64 on the host; checks nothing."""
-    blocks = scores.shape[3]
-    shape = tuple(scores.shape[:3])
+    blocks, shape = scores.shape[3], tuple(scores.shape[:3])
     coefficients = gini(scores, block_sizes=block_sizes)
     share: torch.Tensor | None = None
     if method == "gini" and tau is not None:
         share = _setting(tau(coefficients), shape)
     elif method == "gini":
-        low, high = (
-            _setting(0.5 if tau_min is None else tau_min, shape),
-            _setting(0.95 if tau_max is None else tau_max, shape),
-        )
+        low, high = (_setting(default if t is None else t, shape) for t, default in ((tau_min, 0.5), (tau_max, 0.95)))
         share = low + (high - low) * (1 - coefficients)
     elif method == "top_p":
         share = _setting(top_p, shape)
@@ -73,33 +69,42 @@ def select(
         share = share.nan_to_num(1.0).clamp(0, 1)
     if sparsity is not None:
         top_k = ((1 - _setting(sparsity, shape)) * blocks).round().clamp(min=1)
-    number = {
-        "k": _setting(0 if top_k is None else top_k, shape),
-        "least": _setting(min_blocks, shape),
-        "most": _setting(blocks if max_blocks is None else max_blocks, shape),
+    asked = {
+        "k": 0 if top_k is None else top_k,
+        "least": min_blocks,
+        "most": blocks if max_blocks is None else max_blocks,
     }
-    sizes = _expanded(block_sizes, scores)
-    seq_q = shape[2] * block_q if seq_q is None else seq_q
-    seq_k = blocks * block_k if seq_k is None else seq_k
+    numbers = {name: _setting(value, shape) for name, value in asked.items()}
     window = 0 if force_self and local_window is None else local_window
-    named = None if force is None else force.expand(scores.shape).tolist()
+    lengths = shape[2] * block_q if seq_q is None else seq_q, blocks * block_k if seq_k is None else seq_k
+    forced = _forced(scores.shape, force_first, window, force, (block_q, block_k, *lengths))
+    sizes = _expanded(block_sizes, scores)
+    room = blocks if capacity is None else min(capacity, blocks)
     keep = torch.zeros(scores.shape, dtype=torch.bool)
     mass, gap = torch.ones(shape, dtype=torch.float64), torch.full(shape, math.inf, dtype=torch.float64)
-    for b, h, i in ((b, h, i) for b in range(shape[0]) for h in range(shape[1]) for i in range(shape[2])):
-        row = scores[b, h, i].double().tolist()
-        forced = set(range(min(force_first, blocks)))
-        if window is not None:
-            first, last = i * block_q, min((i + 1) * block_q, seq_q) - 1
-            own = [(t + seq_k - seq_q) // block_k for t in (first, last)]
-            forced |= {j for j in range(blocks) if own[0] - window <= j <= own[1] + window}
-        if named is not None:
-            forced |= {j for j in range(blocks) if named[b][h][i][j]}
-        wanted = {name: max(0, min(blocks, int(t[b, h, i]))) for name, t in number.items()}
-        asked = None if share is None else float(share[b, h, i])
-        room = blocks if capacity is None else min(capacity, blocks)
-        chosen, mass[b, h, i], gap[b, h, i] = _row(row, sizes[b, h, i], forced, asked, wanted, room)
-        keep[b, h, i, chosen] = True
+    for at in itertools.product(*map(range, shape)):
+        row = scores[at].double().tolist()
+        wanted = {name: max(0, min(blocks, int(t[at]))) for name, t in numbers.items()}
+        mine = {j for j, one in enumerate(forced[at].tolist()) if one}
+        chosen, mass[at], gap[at] = _row(
+            row, sizes[at], mine, None if share is None else float(share[at]), wanted, room
+        )
+        keep[at][chosen] = True
     return SelectedRows(keep, coefficients, share, mass, gap)
+
+
+def _forced(
+    shape: torch.Size, first: int, window: int | None, force: torch.Tensor | None, geometry: tuple[int, int, int, int]
+) -> torch.Tensor:
+    """bool [B, H, Qb, KVb]: the first blocks, those within `window` of the query block's own, those of `force`."""
+    block_q, block_k, seq_q, seq_k = geometry
+    forced = torch.zeros(shape, dtype=torch.bool)
+    forced[..., :first] = True
+    for i in range(shape[2] if window is not None else 0):
+        ends = (i * block_q, min((i + 1) * block_q, seq_q) - 1)
+        low, high = ((t + seq_k - seq_q) // block_k for t in ends)
+        forced[:, :, i, max(0, low - (window or 0)) : max(0, high + (window or 0) + 1)] = True
+    return forced if force is None else forced | force
 
 
 def _row(
@@ -156,7 +161,7 @@ def _by_row(scores: torch.Tensor, of: Callable[[tuple[int, int, int], list[float
     return made
 
 
-def _expanded(block_sizes: torch.Tensor | None, scores: torch.Tensor) -> dict[tuple[int, int, int], list[int]]:
+def _expanded(block_sizes: torch.Tensor | None, scores: torch.Tensor) -> dict[tuple[int, ...], list[int]]:
     """The sizes of the KV blocks that each row sees, all 1 where none are given."""
     b, h, q, n = scores.shape
     wide = torch.ones(1, 1, n) if block_sizes is None else block_sizes

@@ -97,7 +97,7 @@ def select(
         all shapes follow from shapes.
 
     Rounding: a block's mass counts in whole 2^-30ths of its row's (rows of more than 4096 blocks: 2^-40ths), so that sums are
-    exact in any order.  Where a sum of masses is within about 2^-22 of the share asked for, the last block may be another one
+    exact in any order.  Where a sum of masses is within 2^-17 of the share asked for, the last block may be another one
     than in exact arithmetic.
 
     Raises:
