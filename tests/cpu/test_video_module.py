@@ -15,9 +15,7 @@ from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, video_window
 from video_cases import gradients_held, oracle_of
-from video_stand_ins import stages  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("stages")
 
 CUBE = (2, 2, 4)
 GRID, RAGGED, SMALL = (4, 2, 8), (3, 3, 6), (3, 2, 6)  # 4 blocks of 16; 8, most of them cut; 4, most of them cut

@@ -7,9 +7,7 @@ from cases import judge, qkv, rand
 from tilefold import reference
 from tilefold.errors import DtypeError, ValueRangeError
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention, video_window
-from video_stand_ins import stages  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("stages")
 
 EVEN, RAGGED = GridTiling((4, 2, 8), (2, 2, 4)), GridTiling((3, 3, 6), (2, 2, 4))  # 4 and 8 blocks of 16
 RECORDS = ("coarse_out", "scores", "gini", "tau", "mass", "fine_out", "fine_lse")

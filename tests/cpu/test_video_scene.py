@@ -11,9 +11,7 @@ from tilefold.bench.reconstruction import block_mass, reconstruct
 from tilefold.bench.scene import Scene, patches, project, render, scene_qkv
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
-from video_stand_ins import stages  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("stages")
 
 CUBE = (2, 2, 4)
 

@@ -9,10 +9,9 @@ from tilefold.bench.scene import Scene, scene_qkv
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
 from video_cases import gradients_held
-from video_stand_ins import stages  # noqa: F401
 
 DEVICE = torch.device("cuda")
-pytestmark = [pytest.mark.no_poison, pytest.mark.usefixtures("stages")]
+pytestmark = pytest.mark.no_poison
 GRID, RAGGED = (8, 12, 16), (7, 13, 18)
 
 

@@ -82,7 +82,9 @@ def profile_video(
 
     q = normal(shape.batch, shape.seq, shape.heads, shape.dim)
     k, v = (normal(shape.batch, shape.seq, shape.kv_heads, shape.dim) for _ in range(2))
-    gates: dict[str, Any] = {name: normal(shape.batch, shape.seq, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")}
+    gates: dict[str, Any] = {
+        name: normal(shape.batch, shape.seq, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")
+    }
 
     def pipeline(q: "Tensor", k: "Tensor", v: "Tensor", **gates: Any) -> Any:
         return sparse.sparse_video_attention(q, k, v, coarse=coarse, select=select, block=shape.block, **gates)
@@ -99,7 +101,9 @@ def profile_video(
         "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, gates["gate_coarse"], gates["gate_fine"]),
         TOTAL: lambda: pipeline(q, k, v, **gates),
     }
-    leaves: dict[str, Any] = {name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()}
+    leaves: dict[str, Any] = {
+        name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
+    }
     grad = normal(*q.shape)
     if backward:
         calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(

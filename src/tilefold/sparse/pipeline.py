@@ -157,7 +157,14 @@ def sparse_video_attention(
         cache.append(k, v, weight_k=weight_k, weight_v=weight_v, block_sizes=block_sizes, layout=layout)
         gates: dict[str, Any] = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
         out, stages = attend_cache(
-            q, cache, coarse=coarse, select=select, **gates, scale=scale, query_sizes=query_sizes, layout=layout
+            q,
+            cache,
+            coarse=coarse,
+            select=select or SelectOptions(),
+            **gates,
+            scale=scale,
+            query_sizes=query_sizes,
+            layout=layout,
         )
         return (out, stages) if return_stages else out
     if coarse is None:
