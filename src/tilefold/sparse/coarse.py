@@ -228,10 +228,16 @@ def _project_dense(
         TensorSpec("block_sizes", "blocks / batch|1 blocks / batch|1 kv_heads|1 blocks", (torch.int32,), optional=True),
     )
     bind(specs, {name: weight, "block_sizes": block_sizes}, known=n, beside=("x", x))
-    heads_first = x.transpose(1, 2) if layout == "bshd" else x
     if block_sizes is not None:  # 0 * NaN is NaN, so padding has to go before the product
-        heads_first = torch.where(_valid_tokens(block_sizes, n["seq"], block)[..., None], heads_first, 0)
-    rows = torch.matmul(weight.to(x.dtype), heads_first)
+        valid = _valid_tokens(block_sizes, n["seq"], block)
+        x = torch.where((valid.transpose(1, 2) if layout == "bshd" else valid)[..., None], x, 0)
+    weight = weight.to(x.dtype)
+    shared = weight.dim() == 2 or weight.shape[0] == 1
+    if shared and layout == "bshd" and x.stride(2) == x.shape[3]:  # the heads are columns of one product
+        columns = x.flatten(2)
+        rows = torch.bmm(weight.expand(n["batch"], n["blocks"], n["seq"]), columns)
+        return rows.unflatten(2, (n["kv_heads"], n["dim"]))
+    rows = torch.matmul(weight, x.transpose(1, 2) if layout == "bshd" else x)
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 
