@@ -79,7 +79,10 @@ def test_dead_blocks_and_poisoned_padding(kind, sizes, device):
 def test_query_sizes(kind, device):
     """Queries past their block's size give 0, count in no score, may hold NaN, and get gradient 0; blocks may have none."""
     q, k, v = qkv(2, 70, 48, 4, 2, 16, device=device)
-    for given in (sized([16, 0, 3, 16, 6], device=device), torch.randint(0, 7, (2, 4, 5), dtype=torch.int32, device=device)):
+    for given in (
+        sized([16, 0, 3, 16, 6], device=device),
+        torch.randint(0, 7, (2, 4, 5), dtype=torch.int32, device=device),
+    ):
         options = {"kind": kind, "block": 16, "query_sizes": given}
         clean, gradients = held(q, k, v, **options)
         if given.dim() == 1:

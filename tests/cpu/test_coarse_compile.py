@@ -52,7 +52,10 @@ def test_compile_without_gradients(device):
     leaves, sizes = inputs_of("block", device)
     leaves = [t.detach() for t in leaves]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes), strict=True)
+    )
 
 
 def test_opcheck(device):

@@ -26,9 +26,7 @@ def held(coarse, fine, gate_coarse, gate_fine, layout="bshd"):
         t.requires_grad_()
     given = (coarse, fine, gate_coarse, gate_fine)
     got = sparse.fuse(*given, layout=layout)
-    want, plain = (
-        reference.fuse(*given, layout=layout, dtype=d) for d in (torch.float64, next(iter(inputs)).dtype)
-    )
+    want, plain = (reference.fuse(*given, layout=layout, dtype=d) for d in (torch.float64, next(iter(inputs)).dtype))
     note = f"{[None if t is None else tuple(t.shape) for t in given]} {got.dtype}"
     assert got.dtype == inputs[0].dtype and got.is_contiguous()
     judge(got, want, plain, f"out {note}")

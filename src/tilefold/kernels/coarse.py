@@ -118,7 +118,9 @@ def coarse_forward(
                            True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
     out, lse = state_finish(acc, m, l)
     out = tl.where(live_q[:, None], out, 0.0)
-    store_rows(Out + i_b * stride_ob + i_h * stride_oh, o_m.to(tl.int64), stride_om, o_m < seq_q, out, DIM_V, BLOCK_V, EMULATE)
+    store_rows(
+        Out + i_b * stride_ob + i_h * stride_oh, o_m.to(tl.int64), stride_om, o_m < seq_q, out, DIM_V, BLOCK_V, EMULATE
+    )
     tl.store(Lse + (i_b * heads + i_h) * seq_q + o_m, tl.where(live_q, lse, float("-inf")), mask=o_m < seq_q)
 
     lse = tl.where(live_q & (lse != float("-inf")), lse * LOG2E, float("inf"))

@@ -236,7 +236,7 @@ def _project_dense(
     if shared and layout == "bshd" and x.stride(2) == x.shape[3]:  # the heads are columns of one product
         columns = x.flatten(2)
         rows = torch.bmm(weight.expand(n["batch"], n["blocks"], n["seq"]), columns)
-        return rows.unflatten(2, (n["kv_heads"], n["dim"]))
+        return rows.view(n["batch"], n["blocks"], n["kv_heads"], n["dim"])
     rows = torch.matmul(weight, x.transpose(1, 2) if layout == "bshd" else x)
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
