@@ -17,7 +17,19 @@ from ..device.ranges import range_share
 from ..device.source import fetch_box, fetch_rows, locate_live, locate_live_box, locate_sized, locate_sized_box, side_of
 from ..device.tile import load_rows, store_rows, widen
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "kv_heads", "group", "batch", "stride_sb", "stride_sh", "stride_pb", "stride_ph"]
+RUNTIME = [
+    "scale",
+    "seq_q",
+    "seq_k",
+    "heads",
+    "kv_heads",
+    "group",
+    "batch",
+    "stride_sb",
+    "stride_sh",
+    "stride_pb",
+    "stride_ph",
+]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -37,7 +49,9 @@ def coarse_backward_queries(
     if QuerySizes is not None:
         end = tl.minimum(end, i_q * Q_BLOCK + tl.load(QuerySizes + i_b * stride_pb + i_h * stride_ph + i_q))
     q = load_rows(Q + i_b * stride_qb + i_h * stride_qh, i_m * BLOCK_M, end, stride_qm, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
-    do = load_rows(DOut + i_b * stride_db + i_h * stride_dh, i_m * BLOCK_M, end, stride_dm, WIDE, BLOCK_M, DIM_V, BLOCK_V)
+    do = load_rows(
+        DOut + i_b * stride_db + i_h * stride_dh, i_m * BLOCK_M, end, stride_dm, WIDE, BLOCK_M, DIM_V, BLOCK_V
+    )
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (i_b * heads + i_h) * seq_q
     lse, delta = load_statistics(Lse2 + row, Delta + row, o_m, o_m < end, True)
@@ -49,7 +63,9 @@ def coarse_backward_queries(
                              scale, source, k_side, v_side, (), (), (), locate_live_box if BOX else locate_live,
                              fetch_box if BOX else fetch_rows, True, EMULATE, BLOCK_M, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
                              BLOCK_V)  # fmt: skip
-    store_rows(DQ + i_b * stride_gb + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq, DIM_QK, BLOCK_QK, EMULATE)
+    store_rows(
+        DQ + i_b * stride_gb + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq, DIM_QK, BLOCK_QK, EMULATE
+    )
 
 
 @triton.jit(do_not_specialize=RUNTIME)

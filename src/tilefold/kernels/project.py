@@ -81,7 +81,9 @@ def gather_blocks(
         acc += tile
     row = tl.sum(acc, 0) * common_factor(size, KIND, BLOCK)
     one = tl.arange(0, 1)
-    store_rows(Rows + i_b * stride_rb + i_h * stride_rh, i_n + one, stride_rn, one < 1, row[None, :], DIM, BLOCK_D, EMULATE)
+    store_rows(
+        Rows + i_b * stride_rb + i_h * stride_rh, i_n + one, stride_rn, one < 1, row[None, :], DIM, BLOCK_D, EMULATE
+    )
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -118,7 +120,9 @@ def block_weight_gradient(
     i_n, i_b, i_h, size = block_of_program(Sizes, seq, heads, blocks, stride_sb, stride_sh, BLOCK)
     o_d = tl.arange(0, BLOCK_D)
     p_row = DRows + i_b * stride_rb + i_n * stride_rn + i_h * stride_rh + o_d
-    row = widen(tl.load(p_row, mask=o_d < DIM, other=0.0), EMULATE).to(tl.float32) * common_factor(size, WEIGHTED, BLOCK)
+    row = widen(tl.load(p_row, mask=o_d < DIM, other=0.0), EMULATE).to(tl.float32) * common_factor(
+        size, WEIGHTED, BLOCK
+    )
     x = X + i_b * stride_xb + i_n * BLOCK * stride_xn + i_h * stride_xh
     part = Part + tl.program_id(0).to(tl.int64) * BLOCK  # [B, blocks, H] is the order of the programs
     for first in tl.static_range(0, BLOCK, ROWS):
