@@ -1,14 +1,14 @@
 """The coarse stage: one row of K and V a block, every query over these rows, and what each query block puts on each row."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
-from ..ops.call import SPECS, check_heads
+from ..ops.call import SPECS, check_heads, facts_of
 from ..ops.coarse import attend_op
-from ..ops.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.project import CACHE_LIMIT, KINDS, NAMES, check_block, check_layout, project_op, spread_op
 from ..types import Layout
 
 __all__ = ["CoarseResult", "attend_rows", "coarse", "project"]
@@ -136,7 +136,7 @@ def coarse(
         raise ValueRangeError(f"reduction must be 'mean' or 'max', got {reduction!r}")
     if scale is not None:
         check_number("scale", scale, above=0.0)
-    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
+    _check_tokens(q, k, v, layout)
     rows_k, rows_v = (
         _rows(x, weight, kind, block_sizes, block, layout, name)
         for x, weight, name in ((k, weight_k, "weight_k"), (v, weight_v, "weight_v"))
@@ -189,6 +189,26 @@ def attend_rows(
         q, rows_k, rows_v, block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"
     )
     return CoarseResult(out, scores, lse if return_lse else None)
+
+
+_CHECKED: set[Any] = set()
+
+
+def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
+    """The tensors of a call, under their own names: what follows sees rows.  Once for tensors of one kind."""
+    key = None
+    if not torch.compiler.is_compiling() and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k, v)):
+        try:
+            key = *map(facts_of, (q, k, v)), layout
+        except RuntimeError:  # wrapped by torch.func: no address
+            key = None
+    if key is not None and key in _CHECKED:
+        return
+    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
+    if key is not None:
+        if len(_CHECKED) >= CACHE_LIMIT:
+            _CHECKED.clear()
+        _CHECKED.add(key)
 
 
 def _rows(
