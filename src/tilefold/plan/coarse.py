@@ -18,7 +18,7 @@ from tilefold.plan.limits import (
 )
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once"]
+__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once", "with_tiles"]
 
 REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
