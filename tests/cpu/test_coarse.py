@@ -10,8 +10,11 @@ from cases import judge, qkv, rand
 from coarse_cases import held, padding, run, sized, weights
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.ops import coarse as coarse_ops
+from tilefold.plan import coarse as plans
 from tilefold.plan import device_named
-from tilefold.plan.coarse import CoarseProblem, plan_coarse
+from tilefold.plan.coarse import CoarseProblem, plan_coarse, with_tiles
+from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
 KINDS = ("block", "dense", "pooled")
@@ -164,6 +167,45 @@ def test_nothing_to_compute(device):
             assert want is None or got.lse.shape == want.lse.shape
             assert not got.out.any() and bool((got.lse == -math.inf).all())
             assert all(not g.any() for g in torch.autograd.grad(got.out.sum() + got.lse.exp().sum(), (q, k, v)))
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Change the fields of every plan that is made from here on."""
+
+    def change(**fields):
+        def plan(problem, device):
+            made = plan_coarse(problem, device)
+            boxes = fields.get("boxes", made.boxes)
+            return with_tiles(made, **{**fields, "boxes": (*boxes[:2], boxes[2] and not problem.query_masked)})
+
+        monkeypatch.setattr(plans, "plan_coarse", plan)
+        monkeypatch.setattr(coarse_ops, "_CACHE", {})
+
+    return change
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_boxes(kind, planned, device):
+    """Rows, queries and gradients by tensor descriptors: tails, dead rows, dead queries, groups, heads first."""
+    planned(boxes=(True, True, True))
+    q, k, v = qkv(2, 53, 300, 4, 2, 32, 48, dtype=torch.float16, device=device)
+    w = weights(kind, None, 300, 16, dtype=torch.float16, device=device)
+    given = torch.randint(0, 17, (19,), dtype=torch.int32, device=device)
+    held(q, k, v, *w, kind=kind, block=16)
+    held(q, k, v, *w, kind=kind, block=16, block_sizes=given, query_sizes=sized([16, 0, 3, 5], device=device))
+    held(*(t.transpose(1, 2) for t in (q, k, v)), *w, kind=kind, block=16, layout="bhsd")
+
+
+def test_tiles_and_shares(planned, device):
+    """Tiles of rows that are cut, several programs a query block, shares that are uneven, and more shares than tiles."""
+    q, k, v = qkv(1, 100, 700, 2, 1, 16, device=device)
+    given = torch.randint(0, 17, (44,), dtype=torch.int32, device=device)
+    small = Tile(16, 32, 4, 1)
+    for shares in (1, 3, 9):
+        planned(forward=small, queries=small, keys=Tile(16, 32, 4, 1), shares=shares)
+        held(q, k, v, block=16, block_sizes=given)
+        held(q, k, v[:, :, :, :8], block=64, block_sizes=given[:11])
 
 
 # ---------------------------------------------------------------- parts

@@ -16,7 +16,6 @@ from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, video_window
 from video_cases import gradients_held, oracle_of
 
-
 CUBE = (2, 2, 4)
 GRID, RAGGED, SMALL = (4, 2, 8), (3, 3, 6), (3, 2, 6)  # 4 blocks of 16; 8, most of them cut; 4, most of them cut
 DIM, HEADS = 32, 2

@@ -8,7 +8,6 @@ from tilefold import reference
 from tilefold.errors import DtypeError, ValueRangeError
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention, video_window
 
-
 EVEN, RAGGED = GridTiling((4, 2, 8), (2, 2, 4)), GridTiling((3, 3, 6), (2, 2, 4))  # 4 and 8 blocks of 16
 RECORDS = ("coarse_out", "scores", "gini", "tau", "mass", "fine_out", "fine_lse")
 

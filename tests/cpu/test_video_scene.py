@@ -12,7 +12,6 @@ from tilefold.bench.scene import Scene, patches, project, render, scene_qkv
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
 
-
 CUBE = (2, 2, 4)
 
 

@@ -1,5 +1,6 @@
 """The plan of coarse attention: tiles and loads of its forward and backward kernels, and shares of the queries for dk and dv."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from tilefold.plan.limits import (
 )
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once"]
+__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once", "with_tiles"]
 
 REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
@@ -132,12 +133,20 @@ def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
 
 
 def _shares(problem: CoarseProblem, device: Device, keys: Tile) -> int:
-    """Enough for two rounds of programs, two an SM, if each still has TILES_PER_SHARE tiles of queries."""
+    """Fewest shares whose efficiency, that of the waves times that of the uneven shares, reaches 95 % of the best reachable."""
     n = problem.attention
-    tiles, programs = -(-n.seq_q // keys.block_m), -(-n.seq_k // keys.block_n) * n.heads * n.batch
+    tiles, items = -(-n.seq_q // keys.block_m), -(-n.seq_k // keys.block_n) * n.heads * n.batch
     if device.backend == "interpreter":  # two, so that short tests see the sum
         return min(2, tiles)
-    return max(1, min(MAX_SHARES, tiles // TILES_PER_SHARE, -(-4 * device.sms // programs)))
+    slots = device.sms * (2 if keys.num_warps <= 4 else 1)  # as the accumulators' registers allow
+    possible = range(1, max(1, min(MAX_SHARES, tiles // TILES_PER_SHARE)) + 1)
+
+    def efficiency(shares: int) -> float:
+        waves, share = items * shares / slots, tiles / shares
+        return waves / math.ceil(waves) * share / math.ceil(share)
+
+    best = max(map(efficiency, possible))
+    return next(s for s in possible if efficiency(s) >= 0.95 * best)
 
 
 def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:

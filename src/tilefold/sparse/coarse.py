@@ -1,14 +1,14 @@
 """The coarse stage: one row of K and V a block, every query over these rows, and what each query block puts on each row."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
-from ..ops.call import SPECS, check_heads
+from ..ops.call import SPECS, check_heads, facts_of
 from ..ops.coarse import attend_op
-from ..ops.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.project import CACHE_LIMIT, KINDS, NAMES, check_block, check_layout, project_op, spread_op
 from ..types import Layout
 
 __all__ = ["CoarseResult", "attend_rows", "coarse", "project"]
@@ -136,7 +136,7 @@ def coarse(
         raise ValueRangeError(f"reduction must be 'mean' or 'max', got {reduction!r}")
     if scale is not None:
         check_number("scale", scale, above=0.0)
-    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
+    _check_tokens(q, k, v, layout)
     rows_k, rows_v = (
         _rows(x, weight, kind, block_sizes, block, layout, name)
         for x, weight, name in ((k, weight_k, "weight_k"), (v, weight_v, "weight_v"))
@@ -191,6 +191,26 @@ def attend_rows(
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
+_CHECKED: set[Any] = set()
+
+
+def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
+    """The tensors of a call, under their own names: what follows sees rows.  Once for tensors of one kind."""
+    key = None
+    if not torch.compiler.is_compiling() and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k, v)):
+        try:
+            key = *map(facts_of, (q, k, v)), layout
+        except RuntimeError:  # wrapped by torch.func: no address
+            key = None
+    if key is not None and key in _CHECKED:
+        return
+    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
+    if key is not None:
+        if len(_CHECKED) >= CACHE_LIMIT:
+            _CHECKED.clear()
+        _CHECKED.add(key)
+
+
 def _rows(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -228,10 +248,16 @@ def _project_dense(
         TensorSpec("block_sizes", "blocks / batch|1 blocks / batch|1 kv_heads|1 blocks", (torch.int32,), optional=True),
     )
     bind(specs, {name: weight, "block_sizes": block_sizes}, known=n, beside=("x", x))
-    heads_first = x.transpose(1, 2) if layout == "bshd" else x
     if block_sizes is not None:  # 0 * NaN is NaN, so padding has to go before the product
-        heads_first = torch.where(_valid_tokens(block_sizes, n["seq"], block)[..., None], heads_first, 0)
-    rows = torch.matmul(weight.to(x.dtype), heads_first)
+        valid = _valid_tokens(block_sizes, n["seq"], block)
+        x = torch.where((valid.transpose(1, 2) if layout == "bshd" else valid)[..., None], x, 0)
+    weight = weight.to(x.dtype)
+    shared = weight.dim() == 2 or weight.shape[0] == 1
+    if shared and layout == "bshd" and x.stride(2) == x.shape[3]:  # the heads are columns of one product
+        columns = x.flatten(2)
+        rows = torch.bmm(weight.expand(n["batch"], n["blocks"], n["seq"]), columns)
+        return rows.view(n["batch"], n["blocks"], n["kv_heads"], n["dim"])
+    rows = torch.matmul(weight, x.transpose(1, 2) if layout == "bshd" else x)
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 

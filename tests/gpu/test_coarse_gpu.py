@@ -1,0 +1,169 @@
+"""The coarse stage on a GPU: planned tiles at real sizes, all kernels forward and backward, graphs, the same bits, memory."""
+
+import math
+
+import pytest
+import torch
+
+from cases import judge, qkv, rand
+from coarse_cases import held, padding, run, sized, weights
+from tilefold import reference, sparse
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_planned_tiles(dim, dtype):
+    """Tails, groups, tiles of rows that end inside the last one; masked and not, so that boxes and pointers are met."""
+    q, k, v = qkv(2, 500, 5000, 4, 2, dim, dtype=dtype, device=DEVICE)
+    w = weights("block", 2, 5000, 64, device=DEVICE)
+    held(q, k, v, *w)
+    sizes = torch.randint(0, 65, (79,), dtype=torch.int32, device=DEVICE)
+    queries = torch.randint(0, 65, (2, 4, 8), dtype=torch.int32, device=DEVICE)
+    held(q, k, v, *w, block_sizes=sizes.clamp(max=8), query_sizes=queries, reduction="max")
+
+
+@pytest.mark.parametrize("kind", ["block", "dense", "pooled"])
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_kinds(kind, reduction):
+    q, k, v = qkv(1, 1024, 4096, 8, 2, 128, 64, dtype=torch.bfloat16, device=DEVICE)
+    w = weights(kind, 2, 4096, 64, dtype=torch.bfloat16, device=DEVICE)
+    held(q, k, v, *w, kind=kind, reduction=reduction)
+
+
+@pytest.mark.parametrize("block", [16, 32, 128, 256])
+def test_blocks(block):
+    q, k, v = qkv(1, 1000, 3000, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    blocks = -(-1000 // block)
+    queries = torch.randint(0, block + 1, (blocks,), dtype=torch.int32, device=DEVICE)
+    held(q, k, v, block=block)
+    held(q, k, v, block=block, query_sizes=queries)
+
+
+def test_poisoned_padding():
+    q, k, v = qkv(1, 640, 1000, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    sizes = torch.randint(0, 65, (16,), dtype=torch.int32, device=DEVICE)
+    sizes[::5] = 0
+    queries = torch.randint(0, 65, (10,), dtype=torch.int32, device=DEVICE)
+    for kind in ("block", "dense", "pooled"):
+        w = weights(kind, 1, 1000, 64, dtype=torch.bfloat16, device=DEVICE)
+        options = {"kind": kind, "block_sizes": sizes, "query_sizes": queries}
+        clean = run(sparse.coarse, (q, k, v, *w), options)
+        dirty_q, dirty_k, dirty_v = q.clone(), k.clone(), v.clone()
+        dirty_q[:, padding(640, 64, queries)] = math.nan
+        dirty_k[:, padding(1000, 64, sizes)] = math.nan
+        dirty_v[:, padding(1000, 64, sizes)] = math.nan
+        dirty = run(sparse.coarse, (dirty_q, dirty_k, dirty_v, *w), options)
+        for a, b in zip((*clean[0], *clean[1]), (*dirty[0], *dirty[1]), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_strides_without_descriptors():
+    """Rows at odd addresses: pointers serve them."""
+    q, k, v = (t[..., 1:] for t in qkv(1, 300, 700, 2, 2, 65, dtype=torch.bfloat16, device=DEVICE))
+    held(q, k, v)
+    held(*(t.transpose(1, 2) for t in (q, k, v)), layout="bhsd")
+
+
+@pytest.mark.large
+def test_the_video_shape():
+    """B=1, H=12, N=23296, D=128 bf16; the oracle is asked for one head."""
+    q, k, v = (rand(1, 23296, 12, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    got = sparse.coarse(q, k, v, return_lse=True)
+    one = [t[:, :, 5:6] for t in (q, k, v)]
+    want, plain = (reference.coarse(*one, return_lse=True, dtype=d) for d in (torch.float64, torch.bfloat16))
+    judge(got.out[:, :, 5:6], want.out, plain.out, "out")
+    judge(got.scores[:, 5:6], want.scores, plain.scores.float(), "scores")
+    judge(got.lse[:, 5:6], want.lse, plain.lse.float(), "lse")
+    assert torch.allclose(got.scores.sum(-1), torch.ones(1, 12, 364, device=DEVICE), atol=1e-3)
+
+
+def test_memory():
+    """Forward: rows, out, lse, scores, and nothing of size [heads, tokens, blocks]."""
+    q, k, v = (rand(1, 8192, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    sparse.coarse(q, k, v)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = sparse.coarse(q, k, v)
+    peak = torch.cuda.max_memory_allocated() - before
+    rows, out, lse, scores = 2 * 128 * 8 * 128 * 2, 8192 * 8 * 128 * 2, 8 * 8192 * 4, 8 * 128 * 128 * 4
+    assert peak <= rows + out + lse + scores + 1024 * 1024, (peak, result.out.shape)
+
+
+def test_graph_replays_with_changed_inputs():
+    """Values, sizes and weights may change under a captured graph, forward and backward; nothing is read on the host."""
+    inputs = [t.requires_grad_() for t in qkv(1, 1024, 2048, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)]
+    w = weights("block", None, 2048, 64, device=DEVICE)[0].requires_grad_()
+    sizes = torch.full((32,), 64, dtype=torch.int32, device=DEVICE)
+    gate = rand(1, 1024, 4, device=DEVICE).requires_grad_()
+
+    def step():
+        rough = sparse.coarse(*inputs, weight_k=w, block_sizes=sizes, return_lse=True)
+        out = sparse.fuse(rough.out, inputs[0], gate)
+        return out, rough.scores, *torch.autograd.grad(out.float().square().sum(), (*inputs, w, gate))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for t in inputs:
+                t.copy_(torch.randn_like(t))
+            sizes.copy_(torch.randint(0, 65, (32,)))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_no_synchronisation():
+    q, k, v = (t.requires_grad_() for t in qkv(1, 512, 512, 4, 4, 64, dtype=torch.bfloat16, device=DEVICE))
+    sizes = sized([64] * 8, device=DEVICE)
+    dout = rand(1, 512, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+
+    def step():
+        for kind in ("block", "pooled"):
+            got = sparse.coarse(q, k, v, kind=kind, block_sizes=sizes, query_sizes=sizes)
+            torch.autograd.grad(sparse.fuse(got.out, None), (q, k, v), dout)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_bits_every_run():
+    inputs = (
+        *qkv(2, 3000, 5000, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE),
+        *weights("block", 2, 5000, 64, device=DEVICE),
+    )
+    first, *others = (run(sparse.coarse, inputs, {}) for _ in range(5))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*other[0], *other[1]), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["block", "pooled"])
+def test_inductor(kind):
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in qkv(1, 256, 512, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE))
+    gate = rand(4, device=DEVICE).requires_grad_()
+
+    def layer(q, k, v, gate):
+        return sparse.fuse(sparse.coarse(q, k, v, kind=kind).out, q, gate)
+
+    results = []
+    for fn in (layer, torch.compile(layer, fullgraph=True)):
+        out = fn(q, k, v, gate)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v, gate))))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a.float(), b.float(), atol=2e-2, rtol=2e-2)
