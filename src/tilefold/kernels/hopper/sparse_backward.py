@@ -5,13 +5,13 @@ A program makes either dk and dv of 64 keys, over the query blocks that list the
     keys      S = K q^T     dP = V dout^T     P = exp2(S - lse)     dS = P (dP - delta)     dV += P dout     dK += dS q
     queries   dQ += dS K
 
-The first kind writes its dS (16 bits, a tile [64 keys, 64 queries] for each pair, 8 KB) to where the second kind looks for it in
-the next launch.  Each sum is made by one program in the order of one list, so the result is the same to the last bit in every
-run.  To make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
+The first kind of work writes its dS (16 bits, a tile [64 keys, 64 queries] for each pair, 8 KB) to where the second kind looks
+for it.  Each sum is made by one program in the order of one list, so the result is the same to the last bit in every run.  To
+make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
 
-The dS of all pairs is as large as the scores that are never stored otherwise.  So a few heads are done at a time: a launch makes
-dS of some heads, and dq of the heads of the launch before.  That also suits the machine: the first kind is bound by the tensor
-cores, the second by the way from L2, and programs of both kinds share an SM.
+The dS of all pairs is as large as the scores that are never stored otherwise.  So it is kept for a few heads at a time, in a few
+rooms that are used in turn.  As many programs as the device has places draw one piece of work after the other
+(`backward_work`: the order, and who waits for whom), so the device is full from the first head to the last.
 
     producer   1 warp    brings tiles into a ring of buffers, each with two barriers: `full` and `empty`
     consumer   4 warps   the products of one tile after the other
@@ -41,6 +41,7 @@ from .backward_parts import (
     produce_sums,
     tiles_of,
 )
+from .backward_work import await_keys, await_room, count_keys, count_queries, work_of_item
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -54,10 +55,19 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
+from .parts import (
+    LOG2E,
+    draw_ticket,
+    list_of_item,
+    place_of_item,
+    read_note,
+    read_ticket,
+    store_accumulator,
+    write_note,
+)
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "key_programs", "first_key_head",
-           "first_head", "keep_at", "kept_at", "no_unit", "nowhere",
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "rooms",
+           "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
            "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
@@ -65,22 +75,26 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists, work,
-                  program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
-    """Bring K and V, then q, dout and statistics of every unit of queries that lists them."""
-    heads, group, q_units, kv_units, first_key_head, no_unit = work
-    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Tickets, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
+                  work, item, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                  KV_UNITS: gl.constexpr):  # fmt: skip
+    """Bring K and V, then q, dout and statistics of every unit of queries that lists them.
+
+    item: among the key items of all batches.  -> the next number of the counter, and where the ring has come to."""
+    heads, group, q_units, kv_units, no_unit = work
+    i_n, i_b, i_k = place_of_item(item, kv_units, heads // group)
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
     load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
     load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
-    slot = 0
-    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
+    drawn = 0
+    ticket = 0
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, i_n // KV_UNITS, i_b, i_h)
         row = (i_b * heads + i_h) * q_units
         ahead = gl.load(index)
-        for j in range(gl.maximum(count, 1) * Q_UNITS):
+        units = gl.maximum(count, 1) * Q_UNITS
+        for j in range(units):
             unit = ahead * Q_UNITS + j % Q_UNITS
             ahead = gl.load(index + gl.minimum((j + 1) // Q_UNITS, gl.maximum(count - 1, 0)))
             # An empty list is a unit without queries, past the end, where the copy engine gives zeros.
@@ -93,6 +107,12 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv
             mbarrier.expect(do_full.index(slot), UNIT * D * 2)
             load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
             slot, parity = next_slot(slot, parity, SLOTS)
+            # As late as hides the answers: who draws early may hold two long lists while others have none.
+            if (g == group - 1) & (j == gl.maximum(units - 4, 0)):
+                drawn = draw_ticket(Tickets)
+            if (g == group - 1) & (j == gl.maximum(units - 2, 0)):
+                ticket = read_ticket(drawn)
+    return ticket, slot, parity
 
 
 @jit
@@ -179,12 +199,16 @@ def _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS: gl.constexpr, 
 
 
 @jit
-def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
-                  work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, program, D: gl.constexpr,
-                  TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-                  SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
-    """dk and dv of 64 keys, over the lists of all query heads of their KV head."""
-    heads, group, q_units, kv_units, first_key_head, no_unit = work
+def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, idle,
+                  lists, work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, first_head, program, slot, parity,
+                  kv_parity, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                  KV_UNITS: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """dk and dv of 64 keys, over the lists of all query heads of their KV head.
+
+    first_head: KV head with which the batch begins.  keep_at: row of keep_desc where its room does.
+
+    -> where the ring has come to"""
+    heads, group, q_units, kv_units, no_unit = work
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     stride_sb, stride_sh, stride_pb, stride_ph = size_strides
     Index, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh = lists
@@ -195,14 +219,12 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
     tiles = tiles_of(pool, TILES, D)
     nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)
-    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+    i_n, i_b, i_k = place_of_item(program + first_head * kv_units, kv_units, heads // group)
     block = i_n // KV_UNITS
     part = i_n % KV_UNITS
     dk = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))  # written before the first product, or all would wait
     dv = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
-    slot = 0
-    parity = 0
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(0), kv_parity)
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, block, i_b, i_h)
@@ -212,7 +234,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
             size = gl.load(Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh + block)
             live_k = gl.minimum(live_k, size - part * UNIT)
         sizes = QuerySizes + i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph
-        head = i_b * heads + i_h - first_key_head * group  # of this launch
+        head = i_b * heads + i_h - first_head * group  # of this batch
         base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT) + part * UNIT
         units = gl.maximum(count, 1) * Q_UNITS
         ahead = _keep_row(places, 0, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
@@ -237,6 +259,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         s, dp_flying, dk, dv, slot, parity = _key_tile(
             s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
+    mbarrier.arrive(idle.index(0), count=1)
     b = i_b.to(gl.int64)
     h = i_k.to(gl.int64)
     n = i_n.to(gl.int64) * UNIT
@@ -245,57 +268,87 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     store_accumulator(
         DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
     )
-    tma_store_wait(0)
+    return slot, parity
 
 
 @jit
-def _program_of(key_programs):
-    """-> whether this program is one for keys, and its number among its kind.  The long programs come first: when the last of
-    them are on their way, the short ones fill the places that are free already."""
-    pid = gl.program_id(0)
-    keys = pid < key_programs
-    return keys, gl.where(keys, pid, pid - key_programs)
+def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, note, pool, stat_buf, noted, idle, kv_full, q_full,
+             do_full, empty, sum_full, sum_empty, lists, turned, work, capacity, order, room_rows, D: gl.constexpr,
+             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+    """The producer: draws the work, waits for what it needs, and brings its tiles."""
+    heads, group, q_units, kv_units, no_unit = work
+    batch_heads, batches, rooms = order
+    key_items = batch_heads * kv_units
+    query_items = batch_heads * group * q_units
+    items = batches * (key_items + query_items)
+    item = gl.program_id(0)
+    ticket = 0
+    i = 0  # pieces of work that were begun
+    slot, parity = 0, 1  # of fresh barriers: the first wait on `empty` returns at once
+    sum_slot, sum_parity = 0, 1
+    while item < items:
+        keys, batch, program = work_of_item(item, key_items, query_items, batches)
+        mbarrier.wait(idle.index(0), (i & 1) ^ 1)
+        write_note(note, item, 0)
+        mbarrier.arrive(noted.index(0), count=1)
+        if keys:
+            await_room(Progress, batch, rooms, query_items, batches)
+            ticket, slot, parity = _produce_keys(
+                q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty, turned,
+                work, batch * key_items + program, slot, parity, D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        else:
+            await_keys(Progress, batch, key_items)
+            ticket, sum_slot, sum_parity = produce_sums(
+                k_desc, kept_desc, Progress, pool, sum_full, sum_empty, lists, work, capacity, batch % rooms * room_rows,
+                batch * query_items, program, sum_slot, sum_parity, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        item = gl.num_programs(0) + ticket
+        i += 1
+    mbarrier.wait(idle.index(0), (i & 1) ^ 1)
+    write_note(note, -1, 0)
+    mbarrier.arrive(noted.index(0), count=1)
 
 
 @jit
-def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
-             turned, work, key_programs, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
-             SUM_SLOTS: gl.constexpr):  # fmt: skip
-    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
-    keys, program = _program_of(key_programs)
-    if keys:
-        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, turned,
-                      (heads, group, q_units, kv_units, first_key_head, no_unit), program,
-                      D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
-    else:
-        produce_sums(k_desc, kept_desc, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at),
-                     program, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
-
-
-@jit
-def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
-             turned, work, q_outs, kv_outs, size_strides, keep_at, nowhere, scale, seq_q, seq_k, key_programs, D: gl.constexpr,
-             TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
-    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
-    keys, program = _program_of(key_programs)
-    if keys:
-        _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
-                      turned, (heads, group, q_units, kv_units, first_key_head, no_unit), kv_outs, size_strides, keep_at,
-                      nowhere, scale * LOG2E, seq_k, capacity, program,
-                      D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
-    else:
-        consume_sums(DQ, Sizes, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at), q_outs,
-                     size_strides[0], size_strides[1], scale, seq_q, program,
-                     D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
+def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, pool, stat_buf, ds_buf, noted, idle, kv_full,
+             q_full, do_full, empty, sum_full, sum_empty, lists, turned, work, capacity, order, room_rows, q_outs, kv_outs,
+             size_strides, nowhere, scale, seq_q, seq_k, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+             SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
+             SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """The consumer: makes what the producer has noted, and counts it as done."""
+    heads, group, q_units, kv_units, no_unit = work
+    batch_heads, batches, rooms = order
+    key_items = batch_heads * kv_units
+    query_items = batch_heads * group * q_units
+    i = 0
+    slot, parity, kv_parity = 0, 0, 0
+    sum_slot, sum_parity = 0, 0
+    mbarrier.wait(noted.index(0), 0)
+    item, _ = read_note(note)
+    while item >= 0:
+        keys, batch, program = work_of_item(item, key_items, query_items, batches)
+        room = batch % rooms * room_rows
+        if keys:
+            slot, parity = _consume_keys(
+                DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, idle,
+                turned, work, kv_outs, size_strides, room, nowhere, scale * LOG2E, seq_k, capacity, batch * batch_heads, program,
+                slot, parity, kv_parity, D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
+            kv_parity ^= 1
+            count_keys(Progress, batch)
+        else:
+            sum_slot, sum_parity = consume_sums(
+                DQ, Sizes, pool, sum_full, sum_empty, idle, lists, work, q_outs, size_strides[0], size_strides[1], scale, seq_q,
+                batch * query_items + program, sum_slot, sum_parity, D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
+            count_queries(Progress, batch, batches)
+        i += 1
+        mbarrier.wait(noted.index(0), i & 1)
+        item, _ = read_note(note)
 
 
 @jit(do_not_specialize=RUNTIME)
 def sparse_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
-    QuerySizes,
-    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, key_programs, first_key_head, first_head, keep_at, kept_at,
-    no_unit, nowhere,
+    QuerySizes, Progress,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, batch_heads, batches, rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
@@ -309,9 +362,8 @@ def sparse_backward_hopper(
     Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED; int32.  scale > 0.  Query blocks have 64 * Q_UNITS tokens,
     KV blocks 64 * KV_UNITS; q_units = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
 
-    key_programs = KV heads * kv_units make dk and dv, beginning with KV head number first_key_head (of B * H/group), and keep
-    their dS from row keep_at on; the other programs, heads * q_units, make dq, beginning with head number first_head (of
-    B * H), from the dS that the launch before kept from row kept_at on."""
+    B * H/group = batches * batch_heads; keep_desc has `rooms` rooms, each for dS of one batch: at least two, or one batch.
+    Progress [1 + 2 * batches] int32: zeros.  Grid: as many programs as the device has places, or items if those are fewer."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     TILES: gl.constexpr = 2 * SLOTS + 2
@@ -320,23 +372,31 @@ def sparse_backward_hopper(
     pool = gl.allocate_shared_memory(DTYPE, [TILES * PANELS, UNIT, PANEL], BOX)
     stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, STATISTICS], stat_desc.layout)
     ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
+    note = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    noted = barriers(1, 1)
+    idle = barriers(1, 1)
     kv_full = barriers(1, 1)
-    q_full = barriers(SUM_SLOTS, 1)
+    q_full = barriers(SLOTS, 1)
     do_full = barriers(SLOTS, 1)
-    empty = barriers(SUM_SLOTS, 1)
+    empty = barriers(SLOTS, 1)
+    sum_full = barriers(SUM_SLOTS, 1)
+    sum_empty = barriers(SUM_SLOTS, 1)
     fence_async_shared()
+    room_rows = batch_heads * group * q_units * capacity * (KV_UNITS * UNIT)
     gl.warp_specialize([
-        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
+        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, pool, stat_buf, ds_buf, noted, idle,
+                    kv_full, q_full, do_full, empty, sum_full, sum_empty,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit),
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, rooms), room_rows,
                     (stride_gb, stride_gm, stride_gh),
                     (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    (stride_sb, stride_sh, stride_pb, stride_ph), keep_at, nowhere, scale, seq_q, seq_k, key_programs,
-                    D, TILES, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS, MASKED, SIZED, Q_SIZED)),
-        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, pool, stat_buf, kv_full, q_full, do_full, empty,
+                    (stride_sb, stride_sh, stride_pb, stride_ph), nowhere, scale, seq_q, seq_k,
+                    D, TILES, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)),
+        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, note, pool, stat_buf, noted, idle,
+                    kv_full, q_full, do_full, empty, sum_full, sum_empty,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit), key_programs,
-                    D, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS)),
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, rooms), room_rows,
+                    D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip
