@@ -85,8 +85,8 @@ def test_portable(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize(("part", "name"), JOBS_HOPPER)
 def test_hopper(results: Results, part: str, name: str) -> None:
-    """wgmma without registers in flight in the loop of either kind of work; two programs share an SM.  At D=128 a few numbers that
-    do not change are loaded from memory again in every round: of two thousand cycles for keys, of five hundred for queries."""
+    """wgmma without registers in flight in the loop of either kind of work; two programs share an SM.  At D=128 a few
+    numbers that do not change are loaded again in every round: of two thousand cycles for keys, of five hundred for queries."""
     found = results.of(f"{part} {name}", "sm_90")
     if part != "main":
         assert found.problems(tensor="none") == ()

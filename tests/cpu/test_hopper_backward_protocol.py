@@ -1,10 +1,11 @@
 """The protocol of the Gluon kernel of the backward pass on CPU threads: its own functions, with values that say what made them.
 
-A tile's value is the set of the boxes that went into it; an accumulator's is the list of its products.  What is held: nobody waits for
-ever; every sum is over the pairs that the lists name, in their order, of tiles that belong together; no buffer and no kept row is
-written while it is read; every piece of work is done once.
+A tile's value is the set of the boxes that went into it; an accumulator's is the list of its products.  What is held: nobody
+waits for ever; every sum is over the pairs that the lists name, in their order, of tiles that belong together; no buffer and no
+kept row is written while it is read; every piece of work is done once.
 """
 
+import contextlib
 import random
 import threading
 import time
@@ -186,10 +187,8 @@ class Run:
 
         def act():
             time.sleep(self.memory.random.random() * 1e-3 * slow)
-            try:
+            with contextlib.suppress(AssertionError):  # noted in memory.failure
                 work()
-            except AssertionError:
-                pass  # noted in memory.failure
 
         threading.Thread(target=act, daemon=True).start()
 

@@ -32,7 +32,7 @@ PROGRAMS_PER_SM = 2
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
 KEPT_LIMIT = 4 << 30
 """Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
-BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
 
 
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
