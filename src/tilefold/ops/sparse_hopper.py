@@ -4,7 +4,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
 from ..errors import Unsupported
 from .attention import describe_box, head_strides
@@ -103,6 +102,8 @@ def _tickets(device: torch.device) -> torch.Tensor:
     each captured launch has its own, set to 0 by the graph itself."""
     if device.type == "meta" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
+    import triton
+
     key = device.index, triton.runtime.driver.active.get_current_stream(device.index)
     found = _COUNTERS.get(key)
     if found is None:
