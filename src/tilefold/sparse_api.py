@@ -1,5 +1,6 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from .ops.call import Call, Packed, Paged, needs_gradient, value_of
 from .ops.library import is_traced
 from .ops.sparse import Lists, SparseCall
 from .ops.sparse_backward import SparseAttention
+from .ops.sparse_call import facts_of_lists
 from .ops.sparse_library import HOOKS, paged_dispatched, sparse_dispatched
 from .types import Constant, Layout, ModArgs, ModFunction
 
@@ -61,7 +63,8 @@ def sparse_attention(
 
         Both are differentiable in q, k and v, once; gradients are contiguous, 0 for keys that no query sees, and the same to the
         last bit in every run.  The backward pass needs the transposed lists: `index.transpose()`, made when it is first asked for
-        and kept on the index.  Its scratch is two fp32 numbers a query and head.
+        and kept on the index.  Its scratch is two fp32 numbers a query and head; on sm_90 also one int32 an entry of the lists
+        and dS of some heads at a time, 8 KiB a pair of blocks of 64, at most 4 GiB (`print` a `SparseBackwardPlan`).
 
     Raises:
         As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
@@ -238,6 +241,8 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
 
 def _resolved(call: SparseCall) -> SparseCall:
     """The call with the objects that its `Constant`s name."""
+    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
+        return call
     return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})
 
 
@@ -246,4 +251,13 @@ def _lists_of(index: "BlockIndex") -> Lists:
 
     if not isinstance(index, BlockIndex):
         raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
-    return Lists(*index.tensors(), *index.geometry)
+    kept: Lists | None = index._kept.get("lists")
+    if kept is not None and not torch.compiler.is_compiling():
+        return kept
+    lists = Lists(*index.tensors(), *index.geometry)
+    if not torch.compiler.is_compiling():
+        # Tensors without an address, as under a tracer, decide nothing yet.
+        with suppress(AttributeError, RuntimeError, TypeError):
+            lists = lists._replace(facts=facts_of_lists(lists))
+            index._kept["lists"] = lists
+    return lists

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
     from ..plan.sparse_backward import SparseBackwardPlan
 
-__all__ = ["Lists", "SparseCall", "check_call", "dense_call", "key_of"]
+__all__ = ["Lists", "SparseCall", "check_call", "dense_call", "facts_of_lists", "key_of"]
 
 
 class Lists(NamedTuple):
@@ -30,6 +30,7 @@ class Lists(NamedTuple):
     block_k: int
     seq_q: int
     seq_k: int
+    facts: Any = None  # `facts_of_lists`, where somebody keeps them
 
 
 class SparseCall(NamedTuple):
@@ -58,14 +59,18 @@ class SparseCall(NamedTuple):
 
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Any:
     """Everything that a Prepared record depends on."""
-    index = call.lists
-    tensors = tuple(None if t is None else facts_of(t) for t in index[:4])
+    facts = call.lists.facts or facts_of_lists(call.lists)
     mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
     options = tuple((type(o), o) for o in call[1:5])
     return (
-        (facts_of(q), facts_of(k), facts_of(v), tensors, index[4:], options, mods, id(call.score_grad), id(call.plan)),
+        (facts_of(q), facts_of(k), facts_of(v), facts, options, mods, id(call.score_grad), id(call.plan)),
         (call.packed is None, *map(facts_of, call.placement)),
     )
+
+
+def facts_of_lists(lists: Lists) -> Any:
+    """What of the lists decides checks, plan and compilation."""
+    return tuple(None if t is None else facts_of(t) for t in lists[:4]), lists[4:8]
 
 
 def dense_call(call: SparseCall) -> Call:

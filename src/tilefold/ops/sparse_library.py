@@ -161,7 +161,7 @@ def sparse_dispatched(
     t_indices, t_counts = (None, None) if transposed is None else transposed[:2]
     hooks = named(*(getattr(call, name) for name in HOOKS))
     cu_q, cu_k = (None, None) if call.packed is None else call.packed[:2]
-    result = sparse_attention_op(q, k, v, *call.lists[:4], t_indices, t_counts, cu_q, cu_k, list(call.lists[4:]), call.causal,
+    result = sparse_attention_op(q, k, v, *call.lists[:4], t_indices, t_counts, cu_q, cu_k, list(call.lists[4:8]), call.causal,
                                  call.scale, call.softcap, call.layout, hooks,
                                  *describe_args(call.score_args, call.mask_args))  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
@@ -221,7 +221,7 @@ def paged_dispatched(
     """The same as ops.sparse.forward of a paged call, through the dispatcher."""
     check_options(dense_call(call))
     hooks = named(*(getattr(call, name) for name in HOOKS))
-    result = sparse_attention_paged_op(q, k, v, *call.lists[:4], *call.placement, list(call.lists[4:]), call.causal, call.scale,
+    result = sparse_attention_paged_op(q, k, v, *call.lists[:4], *call.placement, list(call.lists[4:8]), call.causal, call.scale,
                                        call.softcap, call.layout, hooks,
                                        *describe_args(call.score_args, call.mask_args))  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
