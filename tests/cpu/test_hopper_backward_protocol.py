@@ -6,6 +6,7 @@ kept row is written while it is read; every piece of work is done once.
 """
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ import types
 
 import pytest
 
+import gluon_threads
 from gluon_threads import Anything, Barrier, Memory, Number, run_threads
 
 pytest.importorskip("triton")
@@ -120,6 +122,7 @@ class Run:
         self.turned = [[[i for i, x in enumerate(rows) if n in x] for n in range(kv_blocks)] for rows in lists]
         self.batches = self.heads // group // batch_heads
         self.room_rows = batch_heads * group * self.q_units * self.capacity * per_k * 64
+        self.delay = min(batch_heads * self.kv_units + 5, max(1, rooms - 1) * batch_heads * self.kv_units)
         self.progress = [0] * (1 + 2 * self.batches)
         self.kept, self.reading, self.writing = {}, {}, 0
         self.made, self.local = {}, threading.local()
@@ -335,7 +338,7 @@ class Run:
                  "sum_full": SUM_SLOTS, "sum_empty": SUM_SLOTS}  # fmt: skip
         bars = [Ring([Barrier(memory, f"{name}[{i}]", 1) for i in range(number)]) for name, number in sizes.items()]
         work = self.heads, self.group, self.q_units, self.kv_units, self.heads * self.q_units
-        order = self.batch_heads, self.batches, self.rooms
+        order = self.batch_heads, self.batches, self.delay, self.rooms
         zeros = (Number(0),) * 6
         common = self.lists, self.turned, work, self.capacity, order, self.room_rows
         yield lambda: names["_produce"]("q", "do", "k", "v", "stat", "kept", None, note, pool, statistics, *bars, *common,
@@ -354,7 +357,7 @@ class Run:
         key_items, query_items = self.batch_heads * self.kv_units, self.batch_heads * self.group * self.q_units
         wanted = {}
         for item in range(self.batches * (key_items + query_items)):
-            place = names["work_of_item"](item, key_items, query_items, self.batches)
+            place = names["work_of_item"](item, key_items, query_items, self.batches, self.delay)
             wanted |= {(name, item): tuple(log) for name, log in self.expected(place).items()}
         assert self.made == wanted
         assert self.progress[1:] == [4 * key_items] * self.batches + [4 * query_items] * self.batches
@@ -389,6 +392,7 @@ def test_protocol(per_q, per_k, programs, heads, group, batch_heads, rooms):
 )
 def test_a_missing_wait_is_found(monkeypatch, missing):
     """The check itself: who does not wait for one kind of barrier or counter is caught."""
+    monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
     if missing.startswith("await"):
         monkeypatch.setattr(Run, missing, lambda self, *args: None)
     else:
@@ -398,24 +402,26 @@ def test_a_missing_wait_is_found(monkeypatch, missing):
 
     def several() -> None:
         for seed in range(10):
-            Run(seed, random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(6)  # more units than any ring has slots
+            Run(seed, random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(14)  # more units than any ring has slots
 
     with pytest.raises(AssertionError):
         several()
 
 
 def test_order():
-    """Every piece of work has one number; what a piece waits for comes before it."""
-    work_of_item = backward_work.work_of_item.fn
-    names = {"gl": types.SimpleNamespace(maximum=max, where=lambda c, a, b: a if c else b)}
-    work = types.FunctionType(work_of_item.__code__, names)
-    for keys, queries, batches in ((3, 5, 1), (3, 5, 2), (4, 2, 5), (1, 1, 3)):
-        order = [work(i, keys, queries, batches) for i in range(batches * (keys + queries))]
-        assert sorted(order) == sorted(
-            [(True, b, i) for b in range(batches) for i in range(keys)]
-            + [(False, b, i) for b in range(batches) for i in range(queries)]
-        )
-        last = {kind_batch[:2]: i for i, kind_batch in enumerate(order)}
-        for i, (is_keys, batch, _) in enumerate(order):
-            assert is_keys or last[True, batch] < i
-            assert not is_keys or batch < 2 or last[False, batch - 2] < i
+    """Every piece of work has one number; what a piece waits for comes before it; both kinds are mixed."""
+    names = {"gl": types.SimpleNamespace(maximum=max, minimum=min, where=lambda c, a, b: a if c else b)}
+    work = types.FunctionType(backward_work.work_of_item.fn.__code__, names)
+    for keys, queries, batches, rooms in itertools.product((1, 3), (1, 2, 5), (1, 2, 5), (2, 3, 4)):
+        for delay in range(keys, (rooms - 1) * keys + 1):
+            order = [work(i, keys, queries, batches, delay) for i in range(batches * (keys + queries))]
+            assert sorted(order) == sorted(
+                [(True, b, i) for b in range(batches) for i in range(keys)]
+                + [(False, b, i) for b in range(batches) for i in range(queries)]
+            )
+            last = {kind_batch[:2]: i for i, kind_batch in enumerate(order)}
+            for i, (is_keys, batch, _) in enumerate(order):
+                assert is_keys or last[True, batch] < i
+                assert not is_keys or batch < rooms or last[False, batch - rooms] < i
+    mixed = [work(i, 8, 16, 9, 10)[0] for i in range(10, 10 + 24 * 7)]
+    assert all(sum(mixed[i : i + 3]) == 1 for i in range(0, len(mixed), 3))

@@ -192,7 +192,7 @@ def _main(
     items = n.batch * n.kv_heads * (kv_units + n.group * q_units)
     places = min(items, rules.PROGRAMS_PER_SM * plan.device.sms)
     launch = Launch(sparse_backward_hopper, (places, 1, 1), constants, options, device)
-    order = heads, batches, rules.rooms(problem, heads)
+    order = heads, batches, rules.delay(problem, heads, places), rules.rooms(problem, heads)
     return launch, (
         scale,
         n.seq_q,

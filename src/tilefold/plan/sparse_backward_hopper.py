@@ -14,6 +14,7 @@ __all__ = [
     "KERNEL",
     "LOADER_REGISTERS",
     "REGISTERS",
+    "delay",
     "heads_at_once",
     "heads_violation",
     "hopper_backward_refusal",
@@ -30,6 +31,7 @@ KERNEL = "sparse_backward_hopper"
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
+ROOMS = 4  # of dS, each for one batch of heads
 KEPT_LIMIT = 4 << 30
 """Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
 BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
@@ -57,6 +59,8 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
     if kept_bytes(problem, 1) > KEPT_LIMIT:
         need, have = kept_bytes(problem, 1) / 2**30, KEPT_LIMIT / 2**30
         return f"dS of one KV head at a time would take {need:.1f} GiB of memory, more than {have:.0f}"
+    if fault := heads_violation(problem, 1):
+        return fault[1]
     return box_refusal(n, device)
 
 
@@ -75,10 +79,17 @@ def room_bytes(problem: "SparseProblem", heads: int) -> int:
 
 
 def rooms(problem: "SparseProblem", heads: int) -> int:
-    """How many batches of `heads` KV heads have room for their dS at a time.  Two let keys and queries go on beside each other;
-    with a third nobody waits for the last queries of a batch."""
+    """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a room, two at least."""
     batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return min(batches, 3 if 3 * room_bytes(problem, heads) <= KEPT_LIMIT else 2)
+    return min(batches, max(2, min(ROOMS, KEPT_LIMIT // max(1, room_bytes(problem, heads)))))
+
+
+def delay(problem: "SparseProblem", heads: int, places: int) -> int:
+    """How many key items come before the first query item: those that it needs, and one for each of `places` running programs,
+    by which time the others are done; no more than there is room for."""
+    _, kv_units = units(problem)
+    batch = heads * kv_units
+    return min(batch + places, max(1, rooms(problem, heads) - 1) * batch)
 
 
 def kept_bytes(problem: "SparseProblem", heads: int) -> int:
@@ -92,7 +103,7 @@ def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     n = problem.attention
     total = n.batch * n.kv_heads
     _, kv_units = units(problem)
-    fitting = [d for d in _divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT]
+    fitting = [d for d in _divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT and not heads_violation(problem, d)]
     enough = [d for d in fitting if d * kv_units >= PROGRAMS_PER_SM * device.sms]
     return min(enough, default=max(fitting, default=1))
 
@@ -140,6 +151,8 @@ def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | N
     if kept_bytes(problem, heads) // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
     q_units, kv_units = units(problem)
+    if heads * kv_units * heads * (kv_units + n.group * q_units) >= 1 << 31:
+        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
     if total * (kv_units + n.group * q_units) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} pieces of work"
     return None

@@ -1,14 +1,15 @@
 """Which work the programs of the backward pass do, in which order, and who waits for whom.
 
 A *key item* makes dk and dv of 64 keys, and keeps the dS of its pairs; a *query item* makes dq of 64 queries from the dS that was
-kept.  Work comes in batches of some KV heads, and every item has a number, which programs draw from a counter:
+kept.  Work comes in batches of some KV heads.  Key items are bound by the tensor cores, query items by the way from L2, so both
+kinds should run at any time.  Every item has a number, which programs draw from a counter:
 
-    keys of batch 0 | keys of 1 | queries of 0 | keys of 2 | queries of 1 | ... | queries of the last
+    key items 0 ... delay - 1 | key items delay ... and query items 0 ..., in the ratio of their numbers | the last query items
 
-A query item waits for all key items of its batch.  There are as many rooms for dS as `rooms` says, which batches use in turn: a
-key item waits for all query items of the batch that had its room before.  Whoever waits does so for items further up in the
-order, which running programs have drawn: nothing can lock up, in whatever order programs run.  And with as many items in a batch
-as the device has places, what is waited for has long been done.
+A query item waits for all key items of its batch: with a delay of a batch and of one item for each running program, those are
+done.  There are `rooms` rooms for dS, which batches use in turn: a key item waits for all query items of the batch that had its
+room before.  With a delay of one to rooms - 1 batches, whatever an item waits for has a smaller number, so a running program has
+drawn it: nothing can lock up, in whatever order programs run.
 """
 
 from .gluon import gl, jit
@@ -17,16 +18,20 @@ WARPS = gl.constexpr(4)  # that count an item as done, each for itself
 
 
 @jit
-def work_of_item(item, key_items, query_items, batches):
-    """-> whether it is a key item, its batch, its number there.  key_items, query_items: of a batch."""
-    later = item - key_items
-    step = gl.maximum(later, 0) // (key_items + query_items)
-    within = later - step * (key_items + query_items)
-    first = later < 0
-    ahead = gl.where(step == batches - 1, 0, key_items)  # of the next batch, if there is one
-    keys = first | (within < ahead)
-    batch = gl.where(first, 0, gl.where(keys, step + 1, step))
-    return keys, batch, gl.where(first, item, gl.where(keys, within, within - ahead))
+def work_of_item(item, key_items, query_items, batches, delay):
+    """-> whether it is a key item, its batch, its number there.  key_items, query_items: of a batch; key_items * (key_items +
+    query_items) < 2**31."""
+    first = gl.minimum(delay, batches * key_items)
+    rest = batches * key_items - first
+    later = item - first
+    whole = later // (key_items + query_items)
+    part = later - whole * (key_items + query_items)
+    before = gl.minimum(whole * key_items + part * key_items // (key_items + query_items), rest)
+    after = gl.minimum(whole * key_items + (part + 1) * key_items // (key_items + query_items), rest)
+    keys = (later < 0) | (before < after)
+    number = gl.where(later < 0, item, gl.where(keys, first + before, later - before))
+    batch = number // gl.where(keys, key_items, query_items)
+    return keys, batch, number - batch * gl.where(keys, key_items, query_items)
 
 
 @jit

@@ -66,8 +66,8 @@ from .parts import (
     write_note,
 )
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "rooms",
-           "no_unit", "nowhere",
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
+           "rooms", "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
            "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
@@ -277,7 +277,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, no
              SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
     """The producer: draws the work, waits for what it needs, and brings its tiles."""
     heads, group, q_units, kv_units, no_unit = work
-    batch_heads, batches, rooms = order
+    batch_heads, batches, delay, rooms = order
     key_items = batch_heads * kv_units
     query_items = batch_heads * group * q_units
     items = batches * (key_items + query_items)
@@ -287,7 +287,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, no
     slot, parity = 0, 1  # of fresh barriers: the first wait on `empty` returns at once
     sum_slot, sum_parity = 0, 1
     while item < items:
-        keys, batch, program = work_of_item(item, key_items, query_items, batches)
+        keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
         mbarrier.wait(idle.index(0), (i & 1) ^ 1)
         write_note(note, item, 0)
         mbarrier.arrive(noted.index(0), count=1)
@@ -316,7 +316,7 @@ def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, p
              SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     """The consumer: makes what the producer has noted, and counts it as done."""
     heads, group, q_units, kv_units, no_unit = work
-    batch_heads, batches, rooms = order
+    batch_heads, batches, delay, rooms = order
     key_items = batch_heads * kv_units
     query_items = batch_heads * group * q_units
     i = 0
@@ -325,7 +325,7 @@ def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, p
     mbarrier.wait(noted.index(0), 0)
     item, _ = read_note(note)
     while item >= 0:
-        keys, batch, program = work_of_item(item, key_items, query_items, batches)
+        keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
         room = batch % rooms * room_rows
         if keys:
             slot, parity = _consume_keys(
@@ -348,7 +348,7 @@ def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, p
 def sparse_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
     QuerySizes, Progress,
-    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, batch_heads, batches, rooms, no_unit, nowhere,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, batch_heads, batches, delay, rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
@@ -362,7 +362,8 @@ def sparse_backward_hopper(
     Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED; int32.  scale > 0.  Query blocks have 64 * Q_UNITS tokens,
     KV blocks 64 * KV_UNITS; q_units = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
 
-    B * H/group = batches * batch_heads; keep_desc has `rooms` rooms, each for dS of one batch: at least two, or one batch.
+    B * H/group = batches * batch_heads; keep_desc has `rooms` rooms, each for dS of one batch (backward_work says how many and
+    what delay is).
     Progress [1 + 2 * batches] int32: zeros.  Grid: as many programs as the device has places, or items if those are fewer."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
@@ -388,7 +389,7 @@ def sparse_backward_hopper(
                     kv_full, q_full, do_full, empty, sum_full, sum_empty,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, rooms), room_rows,
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows,
                     (stride_gb, stride_gm, stride_gh),
                     (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
                     (stride_sb, stride_sh, stride_pb, stride_ph), nowhere, scale, seq_q, seq_k,
@@ -397,6 +398,6 @@ def sparse_backward_hopper(
                     kv_full, q_full, do_full, empty, sum_full, sum_empty,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, rooms), room_rows,
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows,
                     D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip
