@@ -1,5 +1,6 @@
 """BlockIndex as a value: sharing, the kept transpose, flattening, empty sizes, and what it refuses."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ def test_the_transpose_is_kept_until_the_tensors_change() -> None:
 def test_a_transpose_is_kept_only_where_its_record_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a capture computes has values only after a replay, so a record from outside must not keep it."""
     now = {"capturing": False}
-    monkeypatch.setattr("tilefold.sparse.index._capturing", lambda _: now["capturing"])
+    module = sys.modules[BlockIndex.__module__]  # its name in the package is that of the index stage
+    monkeypatch.setattr(module, "_capturing", lambda _: now["capturing"])
     outside = BlockIndex.from_map(random_map(1, 2, 3, 4))
     now["capturing"] = True
     captured = outside.transpose()

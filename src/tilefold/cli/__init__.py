@@ -1,4 +1,4 @@
-"""The command line: `tilefold demo | check | bench | explain | doctor`."""
+"""The command line: `tilefold demo | check | bench | compare | explain | doctor`."""
 
 import sys
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, doctor, explain, show
+from tilefold.cli import bench, check, compare, doctor, explain, show
 
 __all__ = ["app"]
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command(name="demo", epilog=show.EPILOG)(show.demo)
 app.command(name="check", epilog=check.EPILOG)(check.check)
 app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
+app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

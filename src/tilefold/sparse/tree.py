@@ -1,4 +1,5 @@
-"""BlockIndex as a pytree node: torch.utils._pytree, and what builds on it, sees its tensors and can put others in their place."""
+"""BlockIndex and Selection as pytree nodes: torch.utils._pytree, and what builds on it, sees their tensors and can put others in
+their place."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 from torch.utils import _pytree
 
 from .index import BlockIndex
+from .select import Selection
 
 __all__ = ["register"]
 
@@ -25,6 +27,15 @@ def _unflatten(leaves: Iterable[Any], geometry: tuple[int, int, int, int]) -> Bl
     return index
 
 
+def _flatten_selection(selection: Selection) -> tuple[list[Any], None]:
+    return [selection.index, selection.gini, selection.tau, selection.mass], None
+
+
+def _unflatten_selection(leaves: Iterable[Any], _: None) -> Selection:
+    return Selection(*leaves)
+
+
 def register() -> None:
     """Once, when `tilefold.sparse` is imported."""
     _pytree.register_pytree_node(BlockIndex, _flatten, _unflatten)
+    _pytree.register_pytree_node(Selection, _flatten_selection, _unflatten_selection)

@@ -3,25 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from tilefold.bench.page import new_figure
 from tilefold.cli.demo.heat import STOPS, HeatMap
 from tilefold.cli.demo.page import head_map, similarity_map
 from tilefold.cli.demo.report import Report, links
-from tilefold.errors import Unsupported
 
 __all__ = ["write"]
 
 
 def write(report: Report, path: Path) -> None:
     """Draw both heat maps side by side. Unsupported if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise Unsupported(
-            f"the picture needs the Python package {error.name!r}; install it with: pip install 'tilefold[plots]'"
-        ) from None
-    figure: Any = Figure(figsize=(17, 7.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure: Any = new_figure(17, 7.4)
     left, right = figure.subplots(1, 2, width_ratios=(0.9, 1.1))
     _draw(left, head_map(report))
     said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in links(report.head, 2))

@@ -1,0 +1,300 @@
+"""select against its fp64 oracle: every kind of row, every method, bounds, forced blocks, settings per head, lengths, edges."""
+
+import math
+
+import pytest
+import torch
+
+from select_cases import KINDS, bounds, held, kept, rows
+from tilefold import reference, sparse
+from tilefold.plan.select import LONGEST_ROW
+
+METHODS = {
+    "gini": {},
+    "gini, own range": {"tau_min": 0.2, "tau_max": 0.8},
+    "tau": {"tau": lambda g: 0.9 - 0.5 * g * g},
+    "top_p": {"method": "top_p", "top_p": 0.7},
+    "top_p all": {"method": "top_p", "top_p": 1.0},
+    "top_p none": {"method": "top_p", "top_p": 0, "min_blocks": 0},
+    "top_k": {"method": "top_k", "top_k": 7},
+    "sparsity": {"method": "top_k", "sparsity": 0.85},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_kinds_of_rows(kind, method, device):
+    scores = rows(kind, 2, 3, 9, 45).to(device)
+    got, sure = held(scores, **METHODS[method])
+    if kind in ("random", "peaked", "huge", "tiny"):
+        assert sure.float().mean() > 0.9  # the comparison means something
+    if kind == "equal":
+        assert bool((got.gini == 0).all())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 364, 500])
+@pytest.mark.parametrize("method", ["gini", "top_p", "top_k", "sparsity"])
+def test_lengths_of_rows(blocks, method, device):
+    held(rows("peaked", 1, 2, 5, blocks).to(device), **METHODS[method])
+    held(rows("tied", 1, 1, 3, blocks).to(device), **METHODS[method], force_self=True, seq_k=64 * blocks)
+
+
+def test_the_longest_row_of_the_kernel(device):
+    held(rows("peaked", 1, 1, 3, LONGEST_ROW).to(device))
+    held(rows("tied", 1, 1, 2, LONGEST_ROW - 1).to(device), method="top_k", top_k=99)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_too_long_for_the_kernel(kind, method, device, monkeypatch):
+    """The path in torch, on short rows."""
+    import sys
+
+    monkeypatch.setattr(sys.modules["tilefold.sparse.select"], "LONGEST_ROW", 0)
+    held(rows(kind, 2, 2, 5, 30).to(device), **METHODS[method])
+    names = torch.rand(5, 30, device=device) < 0.2
+    held(rows(kind, 1, 1, 5, 30).to(device), **METHODS[method], force=names, force_first=1, capacity=6)
+
+
+def test_a_really_long_row(device):
+    scores = rows("peaked", 1, 1, 2, LONGEST_ROW + 5).to(device)
+    held(scores, force_self=True, max_blocks=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, device):
+    held(rows("random", 1, 2, 6, 70).to(device, dtype))
+    held(rows("infinite", 1, 2, 6, 70).to(device, dtype), method="top_p", top_p=0.6)
+
+
+def test_strides(device):
+    """Nothing is copied: batch, heads and rows lie apart and the other way round, one head for all."""
+    base = rows("random", 4, 6, 3, 50).to(device)
+    scores = base.permute(1, 2, 0, 3)[::2, :, 1:, 3:]
+    got, _ = held(scores)
+    same = sparse.select(scores.contiguous())
+    assert torch.equal(got.index.indices, same.index.indices)
+    held(base[:, :1].expand(-1, 3, -1, -1), max_blocks=9)
+
+
+BOUNDS = {
+    "min": {"min_blocks": 30},
+    "max": {"max_blocks": 4},
+    "both": {"min_blocks": 5, "max_blocks": 5},
+    "capacity": {"capacity": 3},
+    "more than there are": {"min_blocks": 100, "max_blocks": 200},
+    "top_k more than there are": {"method": "top_k", "top_k": 100},
+    "top_k with min": {"method": "top_k", "top_k": 2, "min_blocks": 6},
+    "none": {"method": "top_k", "top_k": 0, "min_blocks": 0},
+}
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "infinite", "nan"])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_bounds(kind, bound, device):
+    options = BOUNDS[bound]
+    got, _ = held(rows(kind, 1, 2, 6, 40).to(device), **options)
+    least, most = (
+        min(options.get("min_blocks", 1), 40),
+        min(options.get("max_blocks", 40), options.get("capacity", 40), 40),
+    )
+    assert bool(((got.index.counts >= least) & (got.index.counts <= most)).all())
+
+
+FORCED = {
+    "self": {"force_self": True},
+    "first": {"force_first": 3},
+    "window": {"local_window": 2},
+    "window of itself": {"local_window": 0},
+    "all": {"force_self": True, "force_first": 2, "local_window": 1, "min_blocks": 7, "max_blocks": 9},
+    "larger query blocks": {"block_q": 128, "block_k": 64, "seq_q": 1100, "seq_k": 1280, "local_window": 0},
+    "smaller query blocks": {"block_q": 16, "block_k": 64, "seq_q": 131, "seq_k": 1279, "local_window": 1},
+    "more queries than keys": {"block_q": 256, "block_k": 64, "seq_q": 2200, "seq_k": 1270, "force_self": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "infinite", "nan"])
+@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("method", ["gini", "top_p", "top_k"])
+def test_forced(kind, name, method, device):
+    held(rows(kind, 1, 2, 9, 20).to(device), **METHODS[method], **FORCED[name])
+
+
+def test_window_at_the_end_of_the_keys(device):
+    """Queries are aligned to the end of the keys: one block of new tokens owns the last KV block."""
+    got = sparse.select(
+        rows("equal", 1, 1, 1, 10).to(device), method="top_k", top_k=1, local_window=1, seq_q=64, seq_k=640
+    )
+    assert kept(got)[0, 0, 0].nonzero().flatten().tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 21), (7, 21), (3, 1, 21), (1, 3, 7, 1), (7, 1)])
+def test_forced_by_a_map(shape, device):
+    force = torch.rand(shape).to(device) < 0.2
+    scores = rows("random", 2, 3, 7, 21).to(device)
+    held(scores, force=force)
+    held(scores, force=force, force_first=1, method="top_k", top_k=4)
+    held(scores, force=force, max_blocks=3)  # more forced than room: the lowest stay
+
+
+def test_the_mass_of_forced_blocks_counts(device):
+    scores = torch.tensor([[[[0.1, 0.6, 0.2, 0.1]]]], device=device)
+    got = sparse.select(
+        scores, method="top_p", top_p=0.55, force=torch.tensor([[True, False, False, False]], device=device)
+    )
+    assert kept(got).flatten().tolist() == [True, True, False, False]
+    got = sparse.select(
+        scores, method="top_p", top_p=0.55, force=torch.tensor([[True, True, False, False]], device=device)
+    )
+    assert kept(got).flatten().tolist() == [True, True, False, False]
+    assert float(got.mass) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_empty_blocks_have_no_score(per_head, device):
+    sizes = torch.randint(0, 3, (2, 3, 33) if per_head else (33,), dtype=torch.int32, device=device) * 20
+    sizes[..., -1].clamp_(max=64)
+    scores = rows("random", 2, 3, 8, 33).to(device)
+    got, _ = held(scores, block_sizes=sizes)
+    wide = sizes.expand(2, 3, 33)[:, :, None].cpu()
+    assert not bool((kept(got) & (wide == 0)).any())
+    held(scores, block_sizes=sizes, min_blocks=30)  # nothing else is left
+    held(scores, block_sizes=sizes, method="top_k", top_k=30, force_first=2)
+    assert got.index.block_sizes is sizes
+
+
+def test_settings_per_head_and_row(device):
+    scores = rows("random", 2, 4, 6, 40).to(device)
+    heads = torch.tensor([0.3, 0.5, 0.7, 1.0], device=device)
+    held(scores, tau_min=heads / 2, tau_max=heads)
+    held(scores, method="top_p", top_p=torch.rand(2, 1, 6).to(device))
+    held(scores, method="top_p", top_p=heads.double()[:, None])
+    held(scores, method="top_k", top_k=torch.tensor([1, 5, 30, 60], device=device))
+    held(
+        scores, method="top_k", sparsity=heads, min_blocks=torch.tensor([1, 2, 3, 4], dtype=torch.int32, device=device)
+    )
+    held(scores, max_blocks=torch.tensor([[[5]], [[9]]], device=device), min_blocks=6)
+    held(scores, method="top_k", top_k=torch.tensor(3, device=device))
+    held(scores, tau=lambda g: heads[None, :, None])
+    assert sparse.select(scores, tau=lambda g: 0.25).tau.unique().tolist() == [0.25]
+
+
+def test_shares_out_of_range_count_as_the_nearest(device):
+    scores = rows("random", 1, 4, 3, 20).to(device)
+    asked = torch.tensor([-1.0, 2.0, float("nan"), 0.5], device=device)
+    got, _ = held(scores, method="top_p", top_p=asked)
+    assert got.tau[0, :, 0].tolist() == [0.0, 1.0, 1.0, 0.5]
+    assert got.index.counts[0, :, 0].tolist()[:3] == [1, 20, 20]
+
+
+def test_ties_go_to_the_lower_block(device):
+    scores = torch.tensor([[[[1.0, 2, 1, 2, 1, 0, 1]]]], device=device)
+    assert kept(sparse.select(scores, method="top_k", top_k=4)).flatten().tolist() == [1, 1, 1, 1, 0, 0, 0]
+    assert kept(sparse.select(scores, method="top_p", top_p=0.3)).flatten().tolist() == [0, 1, 0, 1, 0, 0, 0]
+    assert kept(sparse.select(scores, method="top_p", top_p=1.0)).flatten().tolist() == [1, 1, 1, 1, 1, 0, 1]
+
+
+def test_infinite_scores_come_first_and_have_no_mass(device):
+    scores = torch.tensor([[[[0.5, float("inf"), 0.3, 0.2]]]], device=device)
+    got, _ = held(scores, method="top_p", top_p=0.4)
+    assert kept(got).flatten().tolist() == [1, 1, 0, 0]
+    assert float(got.mass) == pytest.approx(0.5)
+
+
+def test_minus_zero_is_zero(device):
+    scores = torch.tensor([[[[-0.0, 0.0, -0.0, 1.0]]]], device=device)
+    assert kept(sparse.select(scores, method="top_k", top_k=2)).flatten().tolist() == [1, 0, 0, 1]
+
+
+def test_gini(device):
+    """By the definition, as a double sum; the two ends of its range."""
+    scores = rows("infinite", 2, 3, 5, 40).to(device)
+    got = sparse.gini(scores)
+    want = torch.zeros(2, 3, 5, dtype=torch.float64)
+    for at in ((b, h, q) for b in range(2) for h in range(3) for q in range(5)):
+        x = scores[at].cpu().double()
+        x = x[x.isfinite()]
+        want[at] = (x[:, None] - x).abs().sum() / (2 * len(x) * x.sum())
+    assert bool(((got.cpu() - want).abs() <= bounds(scores)[0]).all())
+    assert torch.equal(got, sparse.select(scores).gini)
+    one = torch.zeros(1, 1, 1, 8, device=device)
+    assert sparse.gini(one).item() == 0
+    one[..., 3] = 5e-6
+    assert sparse.gini(one).item() == pytest.approx(7 / 8)
+    sizes = torch.tensor([0, 9, 9, 9, 9, 9, 9, 9], dtype=torch.int32, device=device)
+    assert sparse.gini(one, block_sizes=sizes).item() == pytest.approx(6 / 7)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_nothing_to_do(shape, device):
+    got = sparse.select(torch.empty(shape, device=device))
+    assert got.index.counts.shape == shape[:3]
+    assert got.index.capacity == shape[3]
+    assert not bool(got.index.counts.any())
+    assert got.gini.shape == got.mass.shape == shape[:3]
+
+
+def test_capacity_follows_what_can_be_asked(device):
+    scores = rows("random", 1, 1, 4, 50).to(device)
+
+    def room(**options):
+        return sparse.select(scores, **options).index.capacity
+
+    assert room() == 50
+    assert room(max_blocks=7) == 7
+    assert room(max_blocks=90) == 50
+    assert room(max_blocks=7, capacity=9) == 9
+    assert room(method="top_k", top_k=5) == 5
+    assert room(method="top_k", sparsity=0.9) == 5
+    assert room(method="top_k", top_k=5, min_blocks=6) == 6
+    assert room(method="top_k", top_k=1, local_window=2, force_first=1) == 6
+    assert room(method="top_k", top_k=torch.tensor([5], device=device)) == 50
+    assert room(method="top_k", top_k=5, force=torch.ones(4, 50, dtype=torch.bool, device=device)) == 50
+
+
+def test_no_gradient(device):
+    scores = rows("random", 1, 2, 3, 20).to(device).requires_grad_()
+    asked = torch.tensor([0.5, 0.7], device=device, requires_grad=True)
+    got = sparse.select(scores, tau_min=asked / 2, tau_max=asked)
+    assert not any(t.requires_grad for t in (got.index.indices, got.index.counts, got.gini, got.tau, got.mass))
+
+
+def test_the_same_bits_every_run(device):
+    scores = rows("tied", 2, 3, 7, 90).to(device)
+    first, again = (sparse.select(scores, local_window=1) for _ in range(2))
+    for mine, other in zip(first.index.tensors(), again.index.tensors(), strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+    assert all(torch.equal(getattr(first, n), getattr(again, n)) for n in ("gini", "tau", "mass"))
+
+
+def test_the_record_goes_on_to_attention(device):
+    """Geometry and sizes arrive on the index."""
+    sizes = torch.tensor([16, 16, 5], dtype=torch.int32, device=device)
+    got = sparse.select(
+        rows("random", 1, 2, 2, 3).to(device), block_q=32, block_k=16, seq_q=33, seq_k=48, block_sizes=sizes
+    )
+    assert got.index.geometry == (32, 16, 33, 48)
+    assert got.index.block_sizes is sizes
+
+
+def test_index_is_the_map(device):
+    scores = rows("random", 2, 2, 5, 31).to(device)
+    keep = scores > 0.6
+    index = sparse.index(keep, capacity=20, block_k=32)
+    assert torch.equal(index.to_map(), keep)
+    assert index.block_k == 32
+    got = sparse.select(scores, method="top_k", top_k=9)
+    again = sparse.index(got.index.to_map(), capacity=9)
+    assert torch.equal(again.indices, got.index.indices)
+    assert torch.equal(again.counts, got.index.counts)
+
+
+def test_the_oracle_by_hand():
+    scores = torch.tensor([[[[0.4, 0.1, 0.3, 0.2], [1, 1, 1, 1]]]])
+    want = reference.select(scores, method="top_p", top_p=0.65)
+    assert want.keep[0, 0].tolist() == [[True, False, True, False], [True, True, True, False]]
+    assert want.mass[0, 0].tolist() == pytest.approx([0.7, 0.75])
+    assert want.gap[0, 0].tolist() == pytest.approx([0.05, 0.1])
+    assert want.gini[0, 0].tolist() == pytest.approx([0.25, 0.0])
+    assert reference.select(scores, tau_min=0.0, tau_max=1.0).tau[0, 0].tolist() == pytest.approx([0.75, 1.0])
+    assert math.isinf(reference.select(scores, method="top_k", top_k=1).gap[0, 0, 0])
