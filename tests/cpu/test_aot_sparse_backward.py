@@ -85,19 +85,17 @@ def test_portable(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize(("part", "name"), JOBS_HOPPER)
 def test_hopper(results: Results, part: str, name: str) -> None:
-    """wgmma without registers in flight in the loop of either kind of work; two programs share an SM.  At D=128 a few
-    numbers that do not change are loaded again in every round: of two thousand cycles for keys, of five hundred for queries."""
+    """wgmma without registers in flight in the loop of either kind of work; two programs share an SM.  Triton 3.9 loads a few
+    numbers that do not change from memory again in every round of a loop of two thousand cycles."""
     found = results.of(f"{part} {name}", "sm_90")
     if part != "main":
         assert found.problems(tensor="none") == ()
         return
     assert found.problems(spills="any") == ()
     assert found.report is not None
-    newest = found.report.triton.startswith("3.9")
-    keys, queries = (loop.spills for loop in found.report.loops)
-    assert keys <= (9 if "d64" not in name else 0)
-    assert queries <= ((11 if newest else 2) if "d64" not in name else 0)
-    assert found.report.spill_store_bytes <= 512  # before and after the loop over a list
+    assert len(found.report.loops) == 2
+    assert found.report.loop_spills <= (10 if found.report.triton.startswith("3.9") else 0)
+    assert found.report.spill_store_bytes <= 256  # before and after the loop over a list
     plan = plan_sparse_backward(HOPPER[name], device_named("h200"))
     assert plan.kernel == KERNEL
     assert 0 <= shared_bytes(HOPPER[name], plan.keys) - found.report.shared_bytes < 512

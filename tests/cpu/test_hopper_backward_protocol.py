@@ -122,7 +122,9 @@ class Run:
         self.turned = [[[i for i, x in enumerate(rows) if n in x] for n in range(kv_blocks)] for rows in lists]
         self.batches = self.heads // group // batch_heads
         self.room_rows = batch_heads * group * self.q_units * self.capacity * per_k * 64
-        self.delay = min(batch_heads * self.kv_units + 5, max(1, rooms - 1) * batch_heads * self.kv_units)
+        batch = batch_heads * self.kv_units
+        self.delay = min(batch + 5, max(1, rooms - 1) * batch)
+        self.items = self.batches * (batch + batch_heads * group * self.q_units)
         self.progress = [0] * (1 + 2 * self.batches)
         self.kept, self.reading, self.writing = {}, {}, 0
         self.made, self.local = {}, threading.local()
@@ -133,13 +135,12 @@ class Run:
 
     # ------------------------------------------------------------ the language
 
-    def namespace(self, program, programs):
+    def namespace(self):
         run = self
         gl = types.SimpleNamespace(
             **dict.fromkeys(("float32", "int64", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), Anything()),
-            constexpr=None, static_range=range, num_warps=lambda: 4, program_id=lambda axis: Number(program),
-            num_programs=lambda axis: programs, minimum=min, maximum=max, where=lambda c, a, b: a if c else b,
-            zeros=lambda *args: Value(), exp2=lambda x: x, expand_dims=lambda x, axis: x,
+            constexpr=None, static_range=range, num_warps=lambda: 4, minimum=min, maximum=max,
+            where=lambda c, a, b: a if c else b, zeros=lambda *args: Value(), exp2=lambda x: x, expand_dims=lambda x, axis: x,
             convert_layout=lambda x, layout: x,
             load=lambda pointer, mask=True, other=0: pointer.load() if mask else other,
         )  # fmt: skip
@@ -158,11 +159,9 @@ class Run:
             "list_of_block": lambda lists, block, b, h: (
                 Pointer(lists[h][block] if lists[h][block] else [GARBAGE]), len(lists[h][block])),
             "list_of_item": lambda lists, block, b, h: Pointer(run.places(block, h)),
-            "draw_ticket": lambda tickets: run.draw(), "read_ticket": lambda drawn: drawn,
-            "await_room": run.await_room, "await_keys": run.await_keys,
+            "await_room": run.await_room, "await_keys": run.await_keys, "await_copies": lambda: run.wait_copies("written"),
             "count_keys": lambda progress, batch: run.count(1 + batch),
             "count_queries": lambda progress, batch, batches: run.count(1 + batches + batch),
-            "write_note": lambda note, item, count: note.update(item=item), "read_note": run.read_note,
             "store_accumulator": run.store,
         }  # fmt: skip
         for module, functions in (
@@ -180,10 +179,6 @@ class Run:
         with self.memory.changed:
             self.progress[0] += 1
             return self.progress[0] - 1
-
-    def read_note(self, note):
-        self.local.item, self.local.open = note["item"], []
-        return note["item"], 0
 
     def later(self, work):
         slow = 10 if self.memory.random.random() < 0.1 else 1  # now and then one comes long after those behind it
@@ -242,9 +237,8 @@ class Run:
             self.memory.until(lambda: all(c[key] for c in copies), f"copies {key}")
 
     def count(self, at):
-        self.wait_copies("written")
         with self.memory.changed:
-            self.progress[at] += 4
+            self.progress[at] += 1
             self.memory.changed.notify_all()
 
     def _await(self, at, wanted):
@@ -253,10 +247,10 @@ class Run:
 
     def await_room(self, progress, batch, rooms, query_items, batches):
         if batch >= rooms:
-            self._await(1 + batches + batch - rooms, 4 * query_items)
+            self._await(1 + batches + batch - rooms, query_items)
 
     def await_keys(self, progress, batch, key_items):
-        self._await(1 + batch, 4 * key_items)
+        self._await(1 + batch, key_items)
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         reads = [p for t in (a, b) if not isinstance(t, Value) for p in (t.panels if isinstance(t, Tile) else [t])]
@@ -328,39 +322,48 @@ class Run:
 
     # ------------------------------------------------------------ threads
 
-    def program(self, program, programs):
-        memory, note = self.memory, {}
-        names = self.namespace(program, programs)
+    def program(self, item):
+        """The two partitions of the program that has drawn an item."""
+        memory, names = self.memory, self.namespace()
         pool = Ring([Panel(memory, f"panel {i}") for i in range(TILES * PANELS)], Anything())
         statistics = Ring([Panel(memory, f"statistics {i}") for i in range(SLOTS)])
         ds = Panel(memory, "dS")
-        sizes = {"noted": 1, "idle": 1, "kv_full": 1, "q_full": SLOTS, "do_full": SLOTS, "empty": SLOTS,
-                 "sum_full": SUM_SLOTS, "sum_empty": SUM_SLOTS}  # fmt: skip
+        sizes = {"kv_full": 1, "q_full": SUM_SLOTS, "do_full": SLOTS, "empty": SUM_SLOTS, "done": 1}
         bars = [Ring([Barrier(memory, f"{name}[{i}]", 1) for i in range(number)]) for name, number in sizes.items()]
         work = self.heads, self.group, self.q_units, self.kv_units, self.heads * self.q_units
         order = self.batch_heads, self.batches, self.delay, self.rooms
         zeros = (Number(0),) * 6
-        common = self.lists, self.turned, work, self.capacity, order, self.room_rows
-        yield lambda: names["_produce"]("q", "do", "k", "v", "stat", "kept", None, note, pool, statistics, *bars, *common,
-                                        DIM, SLOTS, SUM_SLOTS, self.per_q, self.per_k)  # fmt: skip
-        outs = (Output(name) for name in ("dq", "dk", "dv"))
-        nothing = (Number(0),) * 3
-        turned = (*common[:1], (None, None, *zeros[:5]), *common[2:])
-        yield lambda: names["_consume"](
-            *outs, *nothing, "keep", None, note, pool, statistics, ds, *bars, turned[0], Turned(self.turned), *turned[2:],
-            zeros[:3], zeros, zeros[:4], self.rooms * self.room_rows, 1.0, 1 << 20, 1 << 20,
-            DIM, TILES, SLOTS, SUM_SLOTS, self.per_q, self.per_k, False, False, False)  # fmt: skip
 
-    def __call__(self, programs):
-        names = self.namespace(0, 1)
-        run_threads(self.memory, [work for p in range(programs) for work in self.program(p, programs)])
+        def produce():
+            names["_produce"]("q", "do", "k", "v", "stat", "kept", None, pool, statistics, *bars, self.lists, self.turned, work,
+                              self.capacity, order, self.room_rows, item,
+                              DIM, SLOTS, SUM_SLOTS, self.per_q, self.per_k)  # fmt: skip
+
+        def consume():
+            self.local.item, self.local.open = item, []
+            names["_consume"](
+                *(Output(name) for name in ("dq", "dk", "dv")), *(Number(0),) * 3, "keep", pool, statistics, ds, *bars,
+                self.lists, Turned(self.turned), work, self.capacity, order, self.room_rows, item,
+                zeros[:3], zeros, zeros[:4], self.rooms * self.room_rows, 1.0, 1 << 20, 1 << 20,
+                DIM, TILES, SLOTS, SUM_SLOTS, self.per_q, self.per_k, False, False, False)  # fmt: skip
+
+        return produce, consume
+
+    def place(self):
+        """One place of the device: one program after the other."""
+        while (item := self.draw()) < self.items:
+            run_threads(self.memory, self.program(item))
+
+    def __call__(self, places):
+        run_threads(self.memory, [self.place] * places)
+        work_of_item = self.namespace()["work_of_item"]
         key_items, query_items = self.batch_heads * self.kv_units, self.batch_heads * self.group * self.q_units
         wanted = {}
-        for item in range(self.batches * (key_items + query_items)):
-            place = names["work_of_item"](item, key_items, query_items, self.batches, self.delay)
+        for item in range(self.items):
+            place = work_of_item(item, key_items, query_items, self.batches, self.delay)
             wanted |= {(name, item): tuple(log) for name, log in self.expected(place).items()}
         assert self.made == wanted
-        assert self.progress[1:] == [4 * key_items] * self.batches + [4 * query_items] * self.batches
+        assert self.progress[1:] == [key_items] * self.batches + [query_items] * self.batches
 
 
 class Turned(list):
@@ -377,18 +380,18 @@ def random_lists(seed, heads, q_blocks, kv_blocks):
 
 
 @pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("programs", [1, 3, 7])
+@pytest.mark.parametrize("places", [1, 3, 7])
 @pytest.mark.parametrize(
     ("heads", "group", "batch_heads", "rooms"), [(4, 1, 1, 2), (4, 1, 1, 3), (4, 2, 2, 1), (6, 3, 1, 2)]
 )
-def test_protocol(per_q, per_k, programs, heads, group, batch_heads, rooms):
-    lists = random_lists(programs, heads, 3, 4)
-    Run(programs, lists, group, 4, per_q, per_k, batch_heads, rooms)(programs)
+def test_protocol(per_q, per_k, places, heads, group, batch_heads, rooms):
+    lists = random_lists(places, heads, 3, 4)
+    Run(places, lists, group, 4, per_q, per_k, batch_heads, rooms)(places)
 
 
 @pytest.mark.parametrize(
     "missing",
-    ["noted", "idle", "kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "await_room", "await_keys"],
+    ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys"],
 )
 def test_a_missing_wait_is_found(monkeypatch, missing):
     """The check itself: who does not wait for one kind of barrier or counter is caught."""

@@ -114,7 +114,7 @@ class Run:
             "live_of_entry": lambda *args: 0, "cut_columns": lambda s, *args: s, "quad_sums": Anything(),
             "softmax_step": lambda s, m, l, scale, layout, dtype: (s, m, l, Anything()),
             "rescale": lambda acc, alpha, row: acc, "_finish": lambda *args: run.made.append(run.local.item),
-            "write_note": run.write_note, "read_note": run.read_note,
+            "_write_note": run.write_note, "_read_note": run.read_note,
         }  # fmt: skip
         load = kernel._load_unit.fn
         names["_load_unit"] = types.FunctionType(load.__code__, names)

@@ -191,7 +191,7 @@ def _main(
     batches = n.batch * n.kv_heads // heads
     items = n.batch * n.kv_heads * (kv_units + n.group * q_units)
     places = min(items, rules.PROGRAMS_PER_SM * plan.device.sms)
-    launch = Launch(sparse_backward_hopper, (places, 1, 1), constants, options, device)
+    launch = Launch(sparse_backward_hopper, (items, 1, 1), constants, options, device)
     order = heads, batches, rules.delay(problem, heads, places), rules.rooms(problem, heads)
     return launch, (
         scale,

@@ -31,6 +31,9 @@ KERNEL = "sparse_backward_hopper"
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
+SPARE = (
+    1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
+)
 ROOMS = 4  # of dS, each for one batch of heads
 KEPT_LIMIT = 4 << 30
 """Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
@@ -85,11 +88,14 @@ def rooms(problem: "SparseProblem", heads: int) -> int:
 
 
 def delay(problem: "SparseProblem", heads: int, places: int) -> int:
-    """How many key items come before the first query item: those that it needs, and one for each of `places` running programs,
-    by which time the others are done; no more than there is room for."""
-    _, kv_units = units(problem)
-    batch = heads * kv_units
-    return min(batch + places, max(1, rooms(problem, heads) - 1) * batch)
+    """How many key items come before the first query item: those that it needs, and SPARE for each of `places` running programs,
+    by which time the others are done.  Where rooms are used again, not more than halfway to what they hold, so that key items
+    need not wait either: they do for query items that lie as many rooms behind."""
+    batch = heads * units(problem)[1]
+    batches = problem.attention.batch * problem.attention.kv_heads // heads
+    held = rooms(problem, heads)
+    most = batches * batch if held == batches else max(batch, held * batch // 2)
+    return min(batch + int(SPARE * places), most)
 
 
 def kept_bytes(problem: "SparseProblem", heads: int) -> int:

@@ -8,8 +8,9 @@ Statistics are one row of 128 fp32 a unit of queries: lse in base 2 of its 64 qu
 without any mask.  One more row, the last, is that of a unit without queries: what an empty list is made of.
 """
 
+from .backward_work import await_keys
 from .gluon import fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load, wgmma, wgmma_wait
-from .parts import clear_rows, draw_ticket, list_of_item, place_of_item, read_ticket, store_accumulator
+from .parts import clear_rows, list_of_item, place_of_item, store_accumulator
 
 PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 UNIT = gl.constexpr(64)  # tokens of a tile
@@ -62,37 +63,40 @@ def list_of_block(lists, block, i_b, i_h):
 
 
 @jit
-def produce_sums(k_desc, kept_desc, Tickets, pool, full, empty, lists, work, capacity, base, first, program, slot, parity,
-                 D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, capacity, base, batch, key_items,
+                 query_items, program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                 KV_UNITS: gl.constexpr):  # fmt: skip
     """Bring K and dS of every pair that a unit of queries has: K to tile `slot`, dS to panel `slot` behind the tiles of K.
 
-    first: how many query items there are before its batch.  -> the next number of the counter, and where the ring has come to."""
+    base: row of kept_desc where the batch's room begins."""
     heads, group, units, kv_units, no_unit = work
-    drawn = draw_ticket(Tickets)
-    i_m, i_b, i_h = place_of_item(first + program, units, heads)
+    i_m, i_b, i_h = place_of_item(batch * query_items + program, units, heads)
     index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     i_k = i_h // group
     row = base + program * (capacity * KV_UNITS * UNIT)
-    ahead = gl.load(index, mask=count > 0, other=0)
+    slot = 0
+    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
+    ahead = gl.load(index)
     for j in range(count * KV_UNITS):
         unit = ahead * KV_UNITS + j % KV_UNITS
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
         mbarrier.wait(empty.index(slot), parity)
         mbarrier.expect(full.index(slot), UNIT * (D + UNIT) * 2)
-        tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
         load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
+        if j == 0:
+            await_keys(Progress, batch, key_items)  # while K is on its way
+        tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
         slot, parity = next_slot(slot, parity, SLOTS)
-    return read_ticket(drawn), slot, parity
 
 
 @jit
-def consume_sums(DQ, Sizes, pool, full, empty, idle, lists, work, outs, stride_sb, stride_sh, scale, seq_q, item, slot, parity,
+def consume_sums(DQ, Sizes, pool, full, empty, done, lists, work, outs, stride_sb, stride_sh, scale, seq_q, item,
                  D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
                  SIZED: gl.constexpr):  # fmt: skip
     """64 rows of dq = scale * sum of dS K, in the order of the list: the same bits in every run.
 
     The buffers of a product are free when the next one has been issued and this one waited for.  item: among the query items of
-    all batches.  -> where the ring has come to"""
+    all batches."""
     heads, group, units, kv_units, no_unit = work
     stride_gb, stride_gm, stride_gh = outs
     DTYPE: gl.constexpr = pool.dtype
@@ -102,6 +106,8 @@ def consume_sums(DQ, Sizes, pool, full, empty, idle, lists, work, outs, stride_s
     index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
     dq = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
+    slot = 0
+    parity = 0
     before = 0
     for j in range(count * KV_UNITS):
         mbarrier.wait(full.index(slot), parity)
@@ -116,9 +122,7 @@ def consume_sums(DQ, Sizes, pool, full, empty, idle, lists, work, outs, stride_s
         before = slot
         slot, parity = next_slot(slot, parity, SLOTS)
     dq = wgmma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty.index(before), count=1, pred=count > 0)
-    mbarrier.arrive(idle.index(0), count=1)
+    mbarrier.arrive(done.index(0), count=1)
     row = i_m * UNIT
     out = DQ + i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh + row.to(gl.int64) * stride_gm
     store_accumulator(out, dq * scale, seq_q - row, stride_gm, DTYPE)
-    return slot, parity

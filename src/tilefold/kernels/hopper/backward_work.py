@@ -14,8 +14,6 @@ drawn it: nothing can lock up, in whatever order programs run.
 
 from .gluon import gl, jit
 
-WARPS = gl.constexpr(4)  # that count an item as done, each for itself
-
 
 @jit
 def work_of_item(item, key_items, query_items, batches, delay):
@@ -38,13 +36,13 @@ def work_of_item(item, key_items, query_items, batches, delay):
 def await_room(Progress, batch, rooms, query_items, batches):
     """Before a key item: until the query items of the batch that had this one's room are done."""
     before = batch - rooms
-    _await(Progress + 1 + batches + gl.maximum(before, 0), gl.where(before < 0, 0, query_items * WARPS))
+    _await(Progress + 1 + batches + gl.maximum(before, 0), gl.where(before < 0, 0, query_items))
 
 
 @jit
 def await_keys(Progress, batch, key_items):
     """Before a query item: until all dS of its batch has been kept."""
-    _await(Progress + 1 + batch, key_items * WARPS)
+    _await(Progress + 1 + batch, key_items)
 
 
 @jit
@@ -62,25 +60,29 @@ def _await(counter, wanted):
 
 
 @jit
+def await_copies():
+    """Until all that the threads of this partition had copied out of shared memory has been written where others can see it."""
+    gl.inline_asm_elementwise("{ cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0; }", "=r", [],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@jit
 def count_keys(Progress, batch):
-    """After a key item."""
+    """After a key item's dS has been written."""
     _count(Progress + 1 + batch)
 
 
 @jit
 def count_queries(Progress, batch, batches):
-    """After a query item."""
+    """After a query item's dS has been read."""
     _count(Progress + 1 + batches + batch)
 
 
 @jit
 def _count(counter):
-    """Each warp of the partition adds 1, once all that its threads had copied out of shared memory has been written.
-
-    The one thread that issued the copies waits for them here as all others do; its warp's 1 can only follow."""
+    """Add 1, by one thread of the one warp that calls this, after all that it knows to be done."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
-        "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
+        "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
         "=r,l",
         [counter.to(gl.int64, bitcast=True)],
         dtype=gl.int32,

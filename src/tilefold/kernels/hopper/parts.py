@@ -37,22 +37,6 @@ def read_ticket(drawn):
 
 
 @jit
-def write_note(note, item, count):
-    """In shared memory, for the consumers: which item is next (-1: none), and a count.  They read it after a barrier."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
-
-
-@jit
-def read_note(note):
-    """-> item, count"""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    pair = note.load(LAYOUT)
-    first = gl.arange(0, 2, layout=LAYOUT) == 0
-    return gl.sum(gl.where(first, pair, 0), 0), gl.sum(gl.where(first, 0, pair), 0)
-
-
-@jit
 def place_of_item(item, q_blocks, heads):
     """-> query block, batch entry, head.  Query blocks go fastest: neighbours, whose lists often agree, share K and V in L2."""
     row = item // q_blocks

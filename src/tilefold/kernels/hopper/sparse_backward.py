@@ -10,8 +10,8 @@ for it.  Each sum is made by one program in the order of one list, so the result
 make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
 
 The dS of all pairs is as large as the scores that are never stored otherwise.  So it is kept for a few heads at a time, in a few
-rooms that are used in turn.  As many programs as the device has places draw one piece of work after the other
-(`backward_work`: the order, and who waits for whom), so the device is full from the first head to the last.
+rooms that are used in turn, all in one launch: every program draws its piece of work from a counter (`backward_work`: the order,
+and who waits for whom), and the device is full from the first head to the last.
 
     producer   1 warp    brings tiles into a ring of buffers, each with two barriers: `full` and `empty`
     consumer   4 warps   the products of one tile after the other
@@ -41,7 +41,7 @@ from .backward_parts import (
     produce_sums,
     tiles_of,
 )
-from .backward_work import await_keys, await_room, count_keys, count_queries, work_of_item
+from .backward_work import await_copies, await_room, count_keys, count_queries, work_of_item
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -55,16 +55,7 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .parts import (
-    LOG2E,
-    draw_ticket,
-    list_of_item,
-    place_of_item,
-    read_note,
-    read_ticket,
-    store_accumulator,
-    write_note,
-)
+from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
            "rooms", "no_unit", "nowhere",
@@ -75,26 +66,24 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Tickets, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
-                  work, item, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
+                  work, order, batch, program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
                   KV_UNITS: gl.constexpr):  # fmt: skip
-    """Bring K and V, then q, dout and statistics of every unit of queries that lists them.
-
-    item: among the key items of all batches.  -> the next number of the counter, and where the ring has come to."""
+    """Bring K and V, then q, dout and statistics of every unit of queries that lists them."""
     heads, group, q_units, kv_units, no_unit = work
-    i_n, i_b, i_k = place_of_item(item, kv_units, heads // group)
+    batch_heads, batches, delay, rooms = order
+    i_n, i_b, i_k = place_of_item(batch * batch_heads * kv_units + program, kv_units, heads // group)
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
     load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
     load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
-    drawn = 0
-    ticket = 0
+    slot = 0
+    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, i_n // KV_UNITS, i_b, i_h)
         row = (i_b * heads + i_h) * q_units
         ahead = gl.load(index)
-        units = gl.maximum(count, 1) * Q_UNITS
-        for j in range(units):
+        for j in range(gl.maximum(count, 1) * Q_UNITS):
             unit = ahead * Q_UNITS + j % Q_UNITS
             ahead = gl.load(index + gl.minimum((j + 1) // Q_UNITS, gl.maximum(count - 1, 0)))
             # An empty list is a unit without queries, past the end, where the copy engine gives zeros.
@@ -104,15 +93,11 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Tickets, pool, sta
             mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
             load_tile(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
             tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
+            if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
+                await_room(Progress, batch, rooms, batch_heads * group * q_units, batches)
             mbarrier.expect(do_full.index(slot), UNIT * D * 2)
             load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
             slot, parity = next_slot(slot, parity, SLOTS)
-            # As late as hides the answers: who draws early may hold two long lists while others have none.
-            if (g == group - 1) & (j == gl.maximum(units - 4, 0)):
-                drawn = draw_ticket(Tickets)
-            if (g == group - 1) & (j == gl.maximum(units - 2, 0)):
-                ticket = read_ticket(drawn)
-    return ticket, slot, parity
 
 
 @jit
@@ -199,15 +184,13 @@ def _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS: gl.constexpr, 
 
 
 @jit
-def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, idle,
-                  lists, work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, first_head, program, slot, parity,
-                  kv_parity, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done,
+                  lists, work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, first_head, program,
+                  D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
                   KV_UNITS: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
     """dk and dv of 64 keys, over the lists of all query heads of their KV head.
 
-    first_head: KV head with which the batch begins.  keep_at: row of keep_desc where its room does.
-
-    -> where the ring has come to"""
+    first_head: KV head with which the batch begins.  keep_at: row of keep_desc where its room does."""
     heads, group, q_units, kv_units, no_unit = work
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     stride_sb, stride_sh, stride_pb, stride_ph = size_strides
@@ -224,7 +207,9 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     part = i_n % KV_UNITS
     dk = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))  # written before the first product, or all would wait
     dv = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
-    mbarrier.wait(kv_full.index(0), kv_parity)
+    slot = 0
+    parity = 0
+    mbarrier.wait(kv_full.index(0), 0)
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, block, i_b, i_h)
@@ -259,89 +244,59 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         s, dp_flying, dk, dv, slot, parity = _key_tile(
             s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
-    mbarrier.arrive(idle.index(0), count=1)
     b = i_b.to(gl.int64)
     h = i_k.to(gl.int64)
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
     store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
+    await_copies()
+    mbarrier.arrive(done.index(0), count=1)
     store_accumulator(
         DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
     )
-    return slot, parity
 
 
 @jit
-def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, note, pool, stat_buf, noted, idle, kv_full, q_full,
-             do_full, empty, sum_full, sum_empty, lists, turned, work, capacity, order, room_rows, D: gl.constexpr,
-             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
-    """The producer: draws the work, waits for what it needs, and brings its tiles."""
+def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+             done, lists, turned, work, capacity, order, room_rows, item, D: gl.constexpr, SLOTS: gl.constexpr,
+             SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+    """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
     heads, group, q_units, kv_units, no_unit = work
     batch_heads, batches, delay, rooms = order
     key_items = batch_heads * kv_units
     query_items = batch_heads * group * q_units
-    items = batches * (key_items + query_items)
-    item = gl.program_id(0)
-    ticket = 0
-    i = 0  # pieces of work that were begun
-    slot, parity = 0, 1  # of fresh barriers: the first wait on `empty` returns at once
-    sum_slot, sum_parity = 0, 1
-    while item < items:
-        keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
-        mbarrier.wait(idle.index(0), (i & 1) ^ 1)
-        write_note(note, item, 0)
-        mbarrier.arrive(noted.index(0), count=1)
-        if keys:
-            await_room(Progress, batch, rooms, query_items, batches)
-            ticket, slot, parity = _produce_keys(
-                q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty, turned,
-                work, batch * key_items + program, slot, parity, D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
-        else:
-            await_keys(Progress, batch, key_items)
-            ticket, sum_slot, sum_parity = produce_sums(
-                k_desc, kept_desc, Progress, pool, sum_full, sum_empty, lists, work, capacity, batch % rooms * room_rows,
-                batch * query_items, program, sum_slot, sum_parity, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
-        item = gl.num_programs(0) + ticket
-        i += 1
-    mbarrier.wait(idle.index(0), (i & 1) ^ 1)
-    write_note(note, -1, 0)
-    mbarrier.arrive(noted.index(0), count=1)
+    keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
+    if keys:
+        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+                      turned, work, order, batch, program, D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        mbarrier.wait(done.index(0), 0)
+        count_keys(Progress, batch)
+    else:
+        produce_sums(k_desc, kept_desc, Progress, pool, q_full, empty, lists, work, capacity, batch % rooms * room_rows, batch,
+                     key_items, query_items, program, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        mbarrier.wait(done.index(0), 0)
+        count_queries(Progress, batch, batches)
 
 
 @jit
-def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, pool, stat_buf, ds_buf, noted, idle, kv_full,
-             q_full, do_full, empty, sum_full, sum_empty, lists, turned, work, capacity, order, room_rows, q_outs, kv_outs,
-             size_strides, nowhere, scale, seq_q, seq_k, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-             SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-             SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
-    """The consumer: makes what the producer has noted, and counts it as done."""
+def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done,
+             lists, turned, work, capacity, order, room_rows, item, q_outs, kv_outs, size_strides, nowhere, scale, seq_q, seq_k,
+             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+             KV_UNITS: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """Make the item."""
     heads, group, q_units, kv_units, no_unit = work
     batch_heads, batches, delay, rooms = order
     key_items = batch_heads * kv_units
     query_items = batch_heads * group * q_units
-    i = 0
-    slot, parity, kv_parity = 0, 0, 0
-    sum_slot, sum_parity = 0, 0
-    mbarrier.wait(noted.index(0), 0)
-    item, _ = read_note(note)
-    while item >= 0:
-        keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
-        room = batch % rooms * room_rows
-        if keys:
-            slot, parity = _consume_keys(
-                DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, idle,
-                turned, work, kv_outs, size_strides, room, nowhere, scale * LOG2E, seq_k, capacity, batch * batch_heads, program,
-                slot, parity, kv_parity, D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
-            kv_parity ^= 1
-            count_keys(Progress, batch)
-        else:
-            sum_slot, sum_parity = consume_sums(
-                DQ, Sizes, pool, sum_full, sum_empty, idle, lists, work, q_outs, size_strides[0], size_strides[1], scale, seq_q,
-                batch * query_items + program, sum_slot, sum_parity, D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
-            count_queries(Progress, batch, batches)
-        i += 1
-        mbarrier.wait(noted.index(0), i & 1)
-        item, _ = read_note(note)
+    keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
+    if keys:
+        _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
+                      done, turned, work, kv_outs, size_strides, batch % rooms * room_rows, nowhere, scale * LOG2E, seq_k,
+                      capacity, batch * batch_heads, program,
+                      D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
+    else:
+        consume_sums(DQ, Sizes, pool, q_full, empty, done, lists, work, q_outs, size_strides[0], size_strides[1], scale, seq_q,
+                     batch * query_items + program, D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -364,7 +319,7 @@ def sparse_backward_hopper(
 
     B * H/group = batches * batch_heads; keep_desc has `rooms` rooms, each for dS of one batch (backward_work says how many and
     what delay is).
-    Progress [1 + 2 * batches] int32: zeros.  Grid: as many programs as the device has places, or items if those are fewer."""
+    Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each item; which one it makes, it draws."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     TILES: gl.constexpr = 2 * SLOTS + 2
@@ -373,31 +328,28 @@ def sparse_backward_hopper(
     pool = gl.allocate_shared_memory(DTYPE, [TILES * PANELS, UNIT, PANEL], BOX)
     stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, STATISTICS], stat_desc.layout)
     ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
-    note = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    noted = barriers(1, 1)
-    idle = barriers(1, 1)
     kv_full = barriers(1, 1)
-    q_full = barriers(SLOTS, 1)
+    q_full = barriers(SUM_SLOTS, 1)
     do_full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, 1)
-    sum_full = barriers(SUM_SLOTS, 1)
-    sum_empty = barriers(SUM_SLOTS, 1)
+    empty = barriers(SUM_SLOTS, 1)
+    done = barriers(1, 1)
     fence_async_shared()
+    item = gl.atomic_add(Progress, 1)
     room_rows = batch_heads * group * q_units * capacity * (KV_UNITS * UNIT)
     gl.warp_specialize([
-        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, Progress, note, pool, stat_buf, ds_buf, noted, idle,
-                    kv_full, q_full, do_full, empty, sum_full, sum_empty,
+        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf,
+                    kv_full, q_full, do_full, empty, done,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows,
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh),
                     (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
                     (stride_sb, stride_sh, stride_pb, stride_ph), nowhere, scale, seq_q, seq_k,
                     D, TILES, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)),
-        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, note, pool, stat_buf, noted, idle,
-                    kv_full, q_full, do_full, empty, sum_full, sum_empty,
+        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
+                    kv_full, q_full, do_full, empty, done,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows,
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
                     D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip

@@ -43,13 +43,11 @@ from .parts import (
     live_of_entry,
     place_of_item,
     quad_sums,
-    read_note,
     read_ticket,
     rescale,
     softmax_step,
     store_accumulator,
     units_of_list,
-    write_note,
 )
 
 UNIT = gl.constexpr(128)  # keys a step
@@ -94,7 +92,7 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
         block_1 = entry(index, 1 - missing, count) if PER == 2 else block_0
         for c in gl.static_range(WARPGROUPS):
             mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-        write_note(note, item, count)
+        _write_note(note, item, count)
         for c in gl.static_range(WARPGROUPS):
             mbarrier.expect(q_full.index(c), 64 * D * 2)
             for p in gl.static_range(PANELS):
@@ -126,12 +124,28 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
         i += 1
     for c in gl.static_range(WARPGROUPS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, -1, 0)
+    _write_note(note, -1, 0)
     for c in gl.static_range(WARPGROUPS):
         mbarrier.arrive(q_full.index(c), count=1)
     # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
     if item == programs + items - 1:
         gl.store(Tickets, 0)
+
+
+@jit
+def _write_note(note, item, count):
+    """Tell the consumers which query block is next (-1: none) and its count; they read it once q_full is complete."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
+
+
+@jit
+def _read_note(note):
+    """-> item, count"""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    pair = note.load(LAYOUT)
+    first = gl.arange(0, 2, layout=LAYOUT) == 0
+    return gl.sum(gl.where(first, pair, 0), 0), gl.sum(gl.where(first, 0, pair), 0)
 
 
 @jit
@@ -189,7 +203,7 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
     i = 0  # query blocks that were begun
     first = 0  # the rings' position of this block's first unit
     mbarrier.wait(q_full.index(CID), 0)
-    item, count = read_note(note)
+    item, count = _read_note(note)
     while item >= 0:
         i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
         index = list_of_item(lists, i_q, i_b, i_h)
@@ -274,7 +288,7 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
         first += units
         i += 1
         mbarrier.wait(q_full.index(CID), i & 1)
-        item, count = read_note(note)
+        item, count = _read_note(note)
 
 
 @jit(do_not_specialize=RUNTIME)
