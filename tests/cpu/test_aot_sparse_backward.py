@@ -85,7 +85,7 @@ def test_portable(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize(("part", "name"), JOBS_HOPPER)
 def test_hopper(results: Results, part: str, name: str) -> None:
-    """wgmma without registers in flight in the loop of either kind of program; two programs share an SM.  Triton 3.9 loads a few
+    """wgmma without registers in flight in the loop of either kind of work; two programs share an SM.  Triton 3.9 loads a few
     numbers that do not change from memory again in every round of a loop of two thousand cycles."""
     found = results.of(f"{part} {name}", "sm_90")
     if part != "main":

@@ -149,11 +149,12 @@ def test_backward_keeps_a_bounded_scratch():
         assert plan.kernel == "sparse_backward_hopper"
         assert 0 < plan.scratch_bytes <= KEPT_LIMIT
         assert f"dS of {plan.heads_at_once} KV heads at a time" in str(plan)
-        halves = 1 if plan.heads_at_once == 12 else 2  # written and read in turn
-        assert plan.scratch_bytes == halves * plan.heads_at_once * 364 * capacity * 64 * 64 * 2
-    # 2 GiB hold more heads of shorter lists; three rounds of the device need two.
-    for capacity, heads in ((182, 2), (127, 2), (73, 4), (36, 12)):
-        assert plan_sparse_backward(problem(capacity=capacity), h200).heads_at_once == heads
+        room = plan.heads_at_once * 364 * capacity * 64 * 64 * 2
+        assert plan.scratch_bytes == room * min(4, KEPT_LIMIT // room)
+    # A batch has work on keys for every place of the device; its heads divide all.
+    for seq, heads in ((23296, 1), (8192, 3), (4096, 6), (1024, 12)):
+        made = problem(seq_q=seq, seq_k=seq, capacity=4)
+        assert plan_sparse_backward(made, h200).heads_at_once == heads
     long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
     assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
     assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"
@@ -161,7 +162,7 @@ def test_backward_keeps_a_bounded_scratch():
     assert plan.with_tiles(kernel="sparse_backward_box").scratch_bytes == 0
     portable = plan.with_tiles(kernel="sparse_backward_box")
     assert portable.with_tiles(kernel="sparse_backward_hopper").heads_at_once == plan.heads_at_once
-    for fields in ({"heads_at_once": 0}, {"heads_at_once": 13}, {"queries": Tile(64, 64, 8, 4)}):
+    for fields in ({"heads_at_once": 0}, {"heads_at_once": 5}, {"heads_at_once": 24}, {"queries": Tile(64, 64, 8, 4)}):
         with pytest.raises(PlanError, match=next(iter(fields))):
             plan.with_tiles(**fields)
     with pytest.raises(PlanError, match="num_stages"):

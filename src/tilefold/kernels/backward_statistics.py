@@ -10,19 +10,19 @@ import triton.language as tl
 from ..device.state import LOG2E
 from ..device.tile import load_rows
 
-RUNTIME = ["seq_q", "heads", "q_units", "stride_pb", "stride_ph"]
+RUNTIME = ["seq_q", "heads", "q_units", "counters", "stride_pb", "stride_ph"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_statistics(
-    Out, DOut, Lse, DLse, QuerySizes, Statistics,
-    seq_q, heads, q_units,
+    Out, DOut, Lse, DLse, QuerySizes, Statistics, Progress,
+    seq_q, heads, q_units, counters,
     stride_ob, stride_om, stride_oh, stride_db, stride_dm, stride_dh, stride_pb, stride_ph,
     WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Out, DOut [B, Sq, H, D]; Lse, DLse (or None) [B, H, Sq] fp32 contiguous; QuerySizes [B, H, Qb] int32 or None, of
     query blocks of PER units; Statistics [B * H * q_units + 1, 2, UNIT] fp32: lse in base 2, or +inf; delta = sum(out * dout) -
-    dlse, or 0.
+    dlse, or 0.  Progress [counters] int32: becomes 0, for the kernel that follows.
 
     Grid (B * H * q_units + 1,), q_units = Qb * PER: the last program makes the row of a unit without queries."""
     item = tl.program_id(0)
@@ -33,6 +33,8 @@ def backward_statistics(
     if item == tl.num_programs(0) - 1:
         tl.store(stats, tl.full([UNIT], float("inf"), tl.float32))
         tl.store(stats + UNIT, tl.zeros([UNIT], tl.float32))
+        for begin in range(0, counters, UNIT):
+            tl.store(Progress + begin + o_r, tl.zeros([UNIT], tl.int32), mask=begin + o_r < counters)
         return
     end = seq_q
     if QuerySizes is not None:

@@ -33,13 +33,15 @@ class HopperBound:
     statistics_tail: tuple[int, ...]
     places: Any
     places_tail: tuple[int, ...]
-    main: tuple[tuple[Any, tuple[Any, ...]], ...]  # (launch, its scalars): one for each group of heads, and one more
+    main: Any
+    scalars: tuple[Any, ...]
     strides: tuple[int, ...]
     boxes: "tuple[Box, Box, Box, Box]"  # of q, dout, k, v
     statistics_box: "Box"
     kept_box: "Box"
     rows: int  # of the statistics
     kept_rows: int
+    counters: int  # of what has been drawn and done
 
 
 def bind(
@@ -60,9 +62,8 @@ def bind(
         return None
     bound = bound_launches(scale, saved, dout, call, transposed, plan)
     try:
-        launch, scalars = bound.main[0]
         made = scratch(bound, saved, transposed, "meta")
-        launch.compile(arguments(bound, saved, dout, call, transposed, made, scalars))
+        bound.main.compile(arguments(bound, saved, dout, call, transposed, made))
     except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
         if call.backward_plan is not None:
             raise
@@ -82,18 +83,18 @@ def run(
     """(dq, dk, dv), contiguous."""
     q, _, _, out, lse = saved
     made = scratch(bound, saved, transposed, q.device)
-    bound.statistics((out, dout, lse, dlse, call.lists.query_sizes, made[0], *bound.statistics_tail))
-    bound.places((*call.lists[:2], *transposed[:2], made[1], *bound.places_tail))
-    for launch, scalars in bound.main:
-        launch(arguments(bound, saved, dout, call, transposed, made, scalars))
-    return made[3:]
+    bound.statistics((out, dout, lse, dlse, call.lists.query_sizes, *made[:2], *bound.statistics_tail))
+    bound.places((*call.lists[:2], *transposed[:2], made[2], *bound.places_tail))
+    bound.main(arguments(bound, saved, dout, call, transposed, made))
+    return made[4:]
 
 
 def scratch(bound: HopperBound, saved: Saved, transposed: "Lists", device: Any) -> Tensors:
-    """Statistics, places, room for dS; then dq, dk and dv."""
+    """Statistics, progress, places, rooms for dS; then dq, dk and dv."""
     turned = transposed.indices
     return (
         torch.empty(bound.rows * STATISTICS, dtype=torch.float32, device=device),
+        torch.empty(bound.counters, dtype=torch.int32, device=device),
         torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device),
         torch.empty(bound.kept_rows, UNIT, dtype=saved[0].dtype, device=device),
         *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in saved[:3]),
@@ -107,18 +108,17 @@ def arguments(
     call: "SparseCall",
     transposed: "Lists",
     made: Tensors,
-    scalars: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such."""
-    statistics, places, kept, *gradients = made
+    statistics, progress, places, kept, *gradients = made
     q, k, v = saved[:3]
     lists = call.lists
     sizes = (lists.counts if t is None else t for t in (lists.block_sizes, lists.query_sizes))
     sides = (box.over(t) for box, t in zip(bound.boxes, (q, dout, k, v), strict=True))
     turned = (*lists[:2], *transposed[:2], places)
     return (
-        *sides, bound.statistics_box.over(statistics), bound.kept_box.over(kept), *gradients, *turned, *sizes, *scalars,
-        *bound.strides,
+        *sides, bound.statistics_box.over(statistics), bound.kept_box.over(kept), *gradients, *turned, *sizes, progress,
+        *bound.scalars, *bound.strides,
     )  # fmt: skip
 
 
@@ -143,6 +143,7 @@ def bound_launches(
     q_units, _ = rules.units(problem)
     rows = n.batch * n.heads * q_units + 1
     total = rules.kept_bytes(problem, plan.heads_at_once) // (UNIT * q.element_size())
+    counters = 1 + 2 * (n.batch * n.kv_heads // plan.heads_at_once)
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     statistics = torch.empty(rows * STATISTICS, dtype=torch.float32, device="meta")
     kept = torch.empty(total, UNIT, dtype=q.dtype, device="meta")
@@ -152,22 +153,23 @@ def bound_launches(
     gradients = (s for t in (q, k, v) for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
     return HopperBound(
         plan,
-        *_statistics(plan, out, dout, call, rows),
+        *_statistics(plan, out, dout, call, rows, counters),
         *_places(plan, lists, transposed, q.device.index or 0),
-        _main(plan, scale, total, rows - 1, lists.query_sizes is not None, q.device.index or 0),
+        *_main(plan, scale, total, rows - 1, lists.query_sizes is not None, q.device.index or 0),
         (*gradients, *strides[:5], *list_strides(transposed)[:5], *strides[5:]),
         tuple(describe_box(t, call.layout, UNIT, UNIT, TensorDescriptor, tile) for t in (q, dout, k, v)),  # type: ignore[arg-type]
         Box(statistics, [statistics.numel()], [1], [STATISTICS], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1)),
         Box(kept, [total, UNIT], [UNIT, 1], [UNIT, UNIT], TensorDescriptor, layout),
         rows,
         total,
+        counters,
     )
 
 
 def _main(
     plan: "SparseBackwardPlan", scale: float, total: int, no_unit: int, query_sizes: bool, device: int
-) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """The launches: dS, dk and dv of one group of heads beside dq of the group before."""
+) -> tuple[Any, tuple[Any, ...]]:
+    """The launch, and its scalars."""
     from ..kernels.hopper.sparse_backward import sparse_backward_hopper
     from ..plan import sparse_backward_hopper as rules
     from .launch import Launch
@@ -185,24 +187,29 @@ def _main(
         "LOADER_REGISTERS": rules.LOADER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS}
-    found = []
-    steps = rules.launches(problem, plan.heads_at_once)
-    half = total // 2 if len(steps) > 2 else 0
-    for i, (key, keys, query, queries) in enumerate(steps):
-        programs = keys * kv_units
-        launch = Launch(
-            sparse_backward_hopper, (programs + queries * n.group * q_units, 1, 1), constants, options, device
-        )
-        written, read = half * (i % 2), half * ((i + 1) % 2)
-        found.append(
-            (launch, (scale, n.seq_q, n.seq_k, n.heads, n.group, q_units, kv_units, problem.capacity, programs, key,
-                      query * n.group, written, read, no_unit, total))
-        )  # fmt: skip
-    return tuple(found)
+    heads = plan.heads_at_once
+    batches = n.batch * n.kv_heads // heads
+    items = n.batch * n.kv_heads * (kv_units + n.group * q_units)
+    places = min(items, rules.PROGRAMS_PER_SM * plan.device.sms)
+    launch = Launch(sparse_backward_hopper, (items, 1, 1), constants, options, device)
+    order = heads, batches, rules.delay(problem, heads, places), rules.rooms(problem, heads)
+    return launch, (
+        scale,
+        n.seq_q,
+        n.seq_k,
+        n.heads,
+        n.group,
+        q_units,
+        kv_units,
+        problem.capacity,
+        *order,
+        no_unit,
+        total,
+    )
 
 
 def _statistics(
-    plan: "SparseBackwardPlan", out: torch.Tensor, dout: torch.Tensor, call: "SparseCall", rows: int
+    plan: "SparseBackwardPlan", out: torch.Tensor, dout: torch.Tensor, call: "SparseCall", rows: int, counters: int
 ) -> tuple[Any, tuple[int, ...]]:
     from ..kernels.backward_statistics import backward_statistics
     from ..plan.sparse_backward_hopper import units
@@ -218,7 +225,15 @@ def _statistics(
         "PER": problem.block_q // UNIT,
     }
     launch = Launch(backward_statistics, (rows, 1, 1), constants, {"num_warps": 4}, out.device.index or 0)
-    return launch, (n.seq_q, n.heads, units(problem)[0], *out_strides, *do_strides, *list_strides(call.lists)[7:])
+    return launch, (
+        n.seq_q,
+        n.heads,
+        units(problem)[0],
+        counters,
+        *out_strides,
+        *do_strides,
+        *list_strides(call.lists)[7:],
+    )
 
 
 def _places(plan: "SparseBackwardPlan", lists: "Lists", turned: "Lists", device: int) -> tuple[Any, tuple[int, ...]]:
@@ -246,9 +261,9 @@ def example_launch(
     launch, args = {
         "statistics": (
             bound.statistics,
-            (saved[3], dout, saved[4], saved[4], call.lists.query_sizes, made[0], *bound.statistics_tail),
+            (saved[3], dout, saved[4], saved[4], call.lists.query_sizes, *made[:2], *bound.statistics_tail),
         ),
-        "places": (bound.places, (*call.lists[:2], *transposed[:2], made[1], *bound.places_tail)),
-        "main": (bound.main[0][0], arguments(bound, saved, dout, call, transposed, made, bound.main[0][1])),
+        "places": (bound.places, (*call.lists[:2], *transposed[:2], made[2], *bound.places_tail)),
+        "main": (bound.main, arguments(bound, saved, dout, call, transposed, made)),
     }[part]
     return launch.fn, args, launch.keywords

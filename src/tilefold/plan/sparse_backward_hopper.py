@@ -1,6 +1,6 @@
 """When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
 
-from itertools import pairwise
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
@@ -14,13 +14,15 @@ __all__ = [
     "KERNEL",
     "LOADER_REGISTERS",
     "REGISTERS",
+    "delay",
     "heads_at_once",
     "heads_violation",
     "hopper_backward_refusal",
     "hopper_backward_tile",
     "hopper_backward_violation",
     "kept_bytes",
-    "launches",
+    "room_bytes",
+    "rooms",
     "shared_bytes",
     "units",
 ]
@@ -29,11 +31,13 @@ KERNEL = "sparse_backward_hopper"
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
-ROUNDS = 2.7  # key programs of a launch for each place on the device: with fewer, the last ones leave places empty
-KEPT_WANTED = 2 << 30  # bytes of dS that are kept without need, to have fewer launches
+SPARE = (
+    1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
+)
+ROOMS = 4  # of dS, each for one batch of heads
 KEPT_LIMIT = 4 << 30
 """Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
-BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
 
 
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
@@ -58,6 +62,8 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
     if kept_bytes(problem, 1) > KEPT_LIMIT:
         need, have = kept_bytes(problem, 1) / 2**30, KEPT_LIMIT / 2**30
         return f"dS of one KV head at a time would take {need:.1f} GiB of memory, more than {have:.0f}"
+    if fault := heads_violation(problem, 1):
+        return fault[1]
     return box_refusal(n, device)
 
 
@@ -68,40 +74,49 @@ def units(problem: "SparseProblem") -> tuple[int, int]:
     return -(-n.seq_q // problem.block_q) * per_q, -(-n.seq_k // problem.block_k) * per_k
 
 
-def kept_rows(problem: "SparseProblem", heads: int) -> int:
-    """Rows [64] that dS of `heads` KV heads, all listed places of their query heads, takes."""
+def room_bytes(problem: "SparseProblem", heads: int) -> int:
+    """Memory for dS of `heads` KV heads, all listed places of their query heads: 8 KiB for a pair of blocks of 64."""
+    n = problem.attention
     q_units, _ = units(problem)
-    return heads * problem.attention.group * q_units * problem.capacity * problem.block_k
+    return heads * n.group * q_units * problem.capacity * problem.block_k * UNIT * n.itemsize
+
+
+def rooms(problem: "SparseProblem", heads: int) -> int:
+    """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a room, two at least."""
+    batches = problem.attention.batch * problem.attention.kv_heads // heads
+    return min(batches, max(2, min(ROOMS, KEPT_LIMIT // max(1, room_bytes(problem, heads)))))
+
+
+def delay(problem: "SparseProblem", heads: int, places: int) -> int:
+    """How many key items come before the first query item: those that it needs, and SPARE for each of `places` running programs,
+    by which time the others are done.  Where rooms are used again, not more than halfway to what they hold, so that key items
+    need not wait either: they do for query items that lie as many rooms behind."""
+    batch = heads * units(problem)[1]
+    batches = problem.attention.batch * problem.attention.kv_heads // heads
+    held = rooms(problem, heads)
+    most = batches * batch if held == batches else max(batch, held * batch // 2)
+    return min(batch + int(SPARE * places), most)
 
 
 def kept_bytes(problem: "SparseProblem", heads: int) -> int:
-    """Memory for dS with `heads` KV heads a launch (bytes): two halves, written and read in turn, unless one launch makes all."""
-    n = problem.attention
-    halves = 1 if heads >= n.batch * n.kv_heads else 2
-    return halves * kept_rows(problem, heads) * UNIT * n.itemsize
+    """Memory for dS with `heads` KV heads a batch (bytes)."""
+    return rooms(problem, heads) * room_bytes(problem, heads)
 
 
 def heads_at_once(problem: "SparseProblem", device: Device) -> int:
-    """KV heads of which a launch makes dS: as many as KEPT_WANTED holds, since every launch ends half empty; at least as many as
-    fill the device for some rounds, if KEPT_LIMIT holds them; and evenly many in every launch."""
+    """KV heads of a batch, a divisor of all: as few as give every place of the device work on keys while the batch before is made
+    complete; fewer, if KEPT_LIMIT does not hold those."""
     n = problem.attention
     total = n.batch * n.kv_heads
-    q_units, kv_units = units(problem)
-
-    def most(limit: int) -> int:
-        return total if kept_bytes(problem, total) <= limit else limit // kept_bytes(problem, 1)
-
-    least = min(-(-int(ROUNDS * PROGRAMS_PER_SM * device.sms) // kv_units), most(KEPT_LIMIT))
-    heads = min(max(least, most(KEPT_WANTED), 1), MAX_GRID // (kv_units + n.group * q_units))
-    return -(-total // -(-total // heads))
+    _, kv_units = units(problem)
+    fitting = [d for d in _divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT and not heads_violation(problem, d)]
+    enough = [d for d in fitting if d * kv_units >= PROGRAMS_PER_SM * device.sms]
+    return min(enough, default=max(fitting, default=1))
 
 
-def launches(problem: "SparseProblem", heads: int) -> tuple[tuple[int, int, int, int], ...]:
-    """What each launch does: (first KV head whose dS it makes, how many, first KV head whose dq it makes, how many)."""
-    total = problem.attention.batch * problem.attention.kv_heads
-    starts = [*range(0, total, heads), total]
-    made = [(a, b - a) for a, b in pairwise(starts)]
-    return tuple((*key, *query) for key, query in zip([*made, (0, 0)], [(0, 0), *made], strict=True))
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def hopper_backward_tile(problem: "SparseProblem") -> Tile:
@@ -136,11 +151,14 @@ def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Ti
 def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:
     """As hopper_backward_violation, of the number of KV heads at a time."""
     n = problem.attention
-    if type(heads) is not int or not 1 <= heads <= n.batch * n.kv_heads:
-        return "heads_at_once", f"must be from 1 to {n.batch * n.kv_heads} (batch x KV heads), got {heads!r}"
-    if kept_rows(problem, heads) * 2 >= 1 << 31:
+    total = n.batch * n.kv_heads
+    if type(heads) is not int or heads < 1 or total % heads:
+        return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
+    if kept_bytes(problem, heads) // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
     q_units, kv_units = units(problem)
-    if heads * (kv_units + n.group * q_units) > MAX_GRID:
-        return "grid", f"more than {MAX_GRID} programs"
+    if heads * kv_units * heads * (kv_units + n.group * q_units) >= 1 << 31:
+        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
+    if total * (kv_units + n.group * q_units) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} pieces of work"
     return None

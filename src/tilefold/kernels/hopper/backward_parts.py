@@ -8,6 +8,7 @@ Statistics are one row of 128 fp32 a unit of queries: lse in base 2 of its 64 qu
 without any mask.  One more row, the last, is that of a unit without queries: what an empty list is made of.
 """
 
+from .backward_work import await_keys
 from .gluon import fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load, wgmma, wgmma_wait
 from .parts import clear_rows, list_of_item, place_of_item, store_accumulator
 
@@ -62,11 +63,14 @@ def list_of_block(lists, block, i_b, i_h):
 
 
 @jit
-def produce_sums(k_desc, kept_desc, pool, full, empty, lists, work, program, D: gl.constexpr, SLOTS: gl.constexpr,
-                 Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
-    """Bring K and dS of every pair that a unit of queries has: K to tile `slot`, dS to panel `slot` behind the tiles of K."""
-    heads, group, units, first_head, capacity, base = work
-    i_m, i_b, i_h = place_of_item(program + first_head * units, units, heads)
+def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, capacity, base, batch, key_items,
+                 query_items, program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                 KV_UNITS: gl.constexpr):  # fmt: skip
+    """Bring K and dS of every pair that a unit of queries has: K to tile `slot`, dS to panel `slot` behind the tiles of K.
+
+    base: row of kept_desc where the batch's room begins."""
+    heads, group, units, kv_units, no_unit = work
+    i_m, i_b, i_h = place_of_item(batch * query_items + program, units, heads)
     index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     i_k = i_h // group
     row = base + program * (capacity * KV_UNITS * UNIT)
@@ -78,24 +82,27 @@ def produce_sums(k_desc, kept_desc, pool, full, empty, lists, work, program, D: 
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
         mbarrier.wait(empty.index(slot), parity)
         mbarrier.expect(full.index(slot), UNIT * (D + UNIT) * 2)
-        tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
         load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
+        if j == 0:
+            await_keys(Progress, batch, key_items)  # while K is on its way
+        tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
         slot, parity = next_slot(slot, parity, SLOTS)
 
 
 @jit
-def consume_sums(DQ, Sizes, pool, full, empty, lists, work, outs, stride_sb, stride_sh, scale, seq_q, program,
+def consume_sums(DQ, Sizes, pool, full, empty, done, lists, work, outs, stride_sb, stride_sh, scale, seq_q, item,
                  D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
                  SIZED: gl.constexpr):  # fmt: skip
     """64 rows of dq = scale * sum of dS K, in the order of the list: the same bits in every run.
 
-    The buffers of a product are free when the next one has been issued and this one waited for."""
-    heads, group, units, first_head, capacity, base = work
+    The buffers of a product are free when the next one has been issued and this one waited for.  item: among the query items of
+    all batches."""
+    heads, group, units, kv_units, no_unit = work
     stride_gb, stride_gm, stride_gh = outs
     DTYPE: gl.constexpr = pool.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     k_tiles = tiles_of(pool, TILES, D)
-    i_m, i_b, i_h = place_of_item(program + first_head * units, units, heads)
+    i_m, i_b, i_h = place_of_item(item, units, heads)
     index, count = list_of_block(lists, i_m // Q_UNITS, i_b, i_h)
     sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
     dq = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
@@ -115,6 +122,7 @@ def consume_sums(DQ, Sizes, pool, full, empty, lists, work, outs, stride_sb, str
         before = slot
         slot, parity = next_slot(slot, parity, SLOTS)
     dq = wgmma_wait(0, deps=(dq,))
+    mbarrier.arrive(done.index(0), count=1)
     row = i_m * UNIT
     out = DQ + i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh + row.to(gl.int64) * stride_gm
     store_accumulator(out, dq * scale, seq_q - row, stride_gm, DTYPE)

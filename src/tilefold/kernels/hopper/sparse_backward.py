@@ -5,13 +5,13 @@ A program makes either dk and dv of 64 keys, over the query blocks that list the
     keys      S = K q^T     dP = V dout^T     P = exp2(S - lse)     dS = P (dP - delta)     dV += P dout     dK += dS q
     queries   dQ += dS K
 
-The first kind writes its dS (16 bits, a tile [64 keys, 64 queries] for each pair, 8 KB) to where the second kind looks for it in
-the next launch.  Each sum is made by one program in the order of one list, so the result is the same to the last bit in every
-run.  To make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
+The first kind of work writes its dS (16 bits, a tile [64 keys, 64 queries] for each pair, 8 KB) to where the second kind looks
+for it.  Each sum is made by one program in the order of one list, so the result is the same to the last bit in every run.  To
+make S and dP again instead would be seven products; to add dQ in memory, 32 KB of fp32 a pair, in an order that changes.
 
-The dS of all pairs is as large as the scores that are never stored otherwise.  So a few heads are done at a time: a launch makes
-dS of some heads, and dq of the heads of the launch before.  That also suits the machine: the first kind is bound by the tensor
-cores, the second by the way from L2, and programs of both kinds share an SM.
+The dS of all pairs is as large as the scores that are never stored otherwise.  So it is kept for a few heads at a time, in a few
+rooms that are used in turn, all in one launch: every program draws its piece of work from a counter (`backward_work`: the order,
+and who waits for whom), and the device is full from the first head to the last.
 
     producer   1 warp    brings tiles into a ring of buffers, each with two barriers: `full` and `empty`
     consumer   4 warps   the products of one tile after the other
@@ -41,6 +41,7 @@ from .backward_parts import (
     produce_sums,
     tiles_of,
 )
+from .backward_work import await_copies, await_room, count_keys, count_queries, work_of_item
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -56,8 +57,8 @@ from .gluon import (
 )
 from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "key_programs", "first_key_head",
-           "first_head", "keep_at", "kept_at", "no_unit", "nowhere",
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
+           "rooms", "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
            "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
@@ -65,11 +66,13 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists, work,
-                  program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
+                  work, order, batch, program, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                  KV_UNITS: gl.constexpr):  # fmt: skip
     """Bring K and V, then q, dout and statistics of every unit of queries that lists them."""
-    heads, group, q_units, kv_units, first_key_head, no_unit = work
-    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+    heads, group, q_units, kv_units, no_unit = work
+    batch_heads, batches, delay, rooms = order
+    i_n, i_b, i_k = place_of_item(batch * batch_heads * kv_units + program, kv_units, heads // group)
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
     load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
     load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
@@ -90,6 +93,8 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv
             mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
             load_tile(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
             tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
+            if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
+                await_room(Progress, batch, rooms, batch_heads * group * q_units, batches)
             mbarrier.expect(do_full.index(slot), UNIT * D * 2)
             load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
             slot, parity = next_slot(slot, parity, SLOTS)
@@ -179,12 +184,14 @@ def _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS: gl.constexpr, 
 
 
 @jit
-def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
-                  work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, program, D: gl.constexpr,
-                  TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-                  SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
-    """dk and dv of 64 keys, over the lists of all query heads of their KV head."""
-    heads, group, q_units, kv_units, first_key_head, no_unit = work
+def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done,
+                  lists, work, outs, size_strides, keep_at, nowhere, scale, seq_k, capacity, first_head, program,
+                  D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+                  KV_UNITS: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """dk and dv of 64 keys, over the lists of all query heads of their KV head.
+
+    first_head: KV head with which the batch begins.  keep_at: row of keep_desc where its room does."""
+    heads, group, q_units, kv_units, no_unit = work
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     stride_sb, stride_sh, stride_pb, stride_ph = size_strides
     Index, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh = lists
@@ -195,7 +202,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
     tiles = tiles_of(pool, TILES, D)
     nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)
-    i_n, i_b, i_k = place_of_item(program + first_key_head * kv_units, kv_units, heads // group)
+    i_n, i_b, i_k = place_of_item(program + first_head * kv_units, kv_units, heads // group)
     block = i_n // KV_UNITS
     part = i_n % KV_UNITS
     dk = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))  # written before the first product, or all would wait
@@ -212,7 +219,7 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
             size = gl.load(Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh + block)
             live_k = gl.minimum(live_k, size - part * UNIT)
         sizes = QuerySizes + i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph
-        head = i_b * heads + i_h - first_key_head * group  # of this launch
+        head = i_b * heads + i_h - first_head * group  # of this batch
         base = keep_at + head * (q_units * capacity * KV_UNITS * UNIT) + part * UNIT
         units = gl.maximum(count, 1) * Q_UNITS
         ahead = _keep_row(places, 0, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
@@ -242,60 +249,61 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
     store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
+    await_copies()
+    mbarrier.arrive(done.index(0), count=1)
     store_accumulator(
         DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
     )
-    tma_store_wait(0)
 
 
 @jit
-def _program_of(key_programs):
-    """-> whether this program is one for keys, and its number among its kind.  The long programs come first: when the last of
-    them are on their way, the short ones fill the places that are free already."""
-    pid = gl.program_id(0)
-    keys = pid < key_programs
-    return keys, gl.where(keys, pid, pid - key_programs)
-
-
-@jit
-def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, pool, stat_buf, kv_full, q_full, do_full, empty, lists,
-             turned, work, key_programs, D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr,
-             SUM_SLOTS: gl.constexpr):  # fmt: skip
-    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
-    keys, program = _program_of(key_programs)
+def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+             done, lists, turned, work, capacity, order, room_rows, item, D: gl.constexpr, SLOTS: gl.constexpr,
+             SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr):  # fmt: skip
+    """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
+    heads, group, q_units, kv_units, no_unit = work
+    batch_heads, batches, delay, rooms = order
+    key_items = batch_heads * kv_units
+    query_items = batch_heads * group * q_units
+    keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
-        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, pool, stat_buf, kv_full, q_full, do_full, empty, turned,
-                      (heads, group, q_units, kv_units, first_key_head, no_unit), program,
-                      D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+                      turned, work, order, batch, program, D, SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        mbarrier.wait(done.index(0), 0)
+        count_keys(Progress, batch)
     else:
-        produce_sums(k_desc, kept_desc, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at),
-                     program, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        produce_sums(k_desc, kept_desc, Progress, pool, q_full, empty, lists, work, capacity, batch % rooms * room_rows, batch,
+                     key_items, query_items, program, D, SUM_SLOTS, Q_UNITS, KV_UNITS)  # fmt: skip
+        mbarrier.wait(done.index(0), 0)
+        count_queries(Progress, batch, batches)
 
 
 @jit
-def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, lists,
-             turned, work, q_outs, kv_outs, size_strides, keep_at, nowhere, scale, seq_q, seq_k, key_programs, D: gl.constexpr,
-             TILES: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
-    heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit = work
-    keys, program = _program_of(key_programs)
+def _consume(DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done,
+             lists, turned, work, capacity, order, room_rows, item, q_outs, kv_outs, size_strides, nowhere, scale, seq_q, seq_k,
+             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, Q_UNITS: gl.constexpr,
+             KV_UNITS: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+    """Make the item."""
+    heads, group, q_units, kv_units, no_unit = work
+    batch_heads, batches, delay, rooms = order
+    key_items = batch_heads * kv_units
+    query_items = batch_heads * group * q_units
+    keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
         _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
-                      turned, (heads, group, q_units, kv_units, first_key_head, no_unit), kv_outs, size_strides, keep_at,
-                      nowhere, scale * LOG2E, seq_k, capacity, program,
+                      done, turned, work, kv_outs, size_strides, batch % rooms * room_rows, nowhere, scale * LOG2E, seq_k,
+                      capacity, batch * batch_heads, program,
                       D, TILES, SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)  # fmt: skip
     else:
-        consume_sums(DQ, Sizes, pool, q_full, empty, lists, (heads, group, q_units, first_head, capacity, kept_at), q_outs,
-                     size_strides[0], size_strides[1], scale, seq_q, program,
-                     D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
+        consume_sums(DQ, Sizes, pool, q_full, empty, done, lists, work, q_outs, size_strides[0], size_strides[1], scale, seq_q,
+                     batch * query_items + program, D, TILES, SUM_SLOTS, Q_UNITS, KV_UNITS, SIZED)  # fmt: skip
 
 
 @jit(do_not_specialize=RUNTIME)
 def sparse_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
-    QuerySizes,
-    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, key_programs, first_key_head, first_head, keep_at, kept_at,
-    no_unit, nowhere,
+    QuerySizes, Progress,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, batch_heads, batches, delay, rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
@@ -309,9 +317,9 @@ def sparse_backward_hopper(
     Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED; int32.  scale > 0.  Query blocks have 64 * Q_UNITS tokens,
     KV blocks 64 * KV_UNITS; q_units = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
 
-    key_programs = KV heads * kv_units make dk and dv, beginning with KV head number first_key_head (of B * H/group), and keep
-    their dS from row keep_at on; the other programs, heads * q_units, make dq, beginning with head number first_head (of
-    B * H), from the dS that the launch before kept from row kept_at on."""
+    B * H/group = batches * batch_heads; keep_desc has `rooms` rooms, each for dS of one batch (backward_work says how many and
+    what delay is).
+    Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each item; which one it makes, it draws."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     TILES: gl.constexpr = 2 * SLOTS + 2
@@ -324,19 +332,24 @@ def sparse_backward_hopper(
     q_full = barriers(SUM_SLOTS, 1)
     do_full = barriers(SLOTS, 1)
     empty = barriers(SUM_SLOTS, 1)
+    done = barriers(1, 1)
     fence_async_shared()
+    item = gl.atomic_add(Progress, 1)
+    room_rows = batch_heads * group * q_units * capacity * (KV_UNITS * UNIT)
     gl.warp_specialize([
-        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty,
+        (_consume, (DQ, DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, ds_buf,
+                    kv_full, q_full, do_full, empty, done,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit),
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh),
                     (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    (stride_sb, stride_sh, stride_pb, stride_ph), keep_at, nowhere, scale, seq_q, seq_k, key_programs,
-                    D, TILES, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS, MASKED, SIZED, Q_SIZED)),
-        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, pool, stat_buf, kv_full, q_full, do_full, empty,
+                    (stride_sb, stride_sh, stride_pb, stride_ph), nowhere, scale, seq_q, seq_k,
+                    D, TILES, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS, MASKED, SIZED, Q_SIZED)),
+        (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
+                    kv_full, q_full, do_full, empty, done,
                     (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
-                    (heads, group, q_units, kv_units, capacity, first_key_head, first_head, kept_at, no_unit), key_programs,
-                    D, SLOTS, Q_UNITS, KV_UNITS, SUM_SLOTS)),
+                    (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
+                    D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip

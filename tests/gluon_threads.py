@@ -1,0 +1,113 @@
+"""Stand-ins for the language of Gluon kernels, to run their partitions as threads on a CPU: memory, barriers, scalars.
+
+Gluon has no interpreter.  What is checked with these is the protocol: who waits for whom, and what is where at which time.
+"""
+
+import random
+import threading
+import time
+
+PATIENCE = 20.0  # seconds until a wait counts as a deadlock
+
+
+class Anything:
+    """Tensors and layouts, whose values do not matter here."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **options):
+        return self
+
+    def _same(self, *other):
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __ge__ = __eq__ = __and__ = __or__ = _same
+    __truediv__ = __rtruediv__ = _same
+    __hash__ = None
+
+
+class Number(int):
+    """A scalar of the kernel: an int that may be cast."""
+
+    def to(self, dtype):
+        return self
+
+    def __mul__(self, other):
+        return Number(int(self) * int(other))
+
+    def __add__(self, other):
+        return Number(int(self) + int(other))
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+class Memory:
+    """Barriers, buffers and global integers of one program, behind one lock."""
+
+    def __init__(self, seed):
+        self.changed = threading.Condition()
+        self.random = random.Random(seed)
+        self.failure = None
+
+    def nap(self):
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 2e-3)
+
+    def fail(self, what):
+        self.failure = self.failure or what
+        self.changed.notify_all()
+        raise AssertionError(what)
+
+    def until(self, ready, what):
+        """Called with the lock held."""
+        if not self.changed.wait_for(lambda: self.failure or ready(), PATIENCE):
+            self.fail(f"deadlock: {what}")
+        if self.failure:
+            raise AssertionError(self.failure)
+
+
+class Barrier:
+    def __init__(self, memory, name, count):
+        self.memory, self.name, self.count = memory, name, count
+        self.phase, self.arrived, self.bytes = 0, 0, 0
+
+    def _settle(self):
+        if self.arrived == self.count and self.bytes == 0:
+            self.phase, self.arrived = self.phase + 1, 0
+            self.memory.changed.notify_all()
+
+    def arrive(self, expected=0, copied=0):
+        with self.memory.changed:
+            self.bytes += expected - copied
+            self.arrived += not copied
+            if self.arrived > self.count or self.bytes < 0:
+                self.memory.fail(f"{self.name}: {self.arrived} arrivals, {self.bytes} bytes to come")
+            self._settle()
+
+    def wait(self, parity):
+        self.memory.nap()
+        with self.memory.changed:
+            self.memory.until(lambda: (self.phase & 1) != parity, f"{self.name} at phase {self.phase}, parity {parity}")
+
+
+def run_threads(memory, works):
+    """Run all at once; the first failure of any of them, or a deadlock, is raised."""
+    failures = []
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as problem:
+            failures.append(problem)
+            with memory.changed:
+                memory.failure = memory.failure or repr(problem)
+                memory.changed.notify_all()
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE * 2)
+    assert not failures, failures[0]
+    assert not any(thread.is_alive() for thread in threads)
