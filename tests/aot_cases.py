@@ -1,6 +1,6 @@
 """Shared by the ahead-of-time tests: a device for each target, and attention problems of a common size."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -25,14 +25,15 @@ class Results:
 
     def of(self, name: str, target: str) -> JobResult:
         if (name, target) not in self.found:
-            pytest.skip("the newest Triton compiles for sm_90 only here, to save time")
+            pytest.skip("the newest Triton compiles for sm_90, and little else here, to save time")
         return self.found[name, target]
 
 
-def compiled(jobs: Mapping[tuple[str, str], Job], which: str) -> Results:
-    """Compile them under the "installed" Triton, or those for sm_90 under the "newest" one; skip where there is none."""
+def compiled(jobs: Mapping[tuple[str, str], Job], which: str, everywhere: Collection[str] = ()) -> Results:
+    """Compile them under the "installed" Triton, or those for sm_90, and those named, under the "newest" one; skip where there
+    is none."""
     folder = newest_triton() if which == "newest" else None
     if which == "newest" and folder is None:
         pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
-    chosen = {key: job for key, job in jobs.items() if folder is None or key[1] == "sm_90"}
+    chosen = {key: job for key, job in jobs.items() if folder is None or key[1] == "sm_90" or key[0] in everywhere}
     return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder), strict=True)))

@@ -6,9 +6,8 @@ memory in the main loop and use the target's tensor cores.
 
 import pytest
 
-from aot_cases import DEVICES, problem
-from tilefold.aot import Job, JobResult, newest_triton, run_jobs
-from tilefold.aot.jobs import NEWEST_VARIABLE
+from aot_cases import DEVICES, Results, compiled, problem
+from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
 
 PROBLEMS = {
@@ -26,6 +25,7 @@ PROBLEMS = {
     "d128 one query": problem(128, seq_q=1),
     "d128 fp32": problem(128, dtype="float32", causal=True),
 }
+EVERYWHERE = ("d128 causal fp16", "d256 causal")  # for all targets under the newest Triton, too
 JOBS = {
     (name, target): Job(
         "tilefold.ops.attention:example_launch",
@@ -40,15 +40,12 @@ pytestmark = pytest.mark.xdist_group("test_aot_attention")  # one process compil
 
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], JobResult]:
-    folder = newest_triton() if request.param == "newest" else None
-    if request.param == "newest" and folder is None:
-        pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
-    return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder), strict=True))
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param, EVERYWHERE)
 
 
 @pytest.mark.parametrize("target", DEVICES)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_planned_configuration(results: dict[tuple[str, str], JobResult], name: str, target: str) -> None:
+def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
-    assert results[name, target].problems(tensor=tensor) == ()
+    assert results.of(name, target).problems(tensor=tensor) == ()

@@ -8,7 +8,7 @@ from tilefold import sparse
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-few = hypothesis.settings(max_examples=40)  # each launches kernels in the interpreter
+few = hypothesis.settings(max_examples=25)  # each launches kernels in the interpreter
 
 shares = st.floats(0, 1, width=32)
 blocks = st.integers(1, 70)

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.no_poison
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_planned_tiles(dim, dtype):
     """Tails, groups, tiles of rows that end inside the last one; masked and not, so that boxes and pointers are met."""
-    q, k, v = qkv(2, 500, 5000, 4, 2, dim, dtype=dtype, device=DEVICE)
+    # 1500 queries: the largest error of a few hundred, which the limit goes by, is now and then half of what it mostly is
+    q, k, v = qkv(2, 1500, 5000, 4, 2, dim, dtype=dtype, device=DEVICE)
     w = weights("block", 2, 5000, 64, device=DEVICE)
     held(q, k, v, *w)
     sizes = torch.randint(0, 65, (79,), dtype=torch.int32, device=DEVICE)
-    queries = torch.randint(0, 65, (2, 4, 8), dtype=torch.int32, device=DEVICE)
+    queries = torch.randint(0, 65, (2, 4, 24), dtype=torch.int32, device=DEVICE)
     held(q, k, v, *w, block_sizes=sizes.clamp(max=8), query_sizes=queries, reduction="max")
 
 

@@ -161,7 +161,8 @@ def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
             return (Tile(min(rows, 32), 32, 4, 2), last)
         return (Tile(min(rows, 32 if width <= 128 else 16), 16, 8, 2), last)
     warps = 8 if width > 128 and rows >= 64 else 4
-    return (Tile(rows, 64, warps, 2), Tile(rows, 32, 4, 2), Tile(rows, 16, 4, 1), last)
+    deep = (Tile(rows, 64, 4, 3),) if width == 128 and device.arch == 90 else ()
+    return (*deep, Tile(rows, 64, warps, 2), Tile(rows, 32, 4, 2), Tile(rows, 16, 4, 1), last)
 
 
 def _queries_tile(problem: CoarseProblem, device: Device) -> Tile:
