@@ -52,6 +52,16 @@ JOBS |= {
     )
     for name, made in HOPPER.items()
 }
+MIXED = ("64 d128", "64 d64 fp16 sizes", "128 d128")
+JOBS |= {
+    (f"hopper mixed {name}", "sm_90"): Job(
+        BUILDER,
+        {"plan": plan_sparse(HOPPER[name], device_named("h200")), "mixed": True},
+        "sm_90",
+        label=f"hopper mixed {name}",
+    )
+    for name in MIXED
+}
 JOBS |= {
     ("merge", target): Job(
         BUILDER, {"plan": plan_sparse(PROBLEMS["d64 one block"], device_named(device)), "merge": True}, target
@@ -72,6 +82,17 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     other_layout = name.startswith(("varlen", "pages"))  # a few registers of the prologue wait in memory on sm_80
     found = results.of(name, target)
     assert found.problems(tensor=tensor, spills="outside loops" if other_layout else "none") == ()
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_hopper_mixed(results: Results, name: str) -> None:
+    """The other branch in the epilogue leaves the loops as they are."""
+    alone, mixed = (results.of(f"hopper {kind}{name}", "sm_90") for kind in ("", "mixed "))
+    assert mixed.problems(spills="outside loops") == ()
+    assert alone.report is not None
+    assert mixed.report is not None
+    assert mixed.report.occupancy.programs == alone.report.occupancy.programs
+    assert len(mixed.report.loops) == len(alone.report.loops)
 
 
 @pytest.mark.parametrize("name", HOPPER)

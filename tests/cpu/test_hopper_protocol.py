@@ -207,9 +207,9 @@ class Run:
         def consumer(c):
             self.local.consumer = c
             zeros = (Number(0),) * 4
-            consume(Number(0), Number(0), Number(0), None, note, q, k, v, *bars, None, zeros[:3], zeros, 1 << 20,
+            consume(Number(0), Number(0), Number(0), None, note, q, k, v, *bars, None, zeros[:3], zeros, None, 1 << 20,
                     self.seq_k, self.heads, self.q_blocks, 1.0, c, self.dim, self.block, groups, k_slots, v_slots,
-                    False, False, False)  # fmt: skip
+                    False, False, False, 0)  # fmt: skip
 
         yield lambda: produce("q", "k", "v", None, note, q, k, v, *bars, None, self.seq_k, self.heads, 1, self.q_blocks,
                               items, self.dim, self.block, groups, k_slots, v_slots)  # fmt: skip

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PEERS", "StageRow", "VideoRun", "profile_video"]
 
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
+TOGETHER = "fine + fuse at once"  # what a call without gradients does
 TOTAL = "pipeline"
 
 
@@ -74,6 +75,8 @@ def profile_video(
     import torch
 
     from tilefold import sparse
+    from tilefold.ops.sparse_call import Lists, SparseCall
+    from tilefold.ops.sparse_mixed import attend_and_fuse
 
     generator = torch.Generator(device=where).manual_seed(seed)
 
@@ -94,11 +97,14 @@ def profile_video(
     )
     listed = int(made.index.expand(shape.batch, shape.heads).counts.sum())
     geometry: dict[str, Any] = {"block_q": shape.block, "block_k": shape.block, "seq_q": shape.seq, "seq_k": shape.seq}
+    fine = SparseCall(Lists(*made.index.tensors(), *made.index.geometry))
+    branch_gates = {"gate_branch": gates["gate_coarse"], "gate": gates["gate_fine"]}
     calls: dict[str, Callable[[], object]] = {
         "coarse": lambda: sparse.coarse(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=shape.block),
         "select": lambda: sparse.select(made.scores, **select.arguments(), **geometry),
         "fine": lambda: _sparse_attention(q, k, v, made.index),
         "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, gates["gate_coarse"], gates["gate_fine"]),
+        TOGETHER: lambda: attend_and_fuse(q, k, v, fine, made.coarse_out, **branch_gates),
         TOTAL: lambda: pipeline(q, k, v, **gates),
     }
     leaves: dict[str, Any] = {
@@ -194,6 +200,8 @@ def _row(
     cost = costs.get(name)
     if name == TOTAL:
         cost = sum(costs.values(), Cost(0, 0, 0))
+    elif name == TOGETHER:
+        cost = costs["fine"] + costs["fuse"]
     elif name.startswith("dense") and "backward" not in name:
         cost = dense_cost(shape)
     share = timing.ms / total if name in STAGES and total else None

@@ -61,7 +61,7 @@ def gate_shapes(gate: torch.Tensor, layout: str) -> tuple[int, ...]:
     return tuple(gate.shape) if gate.dim() == 4 else (*gate.shape, 1)
 
 
-def _strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
+def gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
     """Of the first three dimensions of the result, 0 where the gate is broadcast."""
     if gate.dim() == 1:
         one = gate.stride(0)
@@ -151,7 +151,7 @@ def _launch(fn: Any, branches: Pair, gates: Pair, layout: str, shape: tuple[int,
     }
     strides = (
         *((0, 0, 0) if t is None else tuple(t.stride()[:3]) for t in branches),
-        *((0, 0, 0) if g is None else _strides(g, layout) for g in read),
+        *((0, 0, 0) if g is None else gate_strides(g, layout) for g in read),
         *more,
     )
     launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)

@@ -47,6 +47,7 @@ class Prepared:
     merge_args: tuple[int, ...] = ()
     keep: tuple[Any, ...] = field(default=())
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+    mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -324,10 +325,20 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def example_launch(plan: "SparsePlan", merge: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call that has this plan, or of its merge, on tensors without memory, to compile ahead."""
+def example_launch(
+    plan: "SparsePlan", merge: bool = False, mixed: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
+    memory, to compile ahead."""
     qkv, call, p, out, lse = example_call(plan)
     if merge:
         part, part_lse = _meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape)
         return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
+    if mixed:
+        from . import sparse_hopper, sparse_mixed
+
+        branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
+        launch, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
+        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (branch, gate, gate, *strides))
+        return launch.fn, args, launch.keywords
     return p.launch.fn, _arguments(p, *qkv, out, lse, call), p.launch.keywords

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "bind", "compiles"]
 
+NOTHING = (0,) * 9  # strides of what is not there
 _WARNED: set[str] = set()
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
 
@@ -51,6 +52,7 @@ def bind(
         "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
         "SIZED": problem.masked,
         "Q_SIZED": index.query_sizes is not None,
+        "MIXED": 0,
         "CONSUMER_REGISTERS": folding,
         "PRODUCER_REGISTERS": loading,
     }
@@ -86,13 +88,18 @@ def arguments(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: SparseCall,
+    mixed: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such."""
+    """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such.
+
+    mixed: the other branch, its gate, this one's gate, and the strides of the three."""
     index, (q_box, k_box, v_box) = call.lists, p.boxes
     sizes, query_sizes = (index.counts if t is None else t for t in (index.block_sizes, index.query_sizes))
     sides = (q_box.over(q), k_box.over(k), v_box.over(v))
     tickets = _tickets(q.device)
-    return (*sides, out, lse, index.indices, index.counts, sizes, query_sizes, tickets, *p.scalars, *p.strides)
+    mixed = mixed or (out, lse, lse, *NOTHING)
+    lists = index.indices, index.counts, sizes, query_sizes
+    return (*sides, out, lse, *lists, tickets, *mixed[:3], *p.scalars, *p.strides, *mixed[3:])
 
 
 def _tickets(device: torch.device) -> torch.Tensor:

@@ -8,6 +8,10 @@ import torch
 
 from .. import sparse_attention
 from ..errors import DtypeError, Unsupported, ValueRangeError
+from ..ops.call import Call
+from ..ops.library import is_traced
+from ..ops.sparse_call import Lists, SparseCall
+from ..ops.sparse_mixed import attend_and_fuse
 from ..types import Layout
 from .coarse import coarse as coarse_stage
 from .fuse import fuse
@@ -190,11 +194,22 @@ def sparse_video_attention(
         seq_k=k.shape[rows],
         **sizes,
     )
+    if not return_stages and _at_once(q, k, v, rough.out, gate_coarse, gate_fine):
+        lists = Lists(*chosen.index.tensors(), *chosen.index.geometry)
+        call = SparseCall(lists, scale=scale, layout=layout)
+        return attend_and_fuse(q, k, v, call, rough.out, gate_coarse, gate_fine)
     fine, lse = sparse_attention(q, k, v, chosen.index, scale=scale, layout=layout, return_lse=True)
     out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
+
+
+def _at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the fine branch may be mixed with the other where it is made: its gradients need it by itself, and who traces
+    has to see operators."""
+    tensors = [t for t in (q, k, v, *others) if isinstance(t, torch.Tensor)]
+    return not is_traced(q, k, v, Call()) and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def _listed(

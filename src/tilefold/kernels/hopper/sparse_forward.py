@@ -53,7 +53,11 @@ from .parts import (
 UNIT = gl.constexpr(128)  # keys a step
 PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
-           "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph"]  # fmt: skip
+           "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph",
+           "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh"]  # fmt: skip
+BRANCH = gl.constexpr(1)  # bits of MIXED: add another branch,
+BRANCH_GATE = gl.constexpr(2)  # times a gate,
+GATE = gl.constexpr(4)  # to this one's times a gate
 
 
 @jit
@@ -162,14 +166,57 @@ def _clear_unit(v_full, v_buf, slot, parity, live_0, live_1, D: gl.constexpr, KV
 
 
 @jit
-def _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE: gl.constexpr, ROW_S: gl.constexpr, ROW_O: gl.constexpr):
-    """Divide and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
+def _gate_rows(gate, stride, rows, ROW: gl.constexpr):
+    """A gate of 64 rows, `stride` elements apart; 0 past the end."""
+    o_r = gl.arange(0, 64, layout=ROW)
+    return gl.load(gate + o_r.to(gl.int64) * stride, mask=o_r < rows, other=0.0).to(gl.float32)
+
+
+@jit
+def _branch_rows(mix, i_b, i_h, row, rows, LAYOUT: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    """64 rows of the other branch, times its gate: [64, D] fp32, 0 past the end."""
+    (
+        Branch,
+        GateB,
+        Gate,
+        stride_xb,
+        stride_xm,
+        stride_xh,
+        stride_yb,
+        stride_ym,
+        stride_yh,
+        stride_zb,
+        stride_zm,
+        stride_zh,
+    ) = mix
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    o_r = gl.expand_dims(gl.arange(0, 64, layout=ROW), 1)
+    o_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    begin = Branch + i_b.to(gl.int64) * stride_xb + i_h.to(gl.int64) * stride_xh + row.to(gl.int64) * stride_xm
+    x = gl.load(begin + (o_r.to(gl.int64) * stride_xm + o_d), mask=(o_r < rows) & (o_d < D), other=0.0).to(gl.float32)
+    if MIXED & BRANCH_GATE:
+        gate = GateB + i_b.to(gl.int64) * stride_yb + i_h.to(gl.int64) * stride_yh + row.to(gl.int64) * stride_ym
+        x = x * gl.expand_dims(_gate_rows(gate, stride_ym, rows, ROW), 1)
+    return x
+
+
+@jit
+def _finish(out, lse, acc, m, l, mix, i_b, i_h, row, rows, live, stride_om, D: gl.constexpr, MIXED: gl.constexpr,
+            DTYPE: gl.constexpr, ROW_S: gl.constexpr, ROW_O: gl.constexpr):  # fmt: skip
+    """Divide, mix and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
+    LAYOUT: gl.constexpr = acc.type.layout
     l = gl.sum(l, 1)
     o_r = gl.arange(0, 64, layout=ROW_O)
     # l is 0 only if no key was live; a NaN score makes l NaN and must stay visible
     factor = gl.where(gl.convert_layout(l, ROW_O) == 0.0, 0.0, 1.0 / gl.convert_layout(l, ROW_O))
     dead = gl.expand_dims(o_r >= live, 1)
-    acc = gl.where(dead, 0.0, acc * gl.expand_dims(factor, 1))
+    if MIXED & GATE:
+        gate = mix[2] + i_b.to(gl.int64) * mix[9] + i_h.to(gl.int64) * mix[11] + row.to(gl.int64) * mix[10]
+        factor = factor * _gate_rows(gate, mix[10], rows, ROW_O)
+    acc = acc * gl.expand_dims(factor, 1)
+    if MIXED & BRANCH:
+        acc = acc + _branch_rows(mix, i_b, i_h, row, rows, LAYOUT, D, MIXED)
+    acc = gl.where(dead, 0.0, acc)
     o_s = gl.arange(0, 64, layout=ROW_S)
     value = (m + gl.log2(gl.convert_layout(l, ROW_S))) * LN2
     gl.store(lse + o_s, gl.where(o_s < live, value, float("-inf")), mask=o_s < rows)
@@ -178,9 +225,9 @@ def _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE: gl.constexpr, ROW
 
 @jit
 def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             outs, size_strides, seq_q, seq_k, heads, q_blocks, scale, CID: gl.constexpr, D: gl.constexpr,
+             outs, size_strides, mix, seq_q, seq_k, heads, q_blocks, scale, CID: gl.constexpr, D: gl.constexpr,
              KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr):  # fmt: skip
+             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
     PER: gl.constexpr = UNIT // KV_BLOCK
     DTYPE: gl.constexpr = k_buf.dtype
@@ -284,7 +331,7 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
             live = gl.minimum(rows, gl.load(QuerySizes + place) - CID * 64)
         out = Out + i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh + row.to(gl.int64) * stride_om
         lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
-        _finish(out, lse, acc, m, l, rows, live, stride_om, DTYPE, ROW_S, ROW_O)
+        _finish(out, lse, acc, m, l, mix, i_b, i_h, row, rows, live, stride_om, D, MIXED, DTYPE, ROW_S, ROW_O)
         first += units
         i += 1
         mbarrier.wait(q_full.index(CID), i & 1)
@@ -303,6 +350,9 @@ def sparse_forward_hopper(
     Sizes,
     QuerySizes,
     Tickets,
+    Branch,
+    GateB,
+    Gate,
     scale,
     seq_q,
     seq_k,
@@ -322,6 +372,15 @@ def sparse_forward_hopper(
     stride_sh,
     stride_pb,
     stride_ph,
+    stride_xb,
+    stride_xm,
+    stride_xh,
+    stride_yb,
+    stride_ym,
+    stride_yh,
+    stride_zb,
+    stride_zm,
+    stride_zh,
     D: gl.constexpr,
     KV_BLOCK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
@@ -330,12 +389,16 @@ def sparse_forward_hopper(
     MASKED: gl.constexpr,
     SIZED: gl.constexpr,
     Q_SIZED: gl.constexpr,
+    MIXED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """q_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64 or KV_BLOCK, 64]; Out [B, Sq, H, D] by
     strides, Lse [B, H, Sq]; Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if
-    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows."""
+    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.
+
+    MIXED: what is added before rounding: Branch [B, Sq, H, D], GateB and Gate [B, Sq, H] (bits BRANCH, BRANCH_GATE, GATE; strides
+    x, y, z)."""
     PER: gl.constexpr = UNIT // KV_BLOCK
     PANELS: gl.constexpr = D // PANEL
     DTYPE: gl.constexpr = q_desc.dtype
@@ -357,8 +420,10 @@ def sparse_forward_hopper(
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
+                         stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
-                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
                         q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
@@ -369,13 +434,17 @@ def sparse_forward_hopper(
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
+                         stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
-                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
+                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
+                         stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
-                        1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED)),
+                        1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
                         q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),

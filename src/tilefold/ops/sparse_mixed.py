@@ -1,0 +1,71 @@
+"""The fine branch with the gates in its epilogue: what is attended, times a gate, plus another branch times its gate.
+
+Where the kernel for this GPU can do it, the branch is read once and nothing of the fine branch alone is written; elsewhere the
+two are fused by a launch of their own.  No gradient passes: the backward pass needs the fine branch by itself.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import fuse, sparse
+from .attention import head_strides
+from .project import facts
+from .sparse import HOPPER_KERNEL, Prepared, SparseCall
+
+if TYPE_CHECKING:
+    from .launch import Launch
+
+__all__ = ["attend_and_fuse", "bind"]
+
+Gate = torch.Tensor | None
+BRANCH, BRANCH_GATE, GATE = 1, 2, 4  # bits of the kernel's MIXED
+
+
+def attend_and_fuse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: SparseCall,
+    branch: torch.Tensor,
+    gate_branch: Gate,
+    gate: Gate,
+) -> torch.Tensor:
+    """gate_branch * branch + gate * sparse attention, branch being like the result; gates, errors: `tilefold.sparse.fuse`."""
+    p = sparse.prepare(q, k, v, call)
+    if (
+        p.plan is None
+        or p.plan.kernel != HOPPER_KERNEL
+        or any(g is not None and g.dim() == 4 for g in (gate_branch, gate))
+    ):
+        fine, _ = sparse.forward(q, k, v, call)
+        return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
+    from . import sparse_hopper
+
+    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    key = tuple(map(facts, (branch, gate_branch, gate)))
+    launch, strides = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
+    tensors = (branch, *(lse if g is None else g for g in (gate_branch, gate)))
+    launch(sparse_hopper.arguments(p, q, k, v, out, lse, call, (*tensors, *strides)))
+    return out
+
+
+def bind(
+    p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
+) -> "tuple[Launch, tuple[int, ...]]":
+    """The launch of this combination, and the strides (batch, sequence, heads) of branch and gates."""
+    from .launch import Launch
+
+    fuse.check(branch, out, gate_branch, gate, call.layout)
+    made = p.launch
+    bits = BRANCH + (gate_branch is not None) * BRANCH_GATE + (gate is not None) * GATE
+    strides = [*head_strides(branch, call.layout)]
+    for g in (gate_branch, gate):
+        strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)
+    return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), tuple(strides)
+
+
+def _gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    first, second, third = fuse.gate_strides(gate, layout)
+    return (first, second, third) if layout == "bshd" else (first, third, second)
