@@ -77,6 +77,17 @@ def test_a_budget_ends_the_run_and_says_so():
     assert "0 of 3 cases were reached" in result.output
 
 
+def test_each_family_is_a_command_with_examples():
+    for family in ("dense", "sparse", "video"):
+        result = run(family, "--help")
+        assert result.exit_code == 0
+        assert f"tilefold bench {family}" in result.output.split("Examples")[1]
+        assert max(map(len, result.output.splitlines())) <= 100
+    unknown = run("paged", "--quick")
+    assert unknown.exit_code == 2
+    assert "No such command 'paged'" in unknown.output
+
+
 @pytest.mark.interpreter
 def test_full_sizes_are_refused_without_a_gpu():
     result = run("dense")
@@ -88,7 +99,6 @@ def test_full_sizes_are_refused_without_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["paged", "--quick"], "family must be one of dense, sparse, got 'paged'"),
         (["sparse", "--quick", "--direction", "up"], "direction must be one of forward, backward, both, got 'up'"),
         (
             ["dense", "--quick", "--peers", "fa3"],

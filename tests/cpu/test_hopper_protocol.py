@@ -55,10 +55,37 @@ class Tile:
     def permute(self, order):
         return self
 
+    def slice(self, begin, rows):
+        per = 128 // self.ring.run.block
+        return Rows(self.ring, self.slots[begin // self.ring.run.block :: per])
+
     def load(self, layout):
         """As on the device, the load may be under way until a product has needed it."""
         with self.ring.memory.changed:
             return self.ring.run.begin(self)
+
+
+class Rows:
+    """64 rows of a unit that are loaded into registers: read until they are used."""
+
+    def __init__(self, ring, slots):
+        self.ring, self.slots = ring, slots
+
+    def load(self, layout):
+        with self.ring.memory.changed:
+            for i in self.slots:
+                self.ring.readers[i] += 1
+        return self
+
+    def to(self, dtype):
+        return self
+
+    def held(self):
+        return [self.ring.items_content[i] for i in self.slots]
+
+    def free(self):
+        for i in self.slots:
+            self.ring.readers[i] -= 1
 
 
 class Tiles:
@@ -72,7 +99,8 @@ class Tiles:
 class Run:
     """One launch: `programs` of `warpgroups` consumers over random lists."""
 
-    def __init__(self, seed, warpgroups, block, slots, lists, heads, dim=128):
+    def __init__(self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0):
+        self.mixed = mixed
         self.memory, self.lists, self.heads = Memory(seed), lists, heads
         self.warpgroups, self.block, self.slots, self.dim = warpgroups, block, slots, dim
         self.q_blocks, self.made, self.counter, self.local = len(lists) // heads, [], 0, threading.local()
@@ -93,7 +121,8 @@ class Run:
 
         gl.store = store
         names = {
-            "gl": gl, "UNIT": 128, "PANEL": 64, "LOG2E": 1.0, "LOWEST": 0.0, "range": range, "min": min, "max": max,
+            "gl": gl, "UNIT": 128, "PANEL": 64, "BRANCH": 1, "BRANCH_GATE": 2, "GATE": 4,
+            "LOG2E": 1.0, "LOWEST": 0.0, "range": range, "min": min, "max": max,
             "mbarrier": types.SimpleNamespace(
                 wait=lambda bar, parity: bar.wait(parity),
                 expect=lambda bar, size: bar.arrive(expected=size),
@@ -113,11 +142,11 @@ class Run:
             "draw_ticket": lambda tickets: run.draw(), "read_ticket": lambda drawn: drawn,
             "live_of_entry": lambda *args: 0, "cut_columns": lambda s, *args: s, "quad_sums": Anything(),
             "softmax_step": lambda s, m, l, scale, layout, dtype: (s, m, l, Anything()),
-            "rescale": lambda acc, alpha, row: acc, "_finish": lambda *args: run.made.append(run.local.item),
+            "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),
             "_write_note": run.write_note, "_read_note": run.read_note,
         }  # fmt: skip
-        load = kernel._load_unit.fn
-        names["_load_unit"] = types.FunctionType(load.__code__, names)
+        for name in ("_load_unit", "_load_branch"):
+            names[name] = types.FunctionType(getattr(kernel, name).fn.__code__, names)
         return names
 
     def draw(self):
@@ -169,6 +198,19 @@ class Run:
                 self.memory.fail(f"item {self.local.item}: {side} unit holds {found}, {wanted} was listed")
         return Anything()
 
+    def finish(self, branch):
+        """The rows of the other branch are read until the result is made."""
+        if self.mixed:
+            c, item = self.local.consumer, self.local.item
+            row = item % self.q_blocks * 64 * self.warpgroups + c * 64 // self.block * self.block
+            boxes = [("branch", 0, item // self.q_blocks, row, p * 64) for p in range(self.dim // 64)]
+            self.memory.nap()
+            with self.memory.changed:
+                if branch.held() != boxes:
+                    self.memory.fail(f"item {item}: {branch.held()} is mixed in, not {boxes}")
+                branch.free()
+        self.made.append(self.local.item)
+
     def begin(self, tile):
         """A read of a tile, open until products are waited for: what the tile holds."""
         for i in tile.slots:
@@ -207,12 +249,12 @@ class Run:
         def consumer(c):
             self.local.consumer = c
             zeros = (Number(0),) * 4
-            consume(Number(0), Number(0), Number(0), None, note, q, k, v, *bars, None, zeros[:3], zeros, None, 1 << 20,
+            consume(Number(0), Number(0), Number(0), None, note, q, k, v, *bars, None, zeros[:3], zeros, (), 1 << 20,
                     self.seq_k, self.heads, self.q_blocks, 1.0, c, self.dim, self.block, groups, k_slots, v_slots,
-                    False, False, False, 0)  # fmt: skip
+                    False, False, False, self.mixed)  # fmt: skip
 
-        yield lambda: produce("q", "k", "v", None, note, q, k, v, *bars, None, self.seq_k, self.heads, 1, self.q_blocks,
-                              items, self.dim, self.block, groups, k_slots, v_slots)  # fmt: skip
+        yield lambda: produce("q", "k", "v", "branch", None, note, q, k, v, *bars, None, self.seq_k, self.heads, 1, self.q_blocks,
+                              items, self.dim, self.block, groups, k_slots, v_slots, self.mixed)  # fmt: skip
         for c in range(groups):
             yield lambda c=c: consumer(c)
 
@@ -226,10 +268,11 @@ class Run:
     ("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (1, 64, (3, 3)), (2, 128, (3, 3)), (2, 64, (2, 1))]
 )
 @pytest.mark.parametrize("programs", [1, 3])
-def test_protocol(warpgroups, block, slots, programs):
+@pytest.mark.parametrize("mixed", [0, 1])
+def test_protocol(warpgroups, block, slots, programs, mixed):
     draw = random.Random(7)
     lists = [draw.sample(range(40), draw.choice((0, 1, 2, 3, 5, 9))) for _ in range(14)]
-    Run(3, warpgroups, block, slots, lists, heads=2)(programs)
+    Run(3, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
 
 
 @pytest.mark.parametrize("barrier", ["q_empty", "k_full", "k_empty", "v_full", "v_empty"])
@@ -242,7 +285,7 @@ def test_a_missing_wait_is_found(monkeypatch, barrier):
 
     def several() -> None:
         for seed in range(10):
-            Run(seed, 2, 64, slots, lists, heads=1)(1)
+            Run(seed, 2, 64, slots, lists, heads=1, mixed=seed % 2)(1)
 
     with pytest.raises(AssertionError):
         several()

@@ -151,3 +151,27 @@ def test_the_command_line(tmp_path):
     )
     assert timed.exit_code == 0, timed.output
     assert json.loads(figures.read_text())["setting"]["backend"] in ("cuda", "hip")
+
+
+def test_video_sweeps_on_the_gpu(tmp_path):
+    """Steps over a cache are captured and replayed; the rest is called."""
+    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
+    from tilefold.cli.app import app
+
+    figures = tmp_path / "video.json"
+    common = ("--shape", "1,4,2048,64", "--peers", "cudnn,flash", "--rounds", "1", "--json", str(figures))
+    for sweep, values, extra in (
+        ("sparsity", "0,90", ()),
+        ("length", "1000,4096", ("--graph",)),
+        ("cached", "1024,8192", ()),
+    ):
+        result = testing.CliRunner().invoke(
+            app, ["bench", "video", "--sweep", sweep, "--values", values, *common, *extra]
+        )
+        assert result.exit_code == 0, result.output
+        document = json.loads(figures.read_text())
+        assert document["overtakes"]
+        for row in document["rows"]:
+            assert all(one["ok"] for one in row["errors"].values()), row
+            assert row["ms"]["fine"] < row["ms"]["pipeline"]
+            assert row["speedup"]

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.no_poison
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_planned_tiles(dim, dtype):
     """Tails, groups, tiles of rows that end inside the last one; masked and not, so that boxes and pointers are met."""
-    # 1500 queries: the largest error of a few hundred, which the limit goes by, is now and then half of what it mostly is
-    q, k, v = qkv(2, 1500, 5000, 4, 2, dim, dtype=dtype, device=DEVICE)
+    q, k, v = qkv(2, 500, 5000, 4, 2, dim, dtype=dtype, device=DEVICE)
     w = weights("block", 2, 5000, 64, device=DEVICE)
     held(q, k, v, *w)
     sizes = torch.randint(0, 65, (79,), dtype=torch.int32, device=DEVICE)
-    queries = torch.randint(0, 65, (2, 4, 24), dtype=torch.int32, device=DEVICE)
-    held(q, k, v, *w, block_sizes=sizes.clamp(max=8), query_sizes=queries, reduction="max")
+    queries = torch.randint(0, 65, (2, 4, 8), dtype=torch.int32, device=DEVICE)
+    # A mean of at most 8 of 64 tokens leaves fp32 gradients whose error is that of terms larger than their sum.
+    few = sizes if dtype == torch.float32 else sizes.clamp(max=8)
+    held(q, k, v, *w, block_sizes=few, query_sizes=queries, reduction="max")
 
 
 @pytest.mark.parametrize("kind", ["block", "dense", "pooled"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append_results",
+    "append_rows",
     "crossing_lines",
     "detail_table",
     "directions",
@@ -372,9 +373,12 @@ def results_path(folder: Path, cells: Sequence[Cell]) -> Path:
 
 def append_results(folder: Path, cells: Sequence[Cell], setting: Setting) -> Path:
     """Append one JSON line per cell to `results_path`, which is never rewritten; the path of the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = results_path(folder, cells)
-    lines = [json.dumps(row, allow_nan=False) for row in rows_of(cells, setting)]
+    return append_rows(results_path(folder, cells), rows_of(cells, setting))
+
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Append records to a file, one JSON line each; its folder is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
+        file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     return path

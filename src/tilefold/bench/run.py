@@ -227,13 +227,17 @@ def check_one(
         refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
         return cell(REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}"), None
     if not verdict.ok:
-        what = "" if verdict.finite else "output is not finite; "
-        note = (
-            f"{what}max error {verdict.max_error:.2e} (limit {verdict.max_limit:.2e}), "
-            f"relative L2 {verdict.l2_error:.2e} (limit {verdict.l2_limit:.2e})"
-        )
-        return cell(WRONG, note, verdict), None
+        return cell(WRONG, complaint(verdict), verdict), None
     return cell(OK, "", verdict), prepared
+
+
+def complaint(verdict: Verdict) -> str:
+    """What is wrong with a result that failed its check."""
+    what = "" if verdict.finite else "output is not finite; "
+    return (
+        f"{what}max error {verdict.max_error:.2e} (limit {verdict.max_limit:.2e}), "
+        f"relative L2 {verdict.l2_error:.2e} (limit {verdict.l2_limit:.2e})"
+    )
 
 
 def scratch_bytes(call: Callable[[], Result]) -> int:

@@ -10,13 +10,29 @@ from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
+    from tilefold.bench.cases import Case
     from tilefold.plan.device import Device
-    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
+    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions, Stages
 
-__all__ = ["PEERS", "StageRow", "VideoRun", "profile_video"]
+__all__ = [
+    "PEERS",
+    "TOTAL",
+    "Made",
+    "StageRow",
+    "VideoInputs",
+    "VideoRun",
+    "dense_calls",
+    "dense_case",
+    "listed_pairs",
+    "profile_video",
+    "self_attention",
+    "time_calls",
+    "video_inputs",
+]
 
+Call = Callable[[], object]
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
 TOGETHER = "fine + fuse at once"  # what a call without gradients does
 TOTAL = "pipeline"
@@ -78,80 +94,129 @@ def profile_video(
     from tilefold.ops.sparse_call import Lists, SparseCall
     from tilefold.ops.sparse_mixed import attend_and_fuse
 
+    inputs = video_inputs(shape, where, seed)
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
+    made = self_attention(shape, inputs, coarse, select)
+    listed = listed_pairs(made.stages, shape)
+    fine = SparseCall(Lists(*made.stages.index.tensors(), *made.stages.index.geometry))
+    calls = {name: call for name, call in made.calls.items() if name != TOTAL}
+    branch = made.stages.coarse_out
+    if branch is not None:
+        calls[TOGETHER] = lambda: attend_and_fuse(q, k, v, fine, branch, *gates.values())
+    calls[TOTAL] = made.calls[TOTAL]
+    leaves: dict[str, Any] = {
+        name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
+    }
+    grad = torch.randn(q.shape, generator=inputs.generator, device=where, dtype=q.dtype)
+    if backward:
+        calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
+            sparse.sparse_video_attention(**leaves, coarse=coarse, select=select, block=shape.block),
+            [*leaves.values()],
+            grad,
+        )
+    dense, notes = dense_calls(dense_case(shape), (q, k, v), where, peers, grad if backward else None)
+    timings = time_calls(calls | dense, where, rounds)
+    costs = stage_costs(shape, listed, coarse.kind)
+    total = sum(timings[name].ms for name in STAGES)
+    rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
+    return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
+
+
+# ---------------------------------------------------------------- what the sweeps measure, too
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInputs:
+    """q [batch, queries, heads, dim], k and v [batch, seq, kv_heads, dim], gate_coarse and gate_fine [batch, queries, heads]
+    from 0 to 1, and the generator that they were drawn from."""
+
+    q: "Tensor"
+    k: "Tensor"
+    v: "Tensor"
+    gates: "dict[str, Any]"
+    generator: "Generator"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A pipeline that ran once: its output, what its stages made, and a call for each stage and, last, for the whole."""
+
+    out: "Tensor"
+    stages: "Stages"
+    calls: dict[str, Call]
+
+
+def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | None = None) -> VideoInputs:
+    """Normally distributed inputs in the shape's dtype; queries: how many, None: as many as keys."""
+    import torch
+
     generator = torch.Generator(device=where).manual_seed(seed)
+    rows = shape.seq if queries is None else queries
 
     def normal(*size: int) -> "Tensor":
         return torch.randn(size, generator=generator, device=where, dtype=getattr(torch, shape.dtype))
 
-    q = normal(shape.batch, shape.seq, shape.heads, shape.dim)
+    q = normal(shape.batch, rows, shape.heads, shape.dim)
     k, v = (normal(shape.batch, shape.seq, shape.kv_heads, shape.dim) for _ in range(2))
-    gates: dict[str, Any] = {
-        name: normal(shape.batch, shape.seq, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")
-    }
+    gates = {name: normal(shape.batch, rows, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")}
+    return VideoInputs(q, k, v, gates, generator)
 
-    def pipeline(q: "Tensor", k: "Tensor", v: "Tensor", **gates: Any) -> Any:
-        return sparse.sparse_video_attention(q, k, v, coarse=coarse, select=select, block=shape.block, **gates)
 
-    _, made = sparse.sparse_video_attention(
-        q, k, v, coarse=coarse, select=select, block=shape.block, return_stages=True, **gates
-    )
-    listed = int(made.index.expand(shape.batch, shape.heads).counts.sum())
+def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOptions", select: "SelectOptions") -> Made:
+    """`sparse_video_attention` of all tokens over all tokens."""
+    import tilefold
+    from tilefold import sparse
+
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
+    options: dict[str, Any] = {"coarse": coarse, "select": select, "block": shape.block}
+    out, made = sparse.sparse_video_attention(q, k, v, return_stages=True, **options, **gates)
     geometry: dict[str, Any] = {"block_q": shape.block, "block_k": shape.block, "seq_q": shape.seq, "seq_k": shape.seq}
-    fine = SparseCall(Lists(*made.index.tensors(), *made.index.geometry))
-    branch_gates = {"gate_branch": gates["gate_coarse"], "gate": gates["gate_fine"]}
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Call] = {
         "coarse": lambda: sparse.coarse(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=shape.block),
         "select": lambda: sparse.select(made.scores, **select.arguments(), **geometry),
-        "fine": lambda: _sparse_attention(q, k, v, made.index),
-        "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, gates["gate_coarse"], gates["gate_fine"]),
-        TOGETHER: lambda: attend_and_fuse(q, k, v, fine, made.coarse_out, **branch_gates),
-        TOTAL: lambda: pipeline(q, k, v, **gates),
+        "fine": lambda: tilefold.sparse_attention(q, k, v, made.index),
+        "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, **gates),
+        TOTAL: lambda: sparse.sparse_video_attention(q, k, v, **options, **gates),
     }
-    leaves: dict[str, Any] = {
-        name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
-    }
-    grad = normal(*q.shape)
-    if backward:
-        calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
-            pipeline(**leaves), [*leaves.values()], grad
-        )
-    notes = [*_dense_calls(calls, shape, where, (q, k, v), grad if backward else None, peers)]
-    timings = _time(calls, where, rounds)
-    costs = stage_costs(shape, listed, coarse.kind)
-    total = sum(timings[name].ms for name in STAGES)
-    rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
-    pairs = shape.batch * shape.heads * shape.blocks**2
-    return VideoRun(shape, listed / pairs, listed, rows, tuple(notes))
+    return Made(out, made, calls)
 
 
-def _sparse_attention(q: "Tensor", k: "Tensor", v: "Tensor", index: Any) -> Any:
-    import tilefold
+def listed_pairs(stages: "Stages | None", shape: VideoShape, queries: int | None = None) -> int:
+    """How many pairs of a query and a KV block the lists name, over all heads; without stages how many there are."""
+    if stages is not None:
+        return int(stages.index.expand(shape.batch, shape.heads).counts.sum())
+    rows = shape.blocks if queries is None else -(-queries // shape.block)
+    return shape.batch * shape.heads * rows * shape.blocks
 
-    return tilefold.sparse_attention(q, k, v, index)
 
-
-def _dense_calls(
-    calls: dict[str, Callable[[], object]],
-    shape: VideoShape,
-    where: str,
-    tensors: "tuple[Tensor, Tensor, Tensor]",
-    grad: "Tensor | None",
-    peers: tuple[str, ...],
-) -> list[str]:
-    """Add the dense calls of the peers, forward, and with a grad forward + backward; -> why any of them is missing."""
-    import torch
-
+def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
+    """Dense attention of the same tokens; queries: how many, None: as many as keys."""
     from tilefold.bench.cases import Case
-    from tilefold.bench.implementation import Inputs
-    from tilefold.bench.peers import IMPLEMENTATIONS
     from tilefold.plan.problem import AttentionProblem
 
-    problem = AttentionProblem(
-        shape.batch, shape.seq, shape.seq, shape.heads, shape.kv_heads, shape.dim, shape.dim, dtype=shape.dtype
-    )
+    rows, keys = shape.seq if queries is None else queries, shape.seq
+    heads = (shape.heads, shape.kv_heads)
+    return Case("dense", AttentionProblem(shape.batch, rows, keys, *heads, shape.dim, shape.dim, dtype=shape.dtype))
+
+
+def dense_calls(
+    case: "Case",
+    tensors: "tuple[Tensor, Tensor, Tensor]",
+    where: str,
+    peers: tuple[str, ...],
+    grad: "Tensor | None" = None,
+) -> tuple[dict[str, Call], list[str]]:
+    """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
+    import torch
+
+    from tilefold.bench.implementation import Inputs
+    from tilefold.bench.peers import IMPLEMENTATIONS
+    from tilefold.bench.run import first_line
+
+    calls: dict[str, Call] = {}
     notes = []
     for name in peers:
-        peer, case = IMPLEMENTATIONS[name], Case("dense", problem)
+        peer = IMPLEMENTATIONS[name]
         if why := peer.refuses(case, where):
             notes.append(f"{peer.title}: {why}")
             continue
@@ -160,9 +225,7 @@ def _dense_calls(
             with run.context():
                 run.call()
         except Exception as error:  # another library's: the table goes without it
-            notes.append(
-                f"{peer.title}: failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
+            notes.append(f"{peer.title}: failed: {type(error).__name__}: {first_line(error)}")
             continue
 
         def forward(run: Any = run) -> object:
@@ -179,13 +242,13 @@ def _dense_calls(
                     return torch.autograd.grad(run.call(), leaves, grad)
 
             calls[f"dense {peer.title}, forward + backward"] = step
-    return notes
+    return calls, notes
 
 
-def _time(calls: dict[str, Callable[[], object]], where: str, rounds: int) -> dict[str, Timing]:
+def time_calls(calls: dict[str, Call], where: str, rounds: int) -> dict[str, Timing]:
     """All against each other; what is not a GPU is timed by the wall."""
 
-    def sampler(call: Callable[[], object]) -> timers.Sampler:
+    def sampler(call: Call) -> timers.Sampler:
         call()
         if where == "cuda":
             return lambda: timers.event_samples(call)

@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 app.command(name="demo", epilog=show.EPILOG)(show.demo)
 app.command(name="check", epilog=check.EPILOG)(check.check)
-app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.add_typer(profile.app, name="profile")

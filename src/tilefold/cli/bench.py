@@ -1,15 +1,19 @@
 """`tilefold bench`: the library beside others on named cases, every output checked before it is timed."""
 
+import functools
+import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
+from tilefold.cli.bench_video import video
 from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_errors, writable
 from tilefold.errors import ValueRangeError
 
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from tilefold.bench.implementation import Implementation
     from tilefold.bench.run import Cell, Options, Setting
 
-__all__ = ["EPILOG", "bench"]
+__all__ = ["EPILOG", "app", "bench"]
 
 DETAIL_WIDTH = 130  # names of sparse cases are long; a narrow terminal wraps their lines rather than cut figures
 
@@ -33,6 +37,8 @@ EPILOG = """
 
     tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
 
+    tilefold bench video --sweep length --peers cudnn,fa4
+
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
 block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), if installed, and portable (tilefold's own
@@ -45,9 +51,14 @@ blocks only, dense peers' too. Exit code 1 if a result of tilefold is wrong.
 """
 
 
+app = typer.Typer(
+    no_args_is_help=True, epilog=EPILOG, help="Time tilefold and other libraries, each output checked first."
+)
+
+
 @user_errors
 def bench(
-    family: Annotated[str, typer.Argument(help="Which cases: `dense` or `sparse`.")],
+    family: str,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones in the interpreter).")] = False,
     peers: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Comma-separated, or `none`.", show_default="those usual here")
@@ -76,7 +87,7 @@ def bench(
         typer.Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl."),
     ] = None,
 ) -> None:
-    """Time tilefold and other libraries on named cases, each output checked before it is timed."""
+    """Time the cases of a family, "dense" or "sparse", and write what was asked for."""
     for path, name in ((csv, "--csv"), (json, "--json"), (markdown, "--markdown")):
         writable(path, name)
     runtime = prepare_runtime()
@@ -104,6 +115,26 @@ def bench(
     write(cells, setting, {"csv": csv, "json": json, "markdown": markdown}, results, console)
     if any(is_ours(cell.implementation) and cell.status in ("WRONG", "failed") for cell in cells):
         raise typer.Exit(1)
+
+
+def of_family(family: str, help_text: str) -> Callable[..., None]:
+    """`bench` as the command of one family: its options without the first argument."""
+
+    @functools.wraps(bench)
+    def command(**options: Any) -> None:
+        bench(family, **options)
+
+    parameters = inspect.signature(bench).parameters.values()
+    command.__signature__ = inspect.Signature([each for each in parameters if each.name != "family"])  # type: ignore[attr-defined]
+    command.__doc__ = help_text
+    return command
+
+
+app.command(name="dense", epilog=EPILOG)(
+    of_family("dense", "Attention over all pairs, full and causal, beside other libraries.")
+)
+app.command(name="sparse", epilog=EPILOG)(of_family("sparse", "Attention over lists of blocks beside other libraries."))
+app.command(name="video", epilog=VIDEO_EPILOG)(video)
 
 
 def chosen_cases(

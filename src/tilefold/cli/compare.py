@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tilefold.cli.bench import chosen_cases
-from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors, writable
+from tilefold.cli.runtime import dtype_named, prepare_runtime, table_of, user_errors, writable
 from tilefold.errors import DtypeError, Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
@@ -89,10 +88,10 @@ def compare(
     title = f"{first} and {second}, {what}"
     for each in found:
         columns = zip(FACTS[2:], *(row[2:] for row in _facts_rows([each], (first, second))), strict=True)
-        console.print(_table((each.name, first, second), tuple(columns)))
+        console.print(table_of((each.name, first, second), tuple(columns)))
         console.print()
     console.print(
-        _table(
+        table_of(
             ("difference", *(each.name for each in found)),
             tuple(zip(DIFFERENCES[1:], *(row[1:] for row in _difference_rows(found)), strict=True)),
         )
@@ -203,15 +202,6 @@ def _difference_rows(found: "list[Difference]") -> tuple[tuple[str, ...], ...]:
          "same bits" if each.identical else "yes" if each.close else "no")
         for each in found
     )  # fmt: skip
-
-
-def _table(head: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _write(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors, writable
+from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, table_of, user_errors, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -78,17 +77,14 @@ def video(
     from tilefold.plan.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 
-    numbers = _numbers(shape, "--shape", 4) if shape else (1, 12, 23296, 128) if runtime.gpu else (1, 2, 256, 32)
+    numbers = integers(shape, "--shape", 4) if shape else (1, 12, 23296, 128) if runtime.gpu else (1, 2, 256, 32)
     batch, heads, seq, dim = numbers
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     low, high = _pair(tau)
     options = {"top_k": {"sparsity": sparsity}, "top_p": {"top_p": top_p}, "gini": {"tau_min": low, "tau_max": high}}
     if method not in options:
         raise ValueRangeError(f"--method must be one of {', '.join(options)}, got {method!r}")
-    names = () if peers == "none" else tuple(name.strip() for name in peers.split(",") if name.strip())
-    for name in names:
-        if name not in PEERS:
-            raise ValueRangeError(f"--peers must be from {', '.join(PEERS)} (or none), got {name!r}")
+    names = names_from(peers, "--peers", PEERS)
     device = _device(runtime.gpu)
     console = Console()
     console.print(Text(runtime.note, style="dim"))
@@ -101,22 +97,12 @@ def video(
         f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, on {device.title}"
     )
     console.print(Text(title, style="bold"))
-    console.print(_table(found.rows))
+    console.print(table_of(HEAD, _rows(found.rows)))
     for note in (*_findings(found), *found.notes):
         console.print(Text(note, style="dim"), soft_wrap=True)
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
     _write(found, title, {"json": json, "png": png, "html": html}, console)
-
-
-def _numbers(text: str, name: str, count: int) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if len(found) != count or min(found) < 1:
-        raise ValueRangeError(f"{name} must be {count} integers of at least 1, comma-separated, got {text!r}")
-    return found
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -157,15 +143,6 @@ def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
         )
         for row in rows
     )
-
-
-def _table(rows: "tuple[StageRow, ...]") -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for i, name in enumerate(HEAD):
-        table.add_column(name, justify="right" if i else "left")
-    for row in _rows(rows):
-        table.add_row(*row)
-    return table
 
 
 def _findings(found: "VideoRun") -> tuple[str, ...]:

@@ -3,18 +3,29 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 
-__all__ = ["Runtime", "dtype_named", "pair_of", "prepare_runtime", "user_errors", "writable"]
+__all__ = [
+    "Runtime",
+    "dtype_named",
+    "integers",
+    "names_from",
+    "pair_of",
+    "prepare_runtime",
+    "table_of",
+    "user_errors",
+    "writable",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,6 +118,36 @@ def pair_of(text: str, name: str, form: str = "LEFT,RIGHT such as 255,0 (-1 is u
     except ValueError:
         raise ValueRangeError(f"{name} must be two integers {form}, got {text!r}") from None
     return left, right
+
+
+def integers(text: str, name: str, count: int) -> tuple[int, ...]:
+    """`count` integers of at least 1 from "1,12,23296,128". ValueRangeError otherwise."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != count or min(found) < 1:
+        raise ValueRangeError(f"{name} must be {count} integers of at least 1, comma-separated, got {text!r}")
+    return found
+
+
+def names_from(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Comma-separated names, all of them known, or () from "none". ValueRangeError otherwise."""
+    found = () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
+    for each in found:
+        if each not in known:
+            raise ValueRangeError(f"{name} must be from {', '.join(known)} (or none), got {each!r}")
+    return found
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain table; the first column is left-aligned."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def writable(path: Path | None, name: str) -> None:

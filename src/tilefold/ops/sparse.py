@@ -338,7 +338,7 @@ def example_launch(
         from . import sparse_hopper, sparse_mixed
 
         branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
-        launch, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
-        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (branch, gate, gate, *strides))
+        launch, box, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
+        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (box.over(branch), gate, gate, *strides))
         return launch.fn, args, launch.keywords
     return p.launch.fn, _arguments(p, *qkv, out, lse, call), p.launch.keywords

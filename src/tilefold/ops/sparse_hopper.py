@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
     from .launch import Box
 
-__all__ = ["arguments", "bind", "compiles"]
+__all__ = ["arguments", "bind", "box_of", "compiles"]
 
-NOTHING = (0,) * 9  # strides of what is not there
+NOTHING = (0,) * 6  # strides of what is not there
 _WARNED: set[str] = set()
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
 
@@ -64,14 +64,14 @@ def bind(
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads, n.group, q_blocks, n.batch * n.heads * q_blocks),
         strides=(*out_strides, *list_strides(index)),
-        boxes=tuple(_box(t, call, rows) for t, rows in ((q, 64), (k, problem.block_k), (v, problem.block_k))),
+        boxes=tuple(box_of(t, call, rows) for t, rows in ((q, 64), (k, problem.block_k), (v, problem.block_k))),
         mods=mods,
         launch=Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0),
         keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )
 
 
-def _box(t: torch.Tensor, call: SparseCall, rows: int) -> "Box":
+def box_of(t: torch.Tensor, call: SparseCall, rows: int) -> "Box":
     """Boxes of 64 columns: 128 bytes, the widest that the copy engine swizzles."""
     from ..kernels.hopper.gluon import TensorDescriptor, gl
 
@@ -92,14 +92,14 @@ def arguments(
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such.
 
-    mixed: the other branch, its gate, this one's gate, and the strides of the three."""
+    mixed: the other branch as boxes, its gate, this one's gate, and the strides of the two."""
     index, (q_box, k_box, v_box) = call.lists, p.boxes
     sizes, query_sizes = (index.counts if t is None else t for t in (index.block_sizes, index.query_sizes))
     sides = (q_box.over(q), k_box.over(k), v_box.over(v))
     tickets = _tickets(q.device)
-    mixed = mixed or (out, lse, lse, *NOTHING)
+    branch, *gates = mixed or (sides[0], lse, lse, *NOTHING)
     lists = index.indices, index.counts, sizes, query_sizes
-    return (*sides, out, lse, *lists, tickets, *mixed[:3], *p.scalars, *p.strides, *mixed[3:])
+    return (*sides, branch, out, lse, *lists, tickets, *gates[:2], *p.scalars, *p.strides, *gates[2:])
 
 
 def _tickets(device: torch.device) -> torch.Tensor:

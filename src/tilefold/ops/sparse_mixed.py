@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import fuse, sparse
-from .attention import head_strides
+from .attention import boxable
 from .project import facts
 from .sparse import HOPPER_KERNEL, Prepared, SparseCall
 
 if TYPE_CHECKING:
-    from .launch import Launch
+    from .launch import Box, Launch
 
 __all__ = ["attend_and_fuse", "bind"]
 
@@ -33,11 +33,8 @@ def attend_and_fuse(
 ) -> torch.Tensor:
     """gate_branch * branch + gate * sparse attention, branch being like the result; gates, errors: `tilefold.sparse.fuse`."""
     p = sparse.prepare(q, k, v, call)
-    if (
-        p.plan is None
-        or p.plan.kernel != HOPPER_KERNEL
-        or any(g is not None and g.dim() == 4 for g in (gate_branch, gate))
-    ):
+    by_rows = all(g is None or g.dim() < 4 for g in (gate_branch, gate))
+    if p.plan is None or p.plan.kernel != HOPPER_KERNEL or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
     from . import sparse_hopper
@@ -45,25 +42,28 @@ def attend_and_fuse(
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     key = tuple(map(facts, (branch, gate_branch, gate)))
-    launch, strides = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
-    tensors = (branch, *(lse if g is None else g for g in (gate_branch, gate)))
-    launch(sparse_hopper.arguments(p, q, k, v, out, lse, call, (*tensors, *strides)))
+    launch, box, strides = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
+    gates = (lse if g is None else g for g in (gate_branch, gate))
+    launch(sparse_hopper.arguments(p, q, k, v, out, lse, call, (box.over(branch), *gates, *strides)))
     return out
 
 
 def bind(
     p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
-) -> "tuple[Launch, tuple[int, ...]]":
-    """The launch of this combination, and the strides (batch, sequence, heads) of branch and gates."""
+) -> "tuple[Launch, Box, tuple[int, ...]]":
+    """The launch of this combination, the branch as boxes, and the strides (batch, sequence, heads) of both gates."""
+    from . import sparse_hopper
     from .launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
     made = p.launch
     bits = BRANCH + (gate_branch is not None) * BRANCH_GATE + (gate is not None) * GATE
-    strides = [*head_strides(branch, call.layout)]
+    strides: tuple[int, ...] = ()
     for g in (gate_branch, gate):
         strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)
-    return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), tuple(strides)
+    assert p.plan is not None
+    box = sparse_hopper.box_of(branch, call, p.plan.problem.block_k)
+    return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), box, strides
 
 
 def _gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:

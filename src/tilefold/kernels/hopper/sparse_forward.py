@@ -74,9 +74,25 @@ def _load_unit(desc, bar, buffers, slot, i_b, i_h, row_0, row_1, D: gl.constexpr
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-             lists, seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr,
-             WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
+def _load_branch(branch_desc, v_full, v_empty, v_buf, tv, i_q, i_b, i_h, D: gl.constexpr, KV_BLOCK: gl.constexpr,
+                 WARPGROUPS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
+    """Have the other branch's rows of a query block brought as if they were one more unit of V, the tv-th."""
+    PER: gl.constexpr = UNIT // KV_BLOCK
+    PANELS: gl.constexpr = D // PANEL
+    BOXES: gl.constexpr = WARPGROUPS if PER == 2 else 1  # of KV_BLOCK rows
+    vs = tv % V_SLOTS
+    mbarrier.wait(v_empty.index(vs), ((tv // V_SLOTS) & 1) ^ 1)
+    mbarrier.expect(v_full.index(vs), BOXES * KV_BLOCK * D * 2)
+    for p in gl.static_range(PANELS):
+        for c in gl.static_range(BOXES):
+            tma_load(branch_desc, [i_b, i_h, i_q * (64 * WARPGROUPS) + c * KV_BLOCK, p * PANEL], v_full.index(vs),
+                     v_buf.index((vs * PANELS + p) * PER + c))  # fmt: skip
+
+
+@jit
+def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full,
+             v_empty, lists, seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr,
+             WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     PER: gl.constexpr = UNIT // KV_BLOCK
     PANELS: gl.constexpr = D // PANEL
@@ -113,8 +129,9 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
             ks = t % K_SLOTS
             mbarrier.wait(k_empty.index(ks), ((t // K_SLOTS) & 1) ^ 1)
             _load_unit(k_desc, k_full.index(ks), k_buf, ks, i_b, i_k, row_0, row_1, D, KV_BLOCK)
-            vs = t % V_SLOTS
-            mbarrier.wait(v_empty.index(vs), ((t // V_SLOTS) & 1) ^ 1)
+            tv = t + i * (MIXED & BRANCH)
+            vs = tv % V_SLOTS
+            mbarrier.wait(v_empty.index(vs), ((tv // V_SLOTS) & 1) ^ 1)
             _load_unit(v_desc, v_full.index(vs), v_buf, vs, i_b, i_k, row_0, row_1, D, KV_BLOCK)
             t += 1
             # As late as hides the answers: who draws early may hold two long lists while others have none.
@@ -123,6 +140,8 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
             if j == gl.maximum(units - 2, 0):
                 following = programs + read_ticket(drawn)
                 count_following = count_of_item(lists, gl.minimum(following, items - 1), q_blocks, heads)
+        if MIXED & BRANCH:
+            _load_branch(branch_desc, v_full, v_empty, v_buf, t + i, i_q, i_b, i_h, D, KV_BLOCK, WARPGROUPS, V_SLOTS)
         item = following
         count = count_following
         i += 1
@@ -166,56 +185,29 @@ def _clear_unit(v_full, v_buf, slot, parity, live_0, live_1, D: gl.constexpr, KV
 
 
 @jit
-def _gate_rows(gate, stride, rows, ROW: gl.constexpr):
-    """A gate of 64 rows, `stride` elements apart; 0 past the end."""
+def _gate_rows(gate, i_b, i_h, row, rows, strides, ROW: gl.constexpr):
+    """A gate of 64 rows from `row` on; 0 past the end.  gate [B, rows, H] by strides."""
     o_r = gl.arange(0, 64, layout=ROW)
-    return gl.load(gate + o_r.to(gl.int64) * stride, mask=o_r < rows, other=0.0).to(gl.float32)
+    begin = gate + i_b.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[2] + row.to(gl.int64) * strides[1]
+    return gl.load(begin + o_r.to(gl.int64) * strides[1], mask=o_r < rows, other=0.0).to(gl.float32)
 
 
 @jit
-def _branch_rows(mix, i_b, i_h, row, rows, LAYOUT: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
-    """64 rows of the other branch, times its gate: [64, D] fp32, 0 past the end."""
-    (
-        Branch,
-        GateB,
-        Gate,
-        stride_xb,
-        stride_xm,
-        stride_xh,
-        stride_yb,
-        stride_ym,
-        stride_yh,
-        stride_zb,
-        stride_zm,
-        stride_zh,
-    ) = mix
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    o_r = gl.expand_dims(gl.arange(0, 64, layout=ROW), 1)
-    o_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    begin = Branch + i_b.to(gl.int64) * stride_xb + i_h.to(gl.int64) * stride_xh + row.to(gl.int64) * stride_xm
-    x = gl.load(begin + (o_r.to(gl.int64) * stride_xm + o_d), mask=(o_r < rows) & (o_d < D), other=0.0).to(gl.float32)
-    if MIXED & BRANCH_GATE:
-        gate = GateB + i_b.to(gl.int64) * stride_yb + i_h.to(gl.int64) * stride_yh + row.to(gl.int64) * stride_ym
-        x = x * gl.expand_dims(_gate_rows(gate, stride_ym, rows, ROW), 1)
-    return x
-
-
-@jit
-def _finish(out, lse, acc, m, l, mix, i_b, i_h, row, rows, live, stride_om, D: gl.constexpr, MIXED: gl.constexpr,
-            DTYPE: gl.constexpr, ROW_S: gl.constexpr, ROW_O: gl.constexpr):  # fmt: skip
+def _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_om, MIXED: gl.constexpr, DTYPE: gl.constexpr,
+            ROW_S: gl.constexpr, ROW_O: gl.constexpr):  # fmt: skip
     """Divide, mix and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
-    LAYOUT: gl.constexpr = acc.type.layout
     l = gl.sum(l, 1)
     o_r = gl.arange(0, 64, layout=ROW_O)
     # l is 0 only if no key was live; a NaN score makes l NaN and must stay visible
     factor = gl.where(gl.convert_layout(l, ROW_O) == 0.0, 0.0, 1.0 / gl.convert_layout(l, ROW_O))
     dead = gl.expand_dims(o_r >= live, 1)
     if MIXED & GATE:
-        gate = mix[2] + i_b.to(gl.int64) * mix[9] + i_h.to(gl.int64) * mix[11] + row.to(gl.int64) * mix[10]
-        factor = factor * _gate_rows(gate, mix[10], rows, ROW_O)
+        factor = factor * gate
     acc = acc * gl.expand_dims(factor, 1)
     if MIXED & BRANCH:
-        acc = acc + _branch_rows(mix, i_b, i_h, row, rows, LAYOUT, D, MIXED)
+        if MIXED & BRANCH_GATE:
+            branch = branch * gl.expand_dims(gate_branch, 1)
+        acc = acc + branch
     acc = gl.where(dead, 0.0, acc)
     o_s = gl.arange(0, 64, layout=ROW_S)
     value = (m + gl.log2(gl.convert_layout(l, ROW_S))) * LN2
@@ -272,8 +264,9 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
 
         q = q_tiles.index(CID).load(Q_LAYOUT)
         ks = first % K_SLOTS
-        vs = first % V_SLOTS
-        v_parity = (first // V_SLOTS) & 1
+        first_v = first + i * (MIXED & BRANCH)
+        vs = first_v % V_SLOTS
+        v_parity = (first_v // V_SLOTS) & 1
         mbarrier.wait(k_full.index(ks), (first // K_SLOTS) & 1)
         s = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = wgmma_wait(0, deps=(s,))
@@ -287,7 +280,8 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
         for j in range(1, units):
             t = first + j
             ks = t % K_SLOTS
-            vs_next = t % V_SLOTS
+            tv = first_v + j
+            vs_next = tv % V_SLOTS
             if MASKED:
                 if lives != WHOLE:
                     _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
@@ -312,26 +306,38 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
             mbarrier.arrive(v_empty.index(vs), count=1)
             p = p_next
             vs = vs_next
-            v_parity = (t // V_SLOTS) & 1
+            v_parity = (tv // V_SLOTS) & 1
 
         if MASKED:
             if lives != WHOLE:
                 _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
+        row = i_q * (64 * WARPGROUPS) + CID * 64
+        rows = seq_q - row
+        gate_branch = l
+        gate = l
+        if MIXED & BRANCH_GATE:
+            gate_branch = _gate_rows(mix[0], i_b, i_h, row, rows, mix[2:5], ROW_O)
+        if MIXED & GATE:
+            gate = _gate_rows(mix[1], i_b, i_h, row, rows, mix[5:8], ROW_O)
         acc = rescale(acc, alpha, ROW_O)
         mbarrier.wait(v_full.index(vs), v_parity)
         acc = wgmma(p, v_tiles.index(vs), acc, is_async=True)
         acc = wgmma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(vs), count=1)
-
-        row = i_q * (64 * WARPGROUPS) + CID * 64
-        rows = seq_q - row
+        branch = acc
+        if MIXED & BRANCH:
+            bs = (first_v + units) % V_SLOTS
+            mbarrier.wait(v_full.index(bs), ((first_v + units) // V_SLOTS) & 1)
+            branch = v_tiles.index(bs).slice(CID * 64, 64).load(O_LAYOUT).to(gl.float32)
         live = rows
         if Q_SIZED:
             place = i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph + i_q
             live = gl.minimum(rows, gl.load(QuerySizes + place) - CID * 64)
         out = Out + i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh + row.to(gl.int64) * stride_om
         lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
-        _finish(out, lse, acc, m, l, mix, i_b, i_h, row, rows, live, stride_om, D, MIXED, DTYPE, ROW_S, ROW_O)
+        _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_om, MIXED, DTYPE, ROW_S, ROW_O)
+        if MIXED & BRANCH:  # not before its values have been used: as with Q, a load may be on its way for long
+            mbarrier.arrive(v_empty.index(bs), count=1)
         first += units
         i += 1
         mbarrier.wait(q_full.index(CID), i & 1)
@@ -343,6 +349,7 @@ def sparse_forward_hopper(
     q_desc,
     k_desc,
     v_desc,
+    branch_desc,
     Out,
     Lse,
     Index,
@@ -350,7 +357,6 @@ def sparse_forward_hopper(
     Sizes,
     QuerySizes,
     Tickets,
-    Branch,
     GateB,
     Gate,
     scale,
@@ -372,9 +378,6 @@ def sparse_forward_hopper(
     stride_sh,
     stride_pb,
     stride_ph,
-    stride_xb,
-    stride_xm,
-    stride_xh,
     stride_yb,
     stride_ym,
     stride_yh,
@@ -397,8 +400,8 @@ def sparse_forward_hopper(
     strides, Lse [B, H, Sq]; Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if
     Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.
 
-    MIXED: what is added before rounding: Branch [B, Sq, H, D], GateB and Gate [B, Sq, H] (bits BRANCH, BRANCH_GATE, GATE; strides
-    x, y, z)."""
+    MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
+    [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64]."""
     PER: gl.constexpr = UNIT // KV_BLOCK
     PANELS: gl.constexpr = D // PANEL
     DTYPE: gl.constexpr = q_desc.dtype
@@ -420,33 +423,32 @@ def sparse_forward_hopper(
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
-                         stride_zb, stride_zm, stride_zh),
+                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf,
                         q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
+                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS,
+                        MIXED)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
-                         stride_zb, stride_zm, stride_zh),
+                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
             (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
                         (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (Branch, GateB, Gate, stride_xb, stride_xm, stride_xh, stride_yb, stride_ym, stride_yh,
-                         stride_zb, stride_zm, stride_zh),
+                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
                         seq_q, seq_k, heads, q_blocks, scale,
                         1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf,
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf,
                         q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS)),
+                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS,
+                        MIXED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

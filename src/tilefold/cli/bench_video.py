@@ -1,0 +1,210 @@
+"""`tilefold bench video`: the sparse video pipeline over sparsity, length and cached tokens, beside dense attention."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.runtime import (
+    Runtime,
+    dtype_named,
+    integers,
+    names_from,
+    prepare_runtime,
+    table_of,
+    user_errors,
+    writable,
+)
+from tilefold.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.run import Setting
+    from tilefold.bench.video_sweep import Point, SweepRow
+    from tilefold.plan.video import VideoShape
+
+__all__ = ["EPILOG", "video"]
+
+EPILOG = """
+**Examples**
+
+    tilefold bench video
+
+    tilefold bench video --sweep sparsity --peers cudnn,fa4 --html video.html --results benchmarks/results
+
+    tilefold bench video --sweep length --values 8192,32768 --sparsity 80,90 --budget 90
+
+    tilefold bench video --sweep cached --values 8192,131072 --page-size 128 --json cached.json
+
+**Sweeps**: sparsity leaves out so many per cent of the blocks (top-k by the coarse scores); length is self-attention over so many
+tokens; cached is one step of streaming, the newest block's queries over a cache of so many tokens, in one piece and in pages.
+
+**Columns**: fine is block-sparse attention alone; stages the sum of coarse, select, fine and fuse (and append to the cache), each
+called by itself; total the whole pipeline as a user calls it. TFLOP/s are the fine stage's on the listed blocks, TB/s what it
+draws of K and V. Beside each dense peer: how many times as fast the fine stage and the total are.
+
+**Method**: sampled rows of each output are compared with fp64; what is wrong is not timed. Times are medians between GPU events
+with a cold L2 cache, in rounds whose order alternates; cached, and all with --graph, as replays of CUDA graphs. Exit code 1 if a
+result of tilefold is wrong.
+"""
+SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
+# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
+DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
+    "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
+    "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
+}
+WIDTH = 150  # figures of two peers side by side; a narrow terminal wraps their lines rather than cut them
+
+
+@user_errors
+def video(
+    sweep: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma-separated: sparsity, length, cached.")
+    ] = "sparsity,cached",
+    values: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"
+        ),
+    ] = None,
+    sparsity: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Per cent, of length and cached.", show_default="80,90; cached 90"),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B,H,N,D", help="Batch, heads, tokens (of sparsity), head dim.", show_default="1,12,23296,128"
+        ),
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
+    page_size: Annotated[int, typer.Option(min=0, help="Of the paged caches; 0: only contiguous ones.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Dense attention, comma-separated, or none.", show_default="cudnn,fa4"),
+    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 3,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further point after so long.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a document.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times over the swept values.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Append the figures of each point to DIR/video.jsonl.")
+    ] = None,
+) -> None:
+    """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
+    for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
+        writable(path, name)
+    runtime = prepare_runtime()
+    from tilefold.bench.report import append_rows
+    from tilefold.bench.run import setting_of
+    from tilefold.bench.video import PEERS
+    from tilefold.bench.video_report import records_of
+    from tilefold.bench.video_sweep import measure_point, run_points
+    from tilefold.plan.video import VideoShape
+
+    batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
+    made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
+    points = _points(sweep, made, (values, sparsity), page_size, runtime)
+    names = names_from(peers if peers is not None else "cudnn,fa4" if runtime.gpu else "math", "--peers", PEERS)
+    console, setting = Console(), setting_of(runtime.device)
+    console.print(
+        Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
+    )
+
+    def measure(point: "Point") -> "SweepRow":
+        with console.status(Text(f"measuring {point.name}")):
+            return measure_point(point, runtime.device, names, rounds if runtime.gpu else 1, graph)
+
+    def keep(row: "SweepRow") -> None:
+        if results is not None:
+            append_rows(results / "video.jsonl", records_of([row], setting))
+
+    rows, left = run_points(points, measure, budget, keep)
+    _show(rows, left, setting, console)
+    if not runtime.gpu:
+        console.print(
+            Text(
+                "Times in the interpreter say nothing about a GPU; the outputs were checked all the same.",
+                style="yellow",
+            )
+        )
+    if rows:
+        _write(rows, left, setting, {"json": json, "markdown": markdown, "png": png, "html": html}, console)
+        if results is not None:
+            line = f"appended {len(rows)} rows to {results / 'video.jsonl'}"
+            console.print(Text(line, style="dim"), soft_wrap=True)
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _points(
+    sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime
+) -> "tuple[Point, ...]":
+    """All points of the sweeps; given: the options --values and --sparsity."""
+    from tilefold.bench.video_sweep import SWEEPS, points_of
+
+    sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
+    if not sweeps:
+        raise ValueRangeError(f"--sweep must name at least one of {', '.join(SWEEPS)}, got {sweep!r}")
+    values, sparsities = (_figures(text, name) for text, name in zip(given, ("--values", "--sparsity"), strict=True))
+    if values and len(sweeps) > 1:
+        raise ValueRangeError(f"--values needs one --sweep that they belong to, got {sweep!r}")
+    if sparsities and sweeps == ("sparsity",):
+        raise ValueRangeError(f"--sparsity is for length and cached; --sweep sparsity takes --values, got {given[1]!r}")
+    pages = (None, page_size) if page_size else (None,)
+    found: list[Point] = []
+    for name in dict.fromkeys(sweeps):
+        usual, fixed = DEFAULTS[name][runtime.gpu]
+        found += points_of(name, shape, values or usual, sparsities or fixed, pages)
+    return tuple(found)
+
+
+def _figures(text: str | None, name: str) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueRangeError(f"{name} must be comma-separated numbers, got {text!r}") from None
+
+
+def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", console: Console) -> None:
+    """Print a table for each sweep and the sentences below them."""
+    from tilefold.bench import video_report
+
+    wide = Console(width=max(console.width, WIDTH), file=console.file)
+    for some in video_report.sweeps_of(rows):
+        table = video_report.table_of(some)
+        console.print(Text(video_report.title_of(some, setting), style="bold"))
+        wide.print(table_of(table.head, table.rows))
+        console.print()
+    for line in video_report.lines_of(rows, left):
+        console.print(Text(line, style="red" if "WRONG" in line else ""), soft_wrap=True)
+
+
+def _write(
+    rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", files: dict[str, Path | None], console: Console
+) -> None:
+    """Write the files that were asked for and say so."""
+    from tilefold.bench import page, video_report
+
+    texts = {"json": video_report.to_json, "markdown": video_report.to_markdown, "html": video_report.to_html}
+    for kind, path in files.items():
+        if path is None:
+            continue
+        if kind == "png":
+            page.save_png(video_report.picture_of(rows).figure, path)
+        else:
+            path.write_text(texts[kind](rows, left, setting), encoding="utf-8")
+        console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
