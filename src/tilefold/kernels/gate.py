@@ -4,8 +4,8 @@ All tensors are [d0, d1, d2, DIM] in the order in which the caller has them, wit
 broadcast, and it holds one number a row or (CHANNELS) one an element.  A program makes ROWS rows, so one launch reads every
 branch once.  Grid (cdiv(d0 * d1 * d2, ROWS),).
 
-This is the stage as a kernel of its own, for gates that are known only after the fine branch.  An epilogue of the fine
-branch would do the same with its accumulator in place of Fine: `load_gate` and `mix` are made for that.
+This is the stage as a kernel of its own, for gates that are known only after the fine branch, and for training; without
+gradients the fine branch's kernel for sm_90 does the same to its accumulator.
 """
 
 import triton
