@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 __all__ = ["Prepared", "boxable", "describe_box", "example_launch", "forward", "head_strides", "prepare"]
 
 CACHE_LIMIT = 4096
+HOPPER_KERNEL = "attention_forward_hopper"
 
 
 @dataclass(slots=True)
@@ -103,11 +104,40 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         return Prepared(None, out_shape, lse_shape, keep=(call.score_mod, call.mask_mod, call.plan))
     problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
-        plan = plan_attention(problem, device)
+        from .hopper import disabled
+
+        plan = plan_attention(problem, device, portable=disabled())
+        if plan.kernel == HOPPER_KERNEL:
+            found = _hopper(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            if found is not None:
+                return found
+            plan = plan_attention(problem, device, portable=True)
     else:
         plan = call.plan
         plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+
+
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    window: tuple[int, int],
+    scale: float,
+    plan: "AttentionPlan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared | None:
+    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
+    from ..kernels import hopper
+    from . import attention_hopper
+    from .hopper import warn_portable
+
+    if refusal := hopper.refusal():
+        warn_portable("dense", refusal)
+        return None
+    p = attention_hopper.bind(q, k, v, call, window, scale, plan, shapes)
+    return p if attention_hopper.compiles(p, q, k, v) else None
 
 
 def problem_of(
@@ -128,6 +158,7 @@ def problem_of(
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
         descriptors=call.packed is None and boxable(k) and boxable(v),
+        query_descriptors=call.packed is None and boxable(q),
     )
 
 
@@ -163,6 +194,10 @@ def _bind(
     from ..kernels import attention_forward as kernels
     from .launch import Launch
 
+    if plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     if window == (-1, -1):
         kind = ranges.FULL
@@ -234,6 +269,10 @@ def _arguments(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.arguments(p, q, k, v, out, lse)
     kk: Any = k
     vv: Any = v
     if p.boxes:

@@ -213,10 +213,11 @@ def _bound(
 
 def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+    from .hopper import disabled
 
     problem = prepared.plan.problem
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(q.device), portable)
+        return plan_sparse_backward(problem, device_of(q.device), portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
     call.backward_plan.check(problem, device_of(q.device))

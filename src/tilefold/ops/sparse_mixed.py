@@ -52,7 +52,7 @@ def bind(
     p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
 ) -> "tuple[Launch, Box, tuple[int, ...]]":
     """The launch of this combination, the branch as boxes, and the strides (batch, sequence, heads) of both gates."""
-    from . import sparse_hopper
+    from .hopper import box_of
     from .launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
@@ -62,7 +62,7 @@ def bind(
     for g in (gate_branch, gate):
         strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)
     assert p.plan is not None
-    box = sparse_hopper.box_of(branch, call, p.plan.problem.block_k)
+    box = box_of(branch, call.layout, p.plan.problem.block_k)
     return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), box, strides
 
 

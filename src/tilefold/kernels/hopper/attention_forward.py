@@ -14,7 +14,19 @@ most keys of a head first: the long ones begin early, and neighbours read the sa
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 3.2.
 """
 
-from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, schedule_fence, tma_load, wgmma, wgmma_wait
+from .gluon import (
+    barriers,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    opaque,
+    reinterpret,
+    schedule_fence,
+    tma_load,
+    wgmma,
+    wgmma_wait,
+)
 from .parts import (
     LOG2E,
     LOWEST,
@@ -228,7 +240,9 @@ def _consume(Out, Lse, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_emp
         b, h = i_b.to(gl.int64), i_h.to(gl.int64)
         store_lse(Lse + (b * heads + i_h) * seq_q + row, m, l, rows, rows, ROW_S)
         acc = acc * gl.expand_dims(reciprocal(l, ROW_O), 1)
-        store_accumulator(Out + b * stride_ob + h * stride_oh + row.to(gl.int64) * stride_om, acc, rows, stride_om, DTYPE)
+        store_accumulator(
+            Out + b * stride_ob + h * stride_oh + row.to(gl.int64) * stride_om, acc, rows, stride_om, DTYPE
+        )
         t += 1
         i += 1
         mbarrier.wait(q_full.index(CID), i & 1)
@@ -248,7 +262,9 @@ def attention_forward_hopper(
     PANELS: gl.constexpr = D // PANEL
     DTYPE: gl.constexpr = q_desc.dtype
     BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PANEL], DTYPE)
-    q_buf = gl.allocate_shared_memory(DTYPE, [2 * PANELS, 64, PANEL], gl.NVMMASharedLayout.get_default_for([64, PANEL], DTYPE))
+    q_buf = gl.allocate_shared_memory(
+        DTYPE, [2 * PANELS, 64, PANEL], gl.NVMMASharedLayout.get_default_for([64, PANEL], DTYPE)
+    )
     k_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, KEYS, PANEL], BOX)
     v_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, KEYS, PANEL], BOX)
     note = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
