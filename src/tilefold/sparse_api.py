@@ -67,7 +67,8 @@ def sparse_attention(
         and dS of some heads at a time, 8 KiB a pair of blocks of 64, at most 4 GiB (`print` a `SparseBackwardPlan`).
 
     Raises:
-        As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
+        As `attention`.  ModifiedError from the backward pass if a tensor of index (or of score_args or mask_args) was changed in
+        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """

@@ -11,6 +11,7 @@ from . import sparse, sparse_backward_hopper
 from .attention import boxable, describe_box, head_strides
 from .call import facts_of
 from .device import device_of, interpreting
+from .sparse_call import check_unchanged, versions_of
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -58,6 +59,7 @@ class SparseAttention(torch.autograd.Function):
         """Apart from forward, as functorch's transforms want it."""
         ctx.save_for_backward(*inputs[:3], *output)
         ctx.call, ctx.transposed = inputs[3:]
+        ctx.versions = versions_of(ctx.call)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -65,6 +67,7 @@ class SparseAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
+        check_unchanged(ctx.call, ctx.versions)
         dout = torch.zeros_like(out) if dout is None else dout
         rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
         return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]

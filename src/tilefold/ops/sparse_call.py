@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..errors import DeviceError, DtypeError, ShapeError
+from ..errors import DeviceError, DtypeError, ModifiedError, ShapeError, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction
 from .call import Call, Packed, Paged, check_hooks, check_options, check_slope, facts_of, facts_of_args, sizes_of
 
@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
     from ..plan.sparse_backward import SparseBackwardPlan
 
-__all__ = ["Lists", "SparseCall", "check_call", "dense_call", "facts_of_lists", "key_of"]
+__all__ = [
+    "Lists",
+    "SparseCall",
+    "check_call",
+    "check_lists",
+    "check_unchanged",
+    "dense_call",
+    "facts_of_lists",
+    "key_of",
+    "versions_of",
+]
 
 
 class Lists(NamedTuple):
@@ -124,3 +134,54 @@ def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> N
                 raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in q) or 1")
         if t.device != device:
             raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")
+
+
+def check_lists(lists: Lists) -> None:
+    """The values of the lists: only in the interpreter, where a number out of range would end the process."""
+    capacity, blocks = lists.indices.shape[3], -(-lists.seq_k // lists.block_k)
+    counts = lists.counts
+    _refuse("counts", counts, (counts < 0) | (counts > capacity), f"0 to {capacity}, the capacity of the lists")
+    meant = torch.arange(capacity, device=counts.device) < counts[..., None]
+    outside = meant & ((lists.indices < 0) | (lists.indices >= blocks))
+    _refuse("indices", lists.indices.expand_as(outside), outside, f"0 to {blocks - 1}, the last KV block")
+
+
+def _refuse(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise ValueRangeError(f"index.{part}{place} is {int(values[tuple(place)])}, expected {expected}")
+
+
+# ---------------------------------------------------------------- unchanged until the backward pass
+
+
+def versions_of(call: SparseCall) -> tuple[int | None, ...]:
+    """How often torch has changed each of the call's own tensors in place; None where nothing counts it."""
+    return tuple(None if t is None or t.is_inference() else t._version for t in _read_again(call))
+
+
+def check_unchanged(call: SparseCall, versions: tuple[int | None, ...]) -> None:
+    """ModifiedError, in torch's words, if a tensor that the backward pass reads again has changed since `versions_of`."""
+    now = versions_of(call)
+    if now == versions:
+        return
+    at = next(i for i, (old, new) in enumerate(zip(versions, now, strict=True)) if old != new)
+    where = () if call.packed is None else ("cu_seqlens_q", "cu_seqlens_k")
+    args = (f"{n}_args[{i}]" for n, given in _args_of(call) for i, t in enumerate(given) if isinstance(t, torch.Tensor))
+    name = ("index.indices", "index.counts", "index.block_sizes", "index.query_sizes", *where, *args)[at]
+    t = _read_again(call)[at]
+    raise ModifiedError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name}, "
+        f"shape {tuple(() if t is None else t.shape)}, is at version {now[at]}; expected version {versions[at]} instead"
+    )
+
+
+def _read_again(call: SparseCall) -> tuple[torch.Tensor | None, ...]:
+    own = (*call.lists[:4], *call.placement)
+    if not call.score_args and not call.mask_args:
+        return own
+    return own + tuple(t for _, given in _args_of(call) for t in given if isinstance(t, torch.Tensor))
+
+
+def _args_of(call: SparseCall) -> tuple[tuple[str, ModArgs], tuple[str, ModArgs]]:
+    return ("score", call.score_args), ("mask", call.mask_args)
