@@ -318,3 +318,20 @@ def test_what_changes_in_place_before_the_backward_pass_is_refused(device):
             loss.backward()
     assert issubclass(tilefold.ModifiedError, RuntimeError)
     attend()[2].backward()
+
+
+def test_a_backward_plan_has_a_public_way(device):
+    """Made by sparse_plan, changed, followed; what has no backward pass has none."""
+    q, k, v = qkv(1, 32, 32, 2, 2, 16, device=device)
+    index = lists(1, 2, 32, 32, device=device)
+    plan = tilefold.sparse_plan(q, k, v, index, direction="backward")
+    assert isinstance(plan, tilefold.plan.SparseBackwardPlan) and plan == plan_of(q, k, v, index)
+    assert isinstance(tilefold.sparse_plan(q, k, v, index), tilefold.plan.SparsePlan)
+    small = plan.with_tiles(queries=tilefold.plan.Tile(16, 16, 4, 1))
+    tilefold.sparse_attention(q.requires_grad_(), k, v, index, backward_plan=small).sum().backward()
+    with pytest.raises(tilefold.ValueRangeError, match="direction must be 'forward' or 'backward', got 'both'"):
+        tilefold.sparse_plan(q, k, v, index, direction="both")
+    with pytest.raises(tilefold.Unsupported, match="also give score_grad"):
+        tilefold.sparse_plan(
+            q, k, v, index, direction="backward", score_mod=relative, score_args=(rand(2, 9, device=device), 4)
+        )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .sparse import Lists, SparseCall
     from .sparse_backward_hopper import HopperBound
 
-__all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
+__all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
@@ -115,6 +115,21 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is not None:
         _plan(prepared, call, q)
+
+
+def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> "SparseBackwardPlan":
+    """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
+    if call.paged is not None:
+        raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
+    check_differentiable(q, k, v, call)
+    prepared = sparse.prepare(q, k, v, call)
+    plan = _plan(prepared, call, q)
+    if plan.kernel == HOPPER_KERNEL and call.backward_plan is None:
+        from ..kernels import hopper
+
+        if hopper.refusal() is not None:
+            return _plan(prepared, call, q, portable=True)
+    return plan
 
 
 def backward(

@@ -95,15 +95,26 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCa
 
     dense = dense_call(call)
     check_options(dense)
-    sizes = sizes_of(q, k, v, dense, call.paged)
+    sizes = _sizes(q, k, v, call)
     check_hooks(dense, q.device)
     check_slope(call.score_mod, call.score_grad)
     if call.plan is not None and not isinstance(call.plan, SparsePlan):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
-    if call.paged is not None:
-        _check_room(call.lists, sizes)
-    _check_lists(call.lists, sizes, q.device)
     return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
+    """The sizes of all named dimensions, of tensors and lists that agree; a ShapeError says how the layout was taken."""
+    try:
+        sizes = sizes_of(q, k, v, dense_call(call), call.paged)
+        if call.paged is not None:
+            _check_room(call.lists, sizes)
+        _check_lists(call.lists, sizes, q.device, "q" if call.packed is None else "cu_seqlens_q")
+    except ShapeError as error:
+        if call.packed is not None:
+            raise
+        raise ShapeError(f"{error} (layout is {call.layout!r})") from None
+    return sizes
 
 
 def _check_room(index: Lists, sizes: dict[str, int]) -> None:
@@ -117,8 +128,8 @@ def _check_room(index: Lists, sizes: dict[str, int]) -> None:
     sizes["seq_k"] = index.seq_k
 
 
-def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> None:
-    """The index describes these sequences, on this device."""
+def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device, batch_of: str) -> None:
+    """The index describes these sequences, on this device; batch_of: the argument that says how many they are."""
     for name in ("seq_q", "seq_k"):
         if getattr(index, name) != sizes[name]:
             raise ShapeError(
@@ -131,7 +142,8 @@ def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device) -> N
         shared = t.shape[: 2 if part in ("indices", "counts") else t.dim() - 1]
         for name, size in zip(("batch", "heads"), shared, strict=False):
             if size not in (1, sizes[name]):
-                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in q) or 1")
+                whose = batch_of if name == "batch" else "q"
+                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in {whose}) or 1")
         if t.device != device:
             raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")
 

@@ -222,7 +222,7 @@ class BlockIndex:
         with more keeps its lowest ones (check=True: ValueRangeError instead).  Lists are ascending.  Memory while it
         runs: 5 bytes a map element and 4 a list entry.  The other arguments are the record's."""
         check_grid("keep", keep, "batch|1 heads|1 q_blocks kv_blocks", (torch.bool,))
-        seq_q, seq_k = lengths_of("keep", *keep.shape[2:], (seq_q, seq_k), (block_q, block_k))
+        seq_q, seq_k = lengths_of("keep", keep.shape[2], keep.shape[3], (seq_q, seq_k), (block_q, block_k))
         room = keep.shape[3] if capacity is None else check_whole("capacity", capacity)
         indices, counts, wanted = map_to_lists(keep, room)
         if check:
@@ -287,7 +287,7 @@ class BlockIndex:
         score and 16 a list entry."""
         floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         check_grid("scores", scores, "batch|1 heads|1 q_blocks kv_blocks", floats)
-        seq_q, seq_k = lengths_of("scores", *scores.shape[2:], (seq_q, seq_k), (block_q, block_k))
+        seq_q, seq_k = lengths_of("scores", scores.shape[2], scores.shape[3], (seq_q, seq_k), (block_q, block_k))
         if check_whole("k", k) > scores.shape[3]:
             raise ValueRangeError(f"k is {k}, expected 0 to {scores.shape[3]}, the number of KV blocks of scores")
         indices, counts = topk_to_lists(scores.detach(), k)
