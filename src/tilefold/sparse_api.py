@@ -1,7 +1,7 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -192,6 +192,30 @@ def sparse_attention_paged(
     return (out, lse) if return_lse else out
 
 
+@overload
+def sparse_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    direction: Literal["forward"] = "forward",
+    **options: Any,
+) -> "SparsePlan": ...
+
+
+@overload
+def sparse_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    direction: Literal["backward"],
+    **options: Any,
+) -> "SparseBackwardPlan": ...
+
+
 def sparse_plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -200,7 +224,7 @@ def sparse_plan(
     *,
     direction: Literal["forward", "backward"] = "forward",
     **options: Any,
-) -> Any:
+) -> "SparsePlan | SparseBackwardPlan":
     """The `tilefold.plan.SparsePlan` that `sparse_attention(q, k, v, index, **options)` follows, without running it; `print` it
     to read the decision.
 

@@ -169,6 +169,13 @@ def _refuse(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str)
 
 def versions_of(call: SparseCall) -> tuple[int | None, ...]:
     """How often torch has changed each of the call's own tensors in place; None where nothing counts it."""
+    lists = call.lists
+    indices, counts, sizes, queries = lists.indices, lists.counts, lists.block_sizes, lists.query_sizes
+    if sizes is None and queries is None and call.packed is None and not call.score_args and not call.mask_args:
+        try:  # in every call that needs a gradient: half a microsecond less than the general way
+            return indices._version, counts._version, None, None
+        except RuntimeError:  # made in inference mode, where nothing counts
+            pass
     return tuple(None if t is None or t.is_inference() else t._version for t in _read_again(call))
 
 
