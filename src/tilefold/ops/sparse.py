@@ -9,7 +9,7 @@ import torch
 from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
 from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
-from .sparse_call import Lists, SparseCall, check_call, dense_call, key_of
+from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -89,7 +89,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
 
 
 def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
-    """In the interpreter a read outside a tensor ends the process: look at what says where the sequences lie."""
+    """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
+    check_lists(call.lists)
     if call.packed is not None:
         check_offsets(call.packed, total_q, k.shape[0])
     if call.paged is not None:
