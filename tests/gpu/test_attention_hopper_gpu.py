@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, qkv, rand
+from cases import check, judge, qkv, rand
+from tilefold import reference
 
 DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
@@ -27,7 +28,12 @@ def held(q, k, v, **options):
     plan = tilefold.attention_plan(q, k, v, **options)
     stages = 2 if q.shape[-1] == 128 else 4
     plan = plan.with_tile(kernel=HOPPER, block_m=128, block_n=128, num_warps=4, num_stages=stages)
-    check(q, k, v, None, plan=plan, **options)
+    out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
+    oracle = reference.attention(q, k, v, **options)
+    plain = reference.attention(q, k, v, dtype=q.dtype, **options)
+    note = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {options}"
+    judge(out, oracle[0], plain[0], f"out {note}")
+    judge(lse, oracle[1], plain[1].float(), f"lse {note}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
