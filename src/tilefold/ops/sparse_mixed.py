@@ -33,7 +33,7 @@ def attend_and_fuse(
 ) -> torch.Tensor:
     """gate_branch * branch + gate * sparse attention, branch being like the result; gates, errors: `tilefold.sparse.fuse`."""
     p = sparse.prepare(q, k, v, call)
-    by_rows = all(g is None or g.dim() < 4 for g in (gate_branch, gate))
+    by_rows = all(g is None or (isinstance(g, torch.Tensor) and g.dim() < 4) for g in (gate_branch, gate))
     if p.plan is None or p.plan.kernel != HOPPER_KERNEL or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
