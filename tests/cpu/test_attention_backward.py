@@ -217,7 +217,7 @@ def test_plan(device):
         )
     problem = AttentionProblem(2, 4096, 4096, 16, 4, 128, 128, score_mods=("bias",))
     big = plan_attention_backward(problem, device_named("h200"), (1, 1, 1))
-    assert (big.kernel, big.bias_shares, big.grids[2]) == ("attention_backward_box", 5, (64, 5, 1))
-    assert "5 shares" in str(big)
+    assert (big.kernel, big.bias_shares, big.grids[2]) == ("attention_backward_box", 3, (128, 3, 1))
+    assert "3 shares" in str(big)
     assert plan_attention_backward(problem, device_named("h200"), (2, 16, 4096)).bias_shares == 1
     assert plan_attention_backward(problem, device_named("a100")).kernel == "attention_backward"

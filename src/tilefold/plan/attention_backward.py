@@ -180,14 +180,14 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
     loading = any(mod in MOD_BYTES for mod in mods)
     warps = 8 if width > 128 else 4
     first = Tile(rows, keys, warps, 2)
-    if own == "block_m":
+    if own != "block_n":  # products with queries as rows: wgmma takes 64
         narrow = Tile(rows, min(keys, 32), warps, 2)
         crowded = loading
     else:
-        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 and own == "block_n" else warps, 2)
+        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
         banded = problem.causal or problem.window != (-1, -1)
         crowded = kernel != BOX or bool(mods) or problem.group > 1 or banded
-        crowded = loading if own == "scores" else crowded and (width <= 128 or loading)
+        crowded = crowded and (width <= 128 or loading)
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
     return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
 
