@@ -8,6 +8,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "LayoutError",
+    "ModifiedError",
     "PlanError",
     "ShapeError",
     "TilefoldError",
@@ -34,6 +35,10 @@ class DeviceError(TilefoldError, ValueError):
 
 class LayoutError(TilefoldError, ValueError):
     """The strides of a tensor cannot be honoured (tilefold never copies silently)."""
+
+
+class ModifiedError(TilefoldError, RuntimeError):
+    """A tensor that the backward pass reads was changed in place after the forward pass; torch says the same of its own."""
 
 
 class ValueRangeError(TilefoldError, ValueError):

@@ -1,16 +1,16 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .errors import DtypeError, Unsupported
+from .errors import DtypeError, Unsupported, ValueRangeError
 from .ops import sparse as _sparse
 from .ops.call import Call, Packed, Paged, needs_gradient, value_of
 from .ops.library import is_traced
 from .ops.sparse import Lists, SparseCall
-from .ops.sparse_backward import SparseAttention
+from .ops.sparse_backward import SparseAttention, backward_plan_of
 from .ops.sparse_call import facts_of_lists
 from .ops.sparse_library import HOOKS, paged_dispatched, sparse_dispatched
 from .types import Constant, Layout, ModArgs, ModFunction
@@ -50,7 +50,9 @@ def sparse_attention(
         v: [batch, seq_k, kv_heads, dim_v], dtype of q.
         index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
-        scale, softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.
+        scale: of q . k, 1e-30 to 1e30; None: 1 / sqrt(dim).
+        softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window, mask,
+            bias, alibi_slopes or sinks: a mask_mod or score_mod does what the first four do.
         score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
             one; needed for gradients where score_mod is given (a mod that only adds: 1).
         plan: a `SparsePlan` to follow exactly, made by `sparse_plan` and perhaps changed; PlanError if it does not fit.
@@ -67,10 +69,12 @@ def sparse_attention(
         and dS of some heads at a time, 8 KiB a pair of blocks of 64, at most 4 GiB (`print` a `SparseBackwardPlan`).
 
     Raises:
-        As `attention`.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require a gradient.
+        As `attention`.  ModifiedError from the backward pass if a tensor of index (or of score_args or mask_args) was changed in
+        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
+    _check_kinds(return_lse, backward_plan)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)
@@ -107,7 +111,8 @@ def sparse_attention_varlen(
             Blocks are counted from each sequence's own start: query block i begins at its row i * block_q.  Query blocks past
             a shorter sequence's end are not looked at, and a KV block that begins at or past its end adds nothing.
         cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
-            The values are not read on the host: they must be ascending and within total_q.
+            The values are not read on the host (but in the interpreter, which refuses others): they must be ascending and
+            within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         causal: aligned to the bottom right of each sequence.
         The other arguments are those of `sparse_attention`.
@@ -119,6 +124,7 @@ def sparse_attention_varlen(
     Raises:
         As `sparse_attention`.
     """
+    _check_kinds(return_lse, backward_plan)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     lists = _lists_of(index)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
@@ -157,7 +163,8 @@ def sparse_attention_paged(
         block_table: [batch, max_pages] int32 on the same device: the page of each page_size keys of a sequence.  Entries past a
             sequence's last key are never looked up; pages may be shared.
         cache_seqlens: [batch] int32: how many keys each sequence has, 0 to seq_k.  A listed block that begins past them adds
-            nothing.  Neither tensor is read on the host: a captured CUDA graph follows their values.
+            nothing.  Neither tensor is read on the host: a captured CUDA graph follows their values.  In the interpreter
+            both are, and ValueRangeError names the entry that is out of range.
         causal: query i sees key j only if j <= i + cache_seqlens[b] - seq_q: the queries are the last ones of the sequence.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q and out and [pages, kv_heads, page_size, dim].
         The other arguments are those of `sparse_attention`.  Mods are given cache_seqlens[b] as seq_k.
@@ -170,6 +177,7 @@ def sparse_attention_paged(
 
     Source: paged K and V are vLLM's (Kwon et al. 2023, arXiv:2309.06180), the names flash-attention's.
     """
+    _check_kinds(return_lse)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     paged = Paged(block_table, cache_seqlens)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
@@ -184,11 +192,46 @@ def sparse_attention_paged(
     return (out, lse) if return_lse else out
 
 
-def sparse_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", **options: Any) -> "SparsePlan":
-    """The plan that `sparse_attention(q, k, v, index, **options)` follows, without running it; `print` it to read the decision.
+@overload
+def sparse_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    direction: Literal["forward"] = "forward",
+    **options: Any,
+) -> "SparsePlan": ...
+
+
+@overload
+def sparse_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    direction: Literal["backward"],
+    **options: Any,
+) -> "SparseBackwardPlan": ...
+
+
+def sparse_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: "BlockIndex",
+    *,
+    direction: Literal["forward", "backward"] = "forward",
+    **options: Any,
+) -> "SparsePlan | SparseBackwardPlan":
+    """The `tilefold.plan.SparsePlan` that `sparse_attention(q, k, v, index, **options)` follows, without running it; `print` it
+    to read the decision.
 
     With cu_seqlens_q and cu_seqlens_k that of `sparse_attention_varlen`, with block_table and cache_seqlens that of
-    `sparse_attention_paged`.  Raises what the call would raise, and Unsupported for a call that has nothing to compute."""
+    `sparse_attention_paged`.  direction="backward": the `tilefold.plan.SparseBackwardPlan` of the call's backward pass, which
+    the call takes as backward_plan (change it by `with_tiles`).  Raises what the call would raise, and Unsupported for a call
+    that has nothing to compute."""
     options.pop("return_lse", None)
     lists = _lists_of(index)
     cu_q, cu_k = (options.pop(name, None) for name in _PACKED)
@@ -204,11 +247,16 @@ def sparse_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "Block
         options["packed"] = Packed(cu_q, cu_k, lists.seq_q, lists.seq_k)
     if table is not None or lengths is not None:
         options["paged"] = Paged(table, lengths)
-    prepared = _sparse.prepare(q, k, v, _resolved(SparseCall(lists, **options)))
+    if direction not in ("forward", "backward"):
+        raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    call = _resolved(SparseCall(lists, **options))
+    prepared = _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
         )
+    if direction == "backward":
+        return backward_plan_of(q, k, v, call)
     return prepared.plan
 
 
@@ -246,11 +294,33 @@ def _resolved(call: SparseCall) -> SparseCall:
     return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})
 
 
+def _check_kinds(return_lse: object, backward_plan: object = None) -> None:
+    """What no cached record depends on, so that it is looked at in every call."""
+    if return_lse is not True and return_lse is not False:
+        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    if backward_plan is not None and not isinstance(backward_plan, Constant):
+        from .plan.sparse_backward import SparseBackwardPlan
+
+        if not isinstance(backward_plan, SparseBackwardPlan):
+            raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(backward_plan).__name__}")
+
+
+def _instead(given: object) -> str:
+    """What to do with something that holds lists, but is no BlockIndex."""
+    from .sparse import Selection
+
+    if isinstance(given, Selection):
+        return ": pass its .index"
+    if hasattr(given, "kv_num_blocks"):
+        return ": make one with BlockIndex.from_flex(mask)"
+    return ""
+
+
 def _lists_of(index: "BlockIndex") -> Lists:
     from .sparse import BlockIndex
 
     if not isinstance(index, BlockIndex):
-        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}")
+        raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}{_instead(index)}")
     kept: Lists | None = index._kept.get("lists")
     if kept is not None and not torch.compiler.is_compiling():
         return kept

@@ -6,7 +6,10 @@ import torch
 import tilefold
 from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
 from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from tilefold.ops import attention
 from tilefold.ops.library import attention_op
+from tilefold.plan import device_named, plan_attention
+from tilefold.plan.attention_hopper import KERNEL
 
 BIASES = [(2, 2, 20, 33), (1, 2, 20, 33), (2, 1, 20, 33), (1, 1, 20, 33), (2, 2, 1, 33), (1, 2, 1, 33), (1, 1, 1, 33)]
 
@@ -191,3 +194,27 @@ def test_functorch_and_fake_tensors(device):
         out = tilefold.attention(*fakes[:3], bias=fakes[3])
         grads = torch.autograd.grad(out.sum(), fakes)
     assert [g.shape for g in grads] == [t.shape for t in fakes]
+
+
+@pytest.mark.interpreter
+def test_after_the_hopper_forward(monkeypatch, device):
+    """Out and lse may come from the kernel for sm_90: the backward pass finds all that it needs on that call's record, too."""
+    q, k, v = qkv(1, 40, 50, 2, 1, 64, dtype=torch.float16, device=device)
+    dout, dlse = rand(1, 40, 2, 64, dtype=torch.float16, device=device), rand(1, 2, 40, device=device)
+    want = gradients((q, k, v), dout, dlse, causal=True)
+    results = tilefold.attention(q, k, v, causal=True, return_lse=True)
+    problem = tilefold.attention_plan(q, k, v, causal=True).problem
+    portable = plan_attention(problem, device_named("h200"))
+    plan = portable.with_tile(block_m=128, block_n=128, num_warps=4, num_stages=4, kernel=KERNEL)
+    prepared = attention.example_call(problem, plan)[2]
+    prepared.scalars = (1 / 8, *prepared.scalars[1:])  # the scale, 1 in the example
+
+    def launch(args):
+        for made, result in zip(args, results, strict=True):
+            made.copy_(result)
+
+    prepared.launch = launch
+    monkeypatch.setattr(attention, "prepare", lambda *call: prepared)
+    monkeypatch.setattr(attention, "_arguments", lambda p, q, k, v, out, lse, call: (out, lse))
+    got = gradients((q, k, v), dout, dlse, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -178,7 +178,7 @@ def test_bad_varlen(device):
     for error, text, tensors, where, options in (
         (ShapeError, "q has 4 dimensions", (q[None], k, v), good, {}),
         (DtypeError, "cu_seqlens_q has dtype int64, accepted: int32", (q, k, v), (cu.long(), cu, 20, 20), {}),
-        (ShapeError, "cu_seqlens_k has shape (2,), expected [offsets]", (q, k, v), (cu, cu[:2], 20, 20), {}),
+        (ShapeError, "cu_seqlens_k has shape (2,), expected [batch+1]", (q, k, v), (cu, cu[:2], 20, 20), {}),
         (DtypeError, "cu_seqlens_q must be a torch.Tensor, got list", (q, k, v), ([0, 30], cu, 20, 20), {}),
         (DtypeError, "max_seqlen_q must be an int, got float", (q, k, v), (cu, cu, 20.0, 20), {}),
         (ValueRangeError, "max_seqlen_k must be at least 0, got -1", (q, k, v), (cu, cu, 20, -1), {}),

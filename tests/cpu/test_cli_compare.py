@@ -73,7 +73,7 @@ def test_refusals(tmp_path):
     torch.save({"x": 1}, tmp_path / "number.pt")
     torch.save(torch.zeros(2), tmp_path / "a.pt")
     for arguments, message in (
-        (("tilefold", "nothing"), "must be a file or one of fp64, tilefold, cudnn"),
+        (("tilefold", "nothing"), "an implementation must be a file or one of fp64, tilefold, cudnn"),
         (("tilefold", tmp_path / "a.pt"), "is a file, so the other one must be, too"),
         ((tmp_path / "text.pt", tmp_path / "text.pt"), "is no file of torch.save or .npy"),
         ((tmp_path / "number.pt", tmp_path / "number.pt"), "'x' is int"),

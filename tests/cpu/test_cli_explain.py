@@ -80,8 +80,10 @@ def test_sparse_attention():
         (["--page-size", "16"], "--page-size needs --blocks"),
         (["--blocks", "64,64", "--sinks"], "--sinks does not go with --blocks"),
         (["--blocks", "64"], "--blocks must be two integers Q,KV such as 64,64, got '64'"),
-        (["--blocks", "64,60"], "block_k must be a power of two of at least 16, got 60"),
-        (["--blocks", "64,0"], "block_k must be a power of two of at least 16, got 0"),
+        (["--blocks", "48,64"], "--blocks must be two powers of two of at least 16, got '48,64'"),
+        (["--blocks", "64,0"], "--blocks must be two powers of two of at least 16, got '64,0'"),
+        (["--blocks", "64,64", "--listed", "-1"], "--listed must be from 0 to 128, the blocks of 8192 keys, got -1"),
+        (["--blocks", "64,64", "--listed", "129"], "--listed must be from 0 to 128"),
         (["--blocks", "64,64", "--page-size", "16", "--varlen"], "page_size must be 0 with varlen=True"),
     ],
 )

@@ -13,12 +13,20 @@ from hypothesis import strategies as st
 
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
+from tilefold.plan.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.attention_hopper import hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
+
+
+def portable(problem: AttentionProblem, device: Device) -> AttentionPlan:
+    """Of the kernels for every architecture: what most of these tests are about."""
+    return plan_attention(problem, device, portable=True)
+
 
 lengths = st.one_of(st.integers(0, 300), st.integers(0, 200_000), st.integers(0, 2**31))
 dims = st.one_of(st.integers(1, 256), st.sampled_from([64, 128, 256, 257, 512]))
@@ -53,7 +61,10 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
         if not too_large and "batch, heads and seq_q" not in str(error):
             raise
         return
-    assert tile_violation(problem, device, plan.kernel, plan.tile) is None
+    if plan.kernel == HOPPER:
+        assert hopper_violation(problem, device, plan.tile) is None
+    else:
+        assert tile_violation(problem, device, plan.kernel, plan.tile) is None
     assert plan.shared_bytes <= device.smem_per_block
     assert plan.programs_per_sm >= 1
     assert plan.block_qk >= problem.dim_qk
@@ -82,16 +93,17 @@ def test_every_head_dim_has_a_plan_everywhere(name: str, dtype: str, dim: int, s
         "sinks": True,
     }
     for extra in ({}, everything):
-        plan = plan_attention(AttentionProblem(4, seq_q, 4096, 32, 8, dim, dim, dtype, **extra), device_named(name))
+        plan = portable(AttentionProblem(4, seq_q, 4096, 32, 8, dim, dim, dtype, **extra), device_named(name))
         assert plan.block_m <= 128
 
 
 FIRES = {
     "interpreter": (LONG, "interpreter"),
     "fp32": (replace(LONG, dtype="float32"), "a100"),
+    "hopper": (LONG, "h100"),
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
-    "tuned": (LONG, "h200"),
+    "tuned": (replace(LONG, score_mods=("alibi",)), "h200"),
     "hopper-d64": (replace(LONG, dim_v=32, dim_qk=64), "h100"),
     "hopper-d128": (replace(LONG, dim_v=64), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
@@ -124,50 +136,77 @@ def test_tuned_tiles_fit_their_architecture() -> None:
         problem = replace(LONG, dim_qk=key.block_qk, dim_v=key.block_v, dtype=dtype, score_mods=mods)
         problem = replace(problem, descriptors=key.loads == "box", causal=key.features == "band")
         device = next(device for device in DEVICES.values() if device.arch == key.arch)
-        plan = plan_attention(problem, device)
+        plan = portable(problem, device)
         assert (plan.rule, plan.tile, plan.evidence) == ("tuned", entry.tile, entry.evidence)
 
 
 @pytest.mark.parametrize(("queries", "rows"), [(1, 16), (16, 16), (17, 32), (33, 64), (63, 64)])
 def test_short_queries_take_the_next_power_of_two(queries: int, rows: int) -> None:
-    assert plan_attention(replace(LONG, seq_q=queries), H200).block_m == rows
+    assert portable(replace(LONG, seq_q=queries), H200).block_m == rows
 
 
 def test_short_queries_of_64_rows_use_the_full_rate_kernels() -> None:
-    assert plan_attention(replace(LONG, seq_q=40), H200).kernel == "attention_forward_box"
-    assert plan_attention(replace(LONG, seq_q=40, dim_qk=64, dim_v=64), H200).tile == Tile(64, 128, 4, 2)
-    assert plan_attention(replace(LONG, seq_q=1), H200).kernel == "attention_forward"
+    assert portable(replace(LONG, seq_q=40), H200).kernel == "attention_forward_box"
+    assert portable(replace(LONG, seq_q=40, dim_qk=64, dim_v=64), H200).tile == Tile(64, 128, 4, 2)
+    assert portable(replace(LONG, seq_q=1), H200).kernel == "attention_forward"
 
 
 def test_the_interpreter_takes_64_by_64_or_less() -> None:
     device = device_named("interpreter")
-    assert plan_attention(LONG, device).tile == Tile(64, 64, 4, 1)
-    assert plan_attention(replace(LONG, seq_q=20, seq_k=5), device).tile == Tile(32, 16, 4, 1)
-    assert plan_attention(LONG, device).kernel == "attention_forward"
-    assert plan_attention(replace(LONG, varlen=True), device).kernel == "attention_forward_varlen"
+    assert portable(LONG, device).tile == Tile(64, 64, 4, 1)
+    assert portable(replace(LONG, seq_q=20, seq_k=5), device).tile == Tile(32, 16, 4, 1)
+    assert portable(LONG, device).kernel == "attention_forward"
+    assert portable(replace(LONG, varlen=True), device).kernel == "attention_forward_varlen"
 
 
 def test_box_loads_are_taken_where_they_can_be() -> None:
-    assert plan_attention(LONG, H200).kernel == "attention_forward_box"
-    unaligned = plan_attention(replace(LONG, descriptors=False), H200)
-    packed = plan_attention(replace(LONG, varlen=True), H200)
+    assert portable(LONG, H200).kernel == "attention_forward_box"
+    unaligned = portable(replace(LONG, descriptors=False), H200)
+    packed = portable(replace(LONG, varlen=True), H200)
     assert (unaligned.kernel, packed.kernel) == ("attention_forward", "attention_forward_varlen")
     assert "not multiples of 16 bytes" in str(unaligned)
     assert "box loads" in [entry.what for entry in packed.rejected]
 
 
+def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
+    plan = plan_attention(LONG, H200)
+    assert (plan.kernel, plan.tile) == (HOPPER, Tile(128, 128, 4, 2))
+    assert "two warpgroups fold" in str(plan)
+    assert AttentionPlan.from_json(plan.to_json()) == plan
+    few = plan_attention(replace(LONG, seq_q=1024, heads=8, kv_heads=8), H200)
+    assert few.kernel != HOPPER
+    assert "It would have 64 blocks of 128 queries for 132 SMs" in str(few).replace("\n" + " " * 40, " ")
+    for change, why in (
+        ({"dim_v": 64}, "head dims of 64 and 128"),
+        ({"score_mods": ("softcap",)}, "no changes of scores"),
+        ({"query_descriptors": False}, "base or the strides of Q"),
+        ({"varlen": True}, "packed batch"),
+    ):
+        refused = plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
+        assert refused.kernel != HOPPER
+        assert why in " ".join(entry.why for entry in refused.rejected if entry.what == HOPPER)
+    for change, why in (
+        ({"block_m": 64}, "block_m must be 128"),
+        ({"num_stages": 4}, "shared memory"),
+        ({"maxnreg": 128}, "maxnreg must be None"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            plan.with_tile(**change)  # type: ignore[arg-type]
+    assert plan_attention(LONG, H200, portable=True).kernel == "attention_forward_box"
+
+
 def test_few_programs_halve_the_rows() -> None:
     problem = AttentionProblem(1, 1024, 1024, 8, 8, 128, 128)
-    plan = plan_attention(problem, device_named("a100"))
+    plan = portable(problem, device_named("a100"))
     assert (plan.rule, plan.block_m) == ("few-programs", 64)
     assert plan.grid[0] >= plan.device.sms
 
 
 def test_buffers() -> None:
-    out, lse = plan_attention(AttentionProblem(2, 10, 20, 8, 2, 64, 32, "float16"), H200).buffers
+    out, lse = portable(AttentionProblem(2, 10, 20, 8, 2, 64, 32, "float16"), H200).buffers
     assert (out.name, out.shape, out.dtype) == ("out", (2, 10, 8, 32), "float16")
     assert (lse.name, lse.shape, lse.dtype) == ("lse", (2, 8, 10), "float32")
-    packed = plan_attention(AttentionProblem(2, 10, 20, 8, 2, 64, 32, varlen=True), H200).buffers
+    packed = portable(AttentionProblem(2, 10, 20, 8, 2, 64, 32, varlen=True), H200).buffers
     assert [buffer.shape for buffer in packed] == [(-1, 8, 32), (8, -1)]
 
 
@@ -182,21 +221,21 @@ def test_buffers() -> None:
 )
 def test_what_no_kernel_serves_is_unsupported(change: dict[str, int], text: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
+        portable(replace(LONG, **change), H200)  # type: ignore[arg-type]
     assert text in str(caught.value)
 
 
 def test_old_and_unknown_devices_are_unsupported() -> None:
     with pytest.raises(Unsupported, match="device must be sm_80 or newer, got t4 \\(sm_75\\)"):
-        plan_attention(LONG, replace(H200, name="t4", arch=75))
+        portable(LONG, replace(H200, name="t4", arch=75))
     with pytest.raises(Unsupported, match="device must have backend cuda, hip or interpreter, got 'xpu'"):
-        plan_attention(LONG, replace(H200, backend="xpu", arch="pvc"))
+        portable(LONG, replace(H200, backend="xpu", arch="pvc"))
     with pytest.raises(Unsupported, match="no tile fits tiny for dim_qk=128"):
-        plan_attention(LONG, replace(H200, name="tiny", smem_per_block=2048))
+        portable(LONG, replace(H200, name="tiny", smem_per_block=2048))
 
 
 def test_with_tile_recomputes_what_follows() -> None:
-    plan = plan_attention(LONG, H200)
+    plan = portable(LONG, H200)
     other = plan.with_tile(block_m=128, num_warps=8, kernel="attention_forward")
     assert (other.rule, other.grid, other.kernel) == ("override", (128 * 16, 1, 1), "attention_forward")
     assert other.block_n == plan.block_n
@@ -222,13 +261,13 @@ def test_with_tile_recomputes_what_follows() -> None:
 )
 def test_with_tile_refuses_what_does_not_fit(change: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError) as caught:
-        plan_attention(LONG, H200).with_tile(**change)  # type: ignore[arg-type]
+        portable(LONG, H200).with_tile(**change)  # type: ignore[arg-type]
     assert str(caught.value).startswith("plan field ")
     assert text in str(caught.value)
 
 
 def test_check_names_the_field_that_differs() -> None:
-    plan = plan_attention(LONG, H200)
+    plan = portable(LONG, H200)
     plan.check(LONG, device_named("h100"))
     with pytest.raises(PlanError, match="plan was made for seq_q=16384, the call has seq_q=100"):
         plan.check(replace(LONG, seq_q=100), H200)
@@ -259,7 +298,7 @@ def test_check_names_the_field_that_differs() -> None:
     ],
 )
 def test_json_that_is_wrong_is_refused(path: tuple[str, ...], value: object, text: str) -> None:
-    tree = json.loads(plan_attention(LONG, H200).to_json())
+    tree = json.loads(portable(LONG, H200).to_json())
     node = tree
     for name in path[:-1]:
         node = node[name]
@@ -270,13 +309,13 @@ def test_json_that_is_wrong_is_refused(path: tuple[str, ...], value: object, tex
 
 
 def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
-    tree = json.loads(plan_attention(LONG, H200).to_json())
+    tree = json.loads(portable(LONG, H200).to_json())
     del tree["rule"]
     with pytest.raises(PlanError, match=r"AttentionPlan\.rule is missing"):
         AttentionPlan.from_json(json.dumps(tree))
     with pytest.raises(PlanError, match="text is not JSON"):
         AttentionPlan.from_json("{")
-    tree = json.loads(plan_attention(LONG, H200).to_json())
+    tree = json.loads(portable(LONG, H200).to_json())
     tree["problem"]["kv_heads"] = 3
     with pytest.raises(TilefoldError, match="kv_heads must divide heads"):
         AttentionPlan.from_json(json.dumps(tree))
@@ -291,15 +330,15 @@ def test_a_plan_reads_as_the_documentation_shows() -> None:
 
 
 def test_an_empty_problem_launches_nothing_and_says_so() -> None:
-    plan = plan_attention(replace(LONG, batch=0), H200)
+    plan = portable(replace(LONG, batch=0), H200)
     assert plan.grid == (0, 1, 1)
     assert "nothing is launched" in str(plan)
-    assert "none: there is no work." in str(plan_attention(replace(LONG, seq_q=0), H200))
-    assert "No key is live" in str(plan_attention(replace(LONG, seq_k=0), H200))
+    assert "none: there is no work." in str(portable(replace(LONG, seq_q=0), H200))
+    assert "No key is live" in str(portable(replace(LONG, seq_k=0), H200))
 
 
 def test_a_tile_that_may_spill_says_so() -> None:
-    plan = plan_attention(replace(LONG, descriptors=False), device_named("a100"))
+    plan = portable(replace(LONG, descriptors=False), device_named("a100"))
     assert "may spill" not in str(plan)
     assert "may spill" in str(plan.with_tile(num_warps=4))
 

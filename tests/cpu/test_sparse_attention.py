@@ -1,12 +1,18 @@
 """Block-sparse forward attention against the fp64 oracle: counts, sizes, tails, blocks, splits, sharing, mods, refusals."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilefold
 from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
 from index_cases import held, lists, plan_of
 from tilefold import BlockIndex, reference
+from tilefold.sparse import Selection
 
 BOX = "sparse_forward_box"
 
@@ -123,6 +129,7 @@ def test_empty(device):
 def test_refusals(device):
     q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
     index = lists(1, 4, 48, 48, device=device)
+    selection = Selection(index, q, None, q)
     for error, text, args, options in (
         (tilefold.DtypeError, "index must be a tilefold.BlockIndex, got Tensor", (q, k, v, q), {}),
         (
@@ -132,6 +139,16 @@ def test_refusals(device):
             {},
         ),
         (tilefold.ShapeError, "index.indices has heads=4, expected 2", (q[:, :, :2], k, v, index), {}),
+        (
+            tilefold.ShapeError,
+            "index was made for seq_q=48, but the tensors have seq_q=4 (layout is 'bshd')",
+            (*(t.transpose(1, 2) for t in (q, k, v)), index),
+            {},
+        ),
+        (tilefold.DtypeError, "return_lse must be a bool, got 'no'", (q, k, v, index), {"return_lse": "no"}),
+        (tilefold.DtypeError, "backward_plan must be a SparseBackwardPlan", (q, k, v, index), {"backward_plan": "x"}),
+        (tilefold.DtypeError, "got Selection: pass its .index", (q, k, v, selection), {}),
+        (tilefold.DtypeError, "make one with BlockIndex.from_flex", (q, k, v, SimpleNamespace(kv_num_blocks=0)), {}),
         (tilefold.DtypeError, "causal must be a bool", (q, k, v, index), {"causal": 1}),
         (tilefold.ValueRangeError, "scale must be greater than 0", (q, k, v, index), {"scale": 0.0}),
         (tilefold.DtypeError, "plan must be a SparsePlan", (q, k, v, index), {"plan": 3}),
@@ -156,3 +173,50 @@ def test_plan(device):
     other = lists(1, 4, 48, 48, block=32, device=device)
     with pytest.raises(tilefold.PlanError, match="block_q"):
         tilefold.sparse_attention(q, k, v, other, plan=plan)
+
+
+@triton.jit
+def numbers(score, batch, head, q_index, kv_index, args):
+    return (kv_index <= q_index).to(tl.int32)
+
+
+@triton.jit
+def without_args(score, batch, head, q_index, kv_index, args):
+    first, seq_q, seq_k = args
+    return kv_index < first
+
+
+@pytest.mark.interpreter
+def test_an_error_inside_a_mod_is_said_once(device):
+    """The interpreter wraps it in one InterpreterError a function on the way."""
+    q, k, v = qkv(1, 16, 16, 2, 2, 16, device=device)
+    for mod, text in ((numbers, "a mask_mod has to return booleans (a comparison), not scores"),
+                      (without_args, "ValueError in without_args (")):  # fmt: skip
+        with pytest.raises(triton.runtime.errors.InterpreterError) as caught:
+            tilefold.sparse_attention(q, k, v, lists(1, 2, 16, 16, device=device), mask_mod=mod)
+        assert str(caught.value).startswith(text), str(caught.value)
+
+
+def documented(page: str) -> list[str]:
+    """The Python examples of a page, in order."""
+    text = (Path(__file__).parents[2] / "docs" / "concepts" / page).read_text()
+    return [part.split("```")[0] for part in text.split("```python\n")[1:]]
+
+
+@pytest.mark.interpreter
+def test_the_examples_of_the_page_run():
+    names: dict[str, object] = {}
+    for example in documented("sparse.md"):
+        exec(example.replace(', device="cuda"', ""), names)
+
+
+def test_the_documented_merge(device):
+    """Also of rows that are dead in both parts: 0 with lse -inf, not NaN."""
+    (example,) = documented("merge.md")
+    for keys in (24, 0):
+        q, k, v = qkv(1, 16, keys, 2, 2, 16, device=device)
+        names = {"tilefold": tilefold, "torch": torch, "q": q, "k": k, "v": v, "cut": keys // 3}
+        exec(example, names)
+        whole, lse = tilefold.attention(q, k, v, return_lse=True)
+        torch.testing.assert_close(names["out"], whole, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(names["lse"], lse, atol=1e-5, rtol=1e-5)

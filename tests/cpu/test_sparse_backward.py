@@ -1,5 +1,6 @@
 """Gradients of block-sparse attention against fp64 autograd: counts, sizes, tails, blocks, sharing, mods, lse, refusals."""
 
+import re
 from typing import Any
 
 import pytest
@@ -297,3 +298,40 @@ def test_packed_sequences(dtype, device):
         for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
             judge(a, b, c, f"{name} packed {options}")
         assert not any(g[end:].any() for g, end in zip(got, (60, 80, 80), strict=True))
+
+
+def test_what_changes_in_place_before_the_backward_pass_is_refused(device):
+    """As torch refuses a changed q: gradients would be those of other lists than the output's."""
+
+    def attend():
+        index = lists(1, 2, 32, 32, device=device, block_sizes=torch.full((2,), 16, dtype=torch.int32, device=device))
+        q, k, v = (t.requires_grad_() for t in qkv(1, 32, 32, 2, 2, 16, device=device))
+        hook = {"score_mod": relative, "score_args": (rand(2, 9, device=device), 4), "score_grad": one}
+        return index, hook["score_args"][0], tilefold.sparse_attention(q, k, v, index, **hook).sum()
+
+    for name in ("index.indices", "index.counts", "index.block_sizes", "score_args[0]"):
+        index, table, loss = attend()
+        (table if name == "score_args[0]" else getattr(index, name.removeprefix("index."))).fill_(1)
+        with pytest.raises(
+            tilefold.ModifiedError, match=rf"modified by an inplace operation: {re.escape(name)}, .*version 1"
+        ):
+            loss.backward()
+    assert issubclass(tilefold.ModifiedError, RuntimeError)
+    attend()[2].backward()
+
+
+def test_a_backward_plan_has_a_public_way(device):
+    """Made by sparse_plan, changed, followed; what has no backward pass has none."""
+    q, k, v = qkv(1, 32, 32, 2, 2, 16, device=device)
+    index = lists(1, 2, 32, 32, device=device)
+    plan = tilefold.sparse_plan(q, k, v, index, direction="backward")
+    assert isinstance(plan, tilefold.plan.SparseBackwardPlan) and plan == plan_of(q, k, v, index)
+    assert isinstance(tilefold.sparse_plan(q, k, v, index), tilefold.plan.SparsePlan)
+    small = plan.with_tiles(queries=tilefold.plan.Tile(16, 16, 4, 1))
+    tilefold.sparse_attention(q.requires_grad_(), k, v, index, backward_plan=small).sum().backward()
+    with pytest.raises(tilefold.ValueRangeError, match="direction must be 'forward' or 'backward', got 'both'"):
+        tilefold.sparse_plan(q, k, v, index, direction="both")
+    with pytest.raises(tilefold.Unsupported, match="also give score_grad"):
+        tilefold.sparse_plan(
+            q, k, v, index, direction="backward", score_mod=relative, score_args=(rand(2, 9, device=device), 4)
+        )

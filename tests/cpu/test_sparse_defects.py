@@ -8,6 +8,7 @@ import tilefold
 from cases import packed, qkv, rand
 from index_cases import cache, held, lists, plan_of
 from tilefold import BlockIndex, sparse_api
+from tilefold.ops import sparse as sparse_ops
 from tilefold.ops.launch import Launch
 
 
@@ -114,6 +115,9 @@ def test_strided_and_cached_keys_are_taken_as_they_lie(name, splits, monkeypatch
     run = getattr(tilefold, name)
     run(*tensors, index, **where, plan=plan)  # what is made once for all calls like this one is made here
     launched = []
+    monkeypatch.setattr(
+        sparse_ops, "check_lists", lambda lists: None
+    )  # the interpreter's look at values is no part of the call
     monkeypatch.setattr(Launch, "__call__", lambda self, args: launched.append(args))
     monkeypatch.setattr(
         sparse_api, "is_traced", lambda *args: False
@@ -124,3 +128,18 @@ def test_strided_and_cached_keys_are_taken_as_they_lie(name, splits, monkeypatch
     rows = seq_q * heads
     parts = [splits * rows * dim, splits * rows] if splits > 1 else []
     assert sorted(made.sizes) == sorted([rows * dim, rows, *parts])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("part", "place", "value"), [("indices", (0, 0, 0, 1), 2**29), ("indices", (0, 0, 0, 1), -1),
+                                                      ("counts", (0, 0, 0), 4), ("counts", (0, 0, 0), -1)])  # fmt: skip
+def test_list_values_out_of_range_are_refused_in_the_interpreter(part, place, value, device):
+    """On a GPU nobody may read them on the host; here they would end the process."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 16, 80, 2, 2, 16, device=device))
+    index = listed([1, 4, 0], 16, 80, device)
+    getattr(index, part)[place] = value
+    with pytest.raises(tilefold.ValueRangeError, match=rf"index.{part}\[0, 0, 0.*\] is {value}, expected 0 to"):
+        tilefold.sparse_attention(q, k, v, index)
+    past = listed([1, 4, 7], 16, 80, device)  # what a row does not mean is not looked at
+    past.counts.fill_(2)
+    tilefold.sparse_attention(q, k, v, past)

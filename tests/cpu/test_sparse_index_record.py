@@ -10,7 +10,7 @@ from torch.utils import _pytree
 import tilefold
 from index_cases import lists_of, random_map
 from tilefold import BlockIndex, DeviceError, DtypeError, LayoutError, ShapeError, TilefoldError, ValueRangeError
-from tilefold.sparse import any_of, dilated, sliding_tile, video_window
+from tilefold.sparse import any_of, causal_blocks, dilated, sliding_tile, video_window
 
 I32 = torch.int32
 
@@ -136,7 +136,7 @@ BAD_VALUES = [
     ),
     (
         lambda: lists([[0]], [1], seq_k=250, block_sizes=torch.tensor([[64, 64, 0, 59]], dtype=I32)),
-        r"block_sizes\[0, 3\] is 59, .*length of 250",
+        r"block_sizes\[0, 3\] is 59, expected 0 to 64 \(the last block: 58, what seq_k=250 leaves",
     ),
     (
         lambda: lists([[0]], [1], query_sizes=torch.tensor([-1], dtype=I32)),
@@ -144,13 +144,31 @@ BAD_VALUES = [
     ),
     (
         lambda: BlockIndex.from_map(torch.ones(1, 1, 2, 3, dtype=torch.bool), capacity=2, check=True),
-        r"counts\[0, 0, 0\] is 3, more than capacity 2",
+        r"keep row \[0, 0, 0\] has 3 blocks, more than capacity 2",
     ),
     (
         lambda: BlockIndex.from_csr(torch.tensor([0, 1, 4]), torch.tensor([0, 0, 1, 2]), seq_k=192, capacity=2, check=True),
-        r"counts\[0, 0, 1\] is 3, more than capacity 2",
+        r"crow row \[0, 0, 1\] has 3 blocks, more than capacity 2",
     ),
 ]  # fmt: skip
+
+
+def csr(crow: list[int], col: list[int], check: bool = True) -> BlockIndex:
+    return BlockIndex.from_csr(torch.tensor(crow), torch.tensor(col), seq_k=192, check=check)
+
+
+BAD_VALUES += [
+    (lambda: csr([1, 2, 3], [0, 1, 2]), r"crow\[0\] is 1, expected 0"),
+    (lambda: csr([0, 1, 2], [0, 1, 2]), r"crow\[2\] is 2, expected 3, the number of entries of col"),
+    (lambda: csr([0, 2, 1, 3], [0, 1, 2]), r"crow\[2\] is 1, less than the one before it"),
+    (lambda: csr([0, -1, 2], [0, 1]), r"crow\[1\] is -1, less than"),
+    (lambda: csr([0, 1, 2], [0, 3]), r"col\[1\] is 3, expected 0 to 2, the last KV block"),
+]
+
+
+def test_unchecked_rows_that_are_no_rows_are_read_within_col() -> None:
+    index = csr([0, -3, 2], [0, 1], check=False)
+    assert index.counts.tolist() == [[[0, 2]]] and 0 <= int(index.indices.min()) <= int(index.indices.max()) <= 1
 
 
 @pytest.mark.parametrize(("make", "text"), BAD_VALUES, ids=range(len(BAD_VALUES)))
@@ -164,8 +182,10 @@ def test_unchecked_values_are_not_read() -> None:
 
 
 def test_64_bit_numbers_do_not_wrap() -> None:
-    with pytest.raises(ValueRangeError, match="indices"):
-        BlockIndex.from_indices(torch.tensor([[[[2**32]]]]), None, seq_k=64, check=True)
+    with pytest.raises(ValueRangeError, match=r"indices\[0, 0, 0, 0\] is 4294967296, expected 0 to 0"):
+        BlockIndex.from_indices(torch.tensor([[[[2**32]]]]), seq_k=64, check=True)
+    with pytest.raises(ValueRangeError, match=r"counts\[0, 0, 0\] is 4294967297"):
+        BlockIndex.from_indices(torch.tensor([[[[0]]]]), torch.tensor([[[2**32 + 1]]]), seq_k=64, check=True)
 
 
 def make(**changes: Any) -> BlockIndex:
@@ -174,6 +194,17 @@ def make(**changes: Any) -> BlockIndex:
         "seq_q": 256, "seq_k": 320, **changes,
     }  # fmt: skip
     return BlockIndex(**values)
+
+
+def by(predicate: Any) -> BlockIndex:
+    return BlockIndex.from_predicate(predicate, seq_q=256, seq_k=384)
+
+
+class Flex48:
+    """What from_flex looks at first of a BlockMask."""
+
+    BLOCK_SIZE, seq_lengths = (48, 48), (96, 96)
+    kv_num_blocks = kv_indices = None
 
 
 BAD_RECORDS: list[tuple[Any, type[TilefoldError], str]] = [
@@ -213,7 +244,58 @@ BAD_RECORDS: list[tuple[Any, type[TilefoldError], str]] = [
         "does not broadcast",
     ),
     (lambda: video_window((2, 2), 1), ShapeError, r"must be \(t, h, w\)"),
-    (lambda: sliding_tile(-1), ValueRangeError, "window must be an int of at least 0"),
+    (
+        lambda: BlockIndex.from_map(random_map(1, 1, 2, 2), seq_q=300),
+        ShapeError,
+        "keep has 2 Q blocks; expected 5 for seq_q=300 in blocks of block_q=64",
+    ),
+    (
+        lambda: BlockIndex.from_csr(torch.zeros(3).long(), torch.zeros(0).long(), seq_q=300, seq_k=64),
+        ShapeError,
+        "crow has 2 Q blocks; expected 5",
+    ),
+    (
+        lambda: BlockIndex.from_map(random_map(1, 1, 2, 2), block_k=48),
+        ValueRangeError,
+        "block_k must be a power of two",
+    ),
+    (lambda: BlockIndex.from_map(random_map(1, 1, 2, 2), block_k=-16), ValueRangeError, "power of two.*got -16"),
+    (lambda: BlockIndex.from_map(random_map(2, 2)), ShapeError, r"keep\[None, None\] shares it"),
+    (lambda: BlockIndex.from_topk(torch.zeros(2, 2), 1), ShapeError, r"scores\[None, None\] shares it"),
+    (lambda: BlockIndex.from_csr(torch.eye(2).to_sparse_csr(), seq_k=64), LayoutError, r"pass its crow_indices\(\)"),
+    (lambda: BlockIndex.from_flex(Flex48()), ValueRangeError, r"mask has BLOCK_SIZE \(48, 48\): each must be a power"),
+    (
+        lambda: sliding_tile(1.5),
+        ValueRangeError,
+        r"window must be an int, or a pair \(left, right\) of ints, .*got 1.5",
+    ),
+    (lambda: sliding_tile(None), ValueRangeError, "window must be an int, or a pair .*got None"),
+    (lambda: sliding_tile((1,)), ValueRangeError, r"window must be an int, or a pair .*got \(1,\)"),
+    (lambda: sliding_tile((1, 2, 3)), ValueRangeError, r"window must be .*got \(1, 2, 3\)"),
+    (lambda: video_window(6, 1), ShapeError, r"grid must be \(t, h, w\), got 6"),
+    (lambda: video_window((2, 2, 2), 1.5), ShapeError, r"radii must be \(t, h, w\) or one int for all, got 1.5"),
+    (lambda: video_window((2, 2, 2), 1, keep_size="x"), DtypeError, "keep_size must be a bool, got 'x'"),
+    (
+        lambda: any_of([dilated(1)]),
+        DtypeError,
+        r"predicates\[0\] must be a function of \(batch, head, q_block, kv_block\)",
+    ),
+    (lambda: any_of(None), DtypeError, r"predicates\[0\] must be a function .*got None"),
+    (lambda: by(None), DtypeError, "predicate must be a function .*got None"),
+    (lambda: by(lambda i, j: i >= j), DtypeError, r"predicate must be a function .*got one of \(i, j\)"),
+    (lambda: by(causal_blocks(64, 64, block_q=17)), ValueRangeError, "block_q must be a power of two"),
+    (lambda: by(causal_blocks(256, 384, block_k=32)), ValueRangeError, "block_k=32, but from_predicate has block_k=64"),
+    (
+        lambda: by(any_of(dilated(1), causal_blocks(200, 384))),
+        ValueRangeError,
+        "causal_blocks with seq_q=200, but .*seq_q=256",
+    ),
+    (
+        lambda: by(video_window((20, 3, 1), 1)),
+        ValueRangeError,
+        "grid of 60 blocks, but from_predicate has only 4: seq_q=256",
+    ),
+    (lambda: sliding_tile(-1), ValueRangeError, "window must be an int, or a pair .*got -1"),
     (lambda: dilated(0), ValueRangeError, "step must be"),
     (lambda: any_of(), ValueRangeError, "at least one predicate"),
 ]

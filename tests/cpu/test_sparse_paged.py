@@ -157,6 +157,7 @@ def test_refusals(device):
         (tilefold.ShapeError, "seq_k=100, but block_table has room for 80 keys: 5 pages", (q, k, v, far, table, lengths), {}),
         (tilefold.ShapeError, "index was made for seq_q=20, but the tensors have seq_q=19", (q[:, 1:], k, v, *rest), {}),
         (tilefold.ShapeError, "q has 3 heads and k_pages has 2", (q[:, :, :3], k, v, *rest), {}),
+        (tilefold.ValueRangeError, "cache_seqlens[0] is 70, but k_pages has no pages", (q, k[:0], v[:0], *rest), {}),
         (tilefold.LayoutError, "k_pages needs a contiguous last dimension", (q, k.mT.contiguous().mT, v, *rest), {}),
         (tilefold.ValueRangeError, "layout must be 'bshd' or 'bhsd'", (q, k, v, *rest), {"layout": "sbhd"}),
         (tilefold.DtypeError, "plan must be a SparsePlan", (q, k, v, *rest), {"plan": 3}),

@@ -160,7 +160,9 @@ def _check_name(name: str) -> None:
     from tilefold.bench.peers import IMPLEMENTATIONS
 
     if name != "fp64" and name not in IMPLEMENTATIONS:
-        raise ValueRangeError(f"must be a file or one of fp64, {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+        raise ValueRangeError(
+            f"an implementation must be a file or one of fp64, {', '.join(IMPLEMENTATIONS)}, got {name!r}"
+        )
 
 
 def _result_of(name: str, inputs: "Inputs", device: str) -> "tuple[Tensor, ...]":

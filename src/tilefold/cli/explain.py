@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilefold.cli.runtime import dtype_named, pair_of, user_errors
-from tilefold.errors import Unsupported
+from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.plan import AttentionProblem, Device
@@ -129,5 +129,11 @@ def _sparse_problem(
         if given:
             raise Unsupported(f"{name} does not go with --blocks: sparse attention has no such argument")
     block_q, block_k = pair_of(blocks, "--blocks", "Q,KV such as 64,64")
-    room = -(-problem.seq_k // block_k) if listed is None and block_k > 0 else listed or 0
+    for size in (block_q, block_k):
+        if size < 16 or size & (size - 1):
+            raise ValueRangeError(f"--blocks must be two powers of two of at least 16, got {blocks!r}")
+    room = -(-problem.seq_k // block_k)
+    if listed is not None and not 0 <= listed <= room:
+        raise ValueRangeError(f"--listed must be from 0 to {room}, the blocks of {problem.seq_k} keys, got {listed}")
+    room = room if listed is None else listed
     return SparseProblem(problem, block_q, block_k, room, sizes, page_size=page_size)

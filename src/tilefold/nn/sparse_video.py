@@ -170,6 +170,11 @@ class SparseVideoAttention(nn.Module):
         """What says which blocks are attended, as keyword arguments of the pipeline."""
         shared: dict[str, Any] = {"coarse": self.coarse_options, "scale": self.scale}
         if self.coarse_options is None:
+            if index is not None and index.block_sizes is None and not tiling.even:
+                raise ValueRangeError(
+                    f"index has no block_sizes, but cubes of {tiling.cube} do not divide the grid {tiling.grid}: make it with "
+                    "block_sizes=tiling.sizes(device) and query_sizes, or padding is attended"
+                )
             return {**shared, "index": whole_index(tiling, device) if index is None else index}
         if index is not None:
             raise ValueRangeError("index was given, but this module selects its own lists: make it with coarse=None")

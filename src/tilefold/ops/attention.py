@@ -39,6 +39,7 @@ __all__ = [
     "example_launch",
     "forward",
     "head_strides",
+    "hooks_of",
     "kind_of",
     "mods_of",
     "prepare",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 CACHE_LIMIT = 4096
+HOPPER_KERNEL = "attention_forward_hopper"
 
 
 @dataclass(slots=True)
@@ -113,14 +115,43 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, out_shape, lse_shape, keep=_hooks(call))
+        return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
-        plan = plan_attention(problem, device)
+        from .hopper import disabled
+
+        plan = plan_attention(problem, device, portable=disabled())
+        if plan.kernel == HOPPER_KERNEL:
+            found = _hopper(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            if found is not None:
+                return found
+            plan = plan_attention(problem, device, portable=True)
     else:
         plan = call.plan
         plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+
+
+def _hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    window: tuple[int, int],
+    scale: float,
+    plan: "AttentionPlan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared | None:
+    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
+    from ..kernels import hopper
+    from . import attention_hopper
+    from .hopper import warn_portable
+
+    if refusal := hopper.refusal():
+        warn_portable("dense", refusal)
+        return None
+    p = attention_hopper.bind(q, k, v, call, window, scale, plan, shapes)
+    return p if attention_hopper.compiles(p, q, k, v) else None
 
 
 def problem_of(
@@ -141,6 +172,7 @@ def problem_of(
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
         descriptors=call.packed is None and boxable(k) and boxable(v),
+        query_descriptors=call.packed is None and boxable(q),
     )
 
 
@@ -176,6 +208,10 @@ def _bind(
     from ..kernels import attention_forward as kernels
     from .launch import Launch
 
+    if plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
     lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
@@ -209,11 +245,12 @@ def _bind(
         plain=is_plain(call) and not softcap,
         mods=mods,
         launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
-        keep=_hooks(call),
+        keep=hooks_of(call),
     )
 
 
-def _hooks(call: Call) -> tuple[Any, ...]:
+def hooks_of(call: Call) -> tuple[Any, ...]:
+    """The objects whose ids are part of the call's key."""
     return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
 
 
@@ -251,6 +288,10 @@ def _arguments(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.arguments(p, q, k, v, out, lse)
     kk: Any = k
     vv: Any = v
     if p.boxes:

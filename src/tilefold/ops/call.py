@@ -72,8 +72,8 @@ SPECS = {
     "bhsd": _qkv("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v") + _OPTIONS,
     "varlen": (
         *_qkv("total_q heads dim_qk", "total_k kv_heads dim_qk", "total_k kv_heads dim_v"),
-        TensorSpec("cu_seqlens_q", "offsets", (torch.int32,), contiguous_last=True),
-        TensorSpec("cu_seqlens_k", "offsets", (torch.int32,), contiguous_last=True),
+        TensorSpec("cu_seqlens_q", "batch+1", (torch.int32,), contiguous_last=True),
+        TensorSpec("cu_seqlens_k", "batch+1", (torch.int32,), contiguous_last=True),
     ),
     "paged bshd": _paged("batch seq_q heads dim_qk", "page_size kv_heads"),
     "paged bhsd": _paged("batch heads seq_q dim_qk", "kv_heads page_size"),
@@ -223,9 +223,9 @@ def sizes_of(
     else:
         tensors |= {"cu_seqlens_q": call.packed.cu_q, "cu_seqlens_k": call.packed.cu_k}
         sizes = bind(SPECS["varlen"], tensors)
-        if sizes["offsets"] < 1:
+        if sizes["batch+1"] < 1:
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
-        sizes |= {"batch": sizes["offsets"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
+        sizes |= {"batch": sizes["batch+1"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
     check_heads(sizes, "k" if paged is None else "k_pages")
     return sizes
@@ -354,5 +354,7 @@ def check_pages(paged: Paged, pages: int, page_size: int, seq_k: int) -> None:
         if not 0 <= length <= seq_k:
             raise ValueRangeError(f"cache_seqlens[{b}] is {length}, expected 0 to {seq_k}, the keys that index counts")
         for i, page in enumerate(paged.block_table[b, : -(-length // page_size)].tolist()):
+            if pages == 0:
+                raise ValueRangeError(f"cache_seqlens[{b}] is {length}, but k_pages has no pages")
             if not 0 <= page < pages:
                 raise ValueRangeError(f"block_table[{b}, {i}] is {page}, expected 0 to {pages - 1}, the last page")

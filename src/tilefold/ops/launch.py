@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
+from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
@@ -64,7 +65,10 @@ class Launch:
         if interpreting():
             if isinstance(self.fn, triton.JITFunction):
                 raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
-            self.fn[self.grid](*args, **self.keywords)
+            try:
+                self.fn[self.grid](*args, **self.keywords)
+            except InterpreterError as error:
+                raise _plainly(error) from error.__cause__
             return
         key = (self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args))
         found = _COMPILED.get(key)
@@ -75,6 +79,19 @@ class Launch:
         with torch.cuda.device(self.device):
             self._compiled = self.fn[self.grid](*args, **self.keywords)
         _COMPILED[key] = (self._compiled, args_functions(args))
+
+
+def _plainly(error: BaseException) -> InterpreterError:
+    """What went wrong inside, said once: the interpreter wraps an error anew in every function that it passes through."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None or isinstance(error, InterpreterError | AssertionError):  # an assertion of a kernel says it all
+        return InterpreterError(str(error))
+    code = frame.tb_frame.f_code
+    return InterpreterError(f"{type(error).__name__} in {code.co_name} ({code.co_filename}:{frame.tb_lineno}): {error}")
 
 
 def _specialisations(fn: Any, args: tuple[Any, ...]) -> list[Any]:

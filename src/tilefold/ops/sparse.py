@@ -9,7 +9,7 @@ import torch
 from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
 from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
-from .sparse_call import Lists, SparseCall, check_call, dense_call, key_of
+from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -89,7 +89,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
 
 
 def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
-    """In the interpreter a read outside a tensor ends the process: look at what says where the sequences lie."""
+    """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
+    check_lists(call.lists)
     if call.packed is not None:
         check_offsets(call.packed, total_q, k.shape[0])
     if call.paged is not None:
@@ -99,6 +100,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     from ..plan.sparse import SparseProblem, plan_sparse
+    from .hopper import disabled
 
     sizes, scale = check_call(q, k, v, call)
     dense = dense_call(call)
@@ -124,7 +126,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         given: SparsePlan = call.plan  # type: ignore[assignment]
         given.check(problem, device)
         return _bind(q, k, v, call, sizes, scale, given, shapes)
-    plan = plan_sparse(problem, device)
+    plan = plan_sparse(problem, device, portable=disabled())
     if plan.kernel == HOPPER_KERNEL:
         found = _hopper(q, k, v, call, scale, plan, shapes)
         if found is not None:
@@ -145,9 +147,10 @@ def _hopper(
     """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
     from ..kernels import hopper
     from . import sparse_hopper
+    from .hopper import warn_portable
 
     if refusal := hopper.refusal():
-        sparse_hopper.warn_portable(refusal)
+        warn_portable("block-sparse", refusal)
         return None
     p = sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
     return p if sparse_hopper.compiles(p, q, k, v, call) else None

@@ -12,6 +12,7 @@ from .attention import describe_box
 from .backward_parts import ROWS, delta_launch, readable, sequence_strides
 from .call import facts_of
 from .device import device_of, interpreting
+from .sparse_call import check_unchanged, versions_of
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .sparse import Lists, SparseCall
     from .sparse_backward_hopper import HopperBound
 
-__all__ = ["SparseAttention", "backward", "check_differentiable", "example_launch"]
+__all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
@@ -58,6 +59,7 @@ class SparseAttention(torch.autograd.Function):
         """Apart from forward, as functorch's transforms want it."""
         ctx.save_for_backward(*inputs[:3], *output)
         ctx.call, ctx.transposed = inputs[3:]
+        ctx.versions = versions_of(ctx.call)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -65,6 +67,7 @@ class SparseAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
+        check_unchanged(ctx.call, ctx.versions)
         dout = torch.zeros_like(out) if dout is None else dout
         rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
         return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]
@@ -112,6 +115,21 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is not None:
         _plan(prepared, call, q)
+
+
+def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> "SparseBackwardPlan":
+    """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
+    if call.paged is not None:
+        raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
+    check_differentiable(q, k, v, call)
+    prepared = sparse.prepare(q, k, v, call)
+    plan = _plan(prepared, call, q)
+    if plan.kernel == HOPPER_KERNEL and call.backward_plan is None:
+        from ..kernels import hopper
+
+        if hopper.refusal() is not None:
+            return _plan(prepared, call, q, portable=True)
+    return plan
 
 
 def backward(
@@ -212,10 +230,11 @@ def _bound(
 
 def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
     from ..plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+    from .hopper import disabled
 
     problem = prepared.plan.problem
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(q.device), portable)
+        return plan_sparse_backward(problem, device_of(q.device), portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
     call.backward_plan.check(problem, device_of(q.device))

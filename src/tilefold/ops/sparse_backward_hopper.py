@@ -7,8 +7,8 @@ import torch
 
 from ..errors import Unsupported
 from .attention import describe_box, head_strides
+from .hopper import warn_portable
 from .sparse import list_strides
-from .sparse_hopper import warn_portable
 
 if TYPE_CHECKING:
     from ..plan.sparse_backward import SparseBackwardPlan
@@ -58,7 +58,7 @@ def bind(
     if refusal := hopper.refusal():
         if call.backward_plan is not None:
             raise Unsupported(f"backward_plan.kernel is {plan.kernel!r}, but {refusal}")
-        warn_portable(refusal)
+        warn_portable("block-sparse", refusal)
         return None
     bound = bound_launches(scale, saved, dout, call, transposed, plan)
     try:
@@ -67,7 +67,7 @@ def bind(
     except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
         if call.backward_plan is not None:
             raise
-        warn_portable(f"its backward pass does not compile: {type(problem).__name__}: {problem}")
+        warn_portable("block-sparse", f"its backward pass does not compile: {type(problem).__name__}: {problem}")
         return None
     return bound
 

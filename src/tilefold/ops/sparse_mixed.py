@@ -33,7 +33,7 @@ def attend_and_fuse(
 ) -> torch.Tensor:
     """gate_branch * branch + gate * sparse attention, branch being like the result; gates, errors: `tilefold.sparse.fuse`."""
     p = sparse.prepare(q, k, v, call)
-    by_rows = all(g is None or g.dim() < 4 for g in (gate_branch, gate))
+    by_rows = all(g is None or (isinstance(g, torch.Tensor) and g.dim() < 4) for g in (gate_branch, gate))
     if p.plan is None or p.plan.kernel != HOPPER_KERNEL or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
@@ -52,7 +52,7 @@ def bind(
     p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
 ) -> "tuple[Launch, Box, tuple[int, ...]]":
     """The launch of this combination, the branch as boxes, and the strides (batch, sequence, heads) of both gates."""
-    from . import sparse_hopper
+    from .hopper import box_of
     from .launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
@@ -62,7 +62,7 @@ def bind(
     for g in (gate_branch, gate):
         strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)
     assert p.plan is not None
-    box = sparse_hopper.box_of(branch, call, p.plan.problem.block_k)
+    box = box_of(branch, call.layout, p.plan.problem.block_k)
     return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), box, strides
 
 

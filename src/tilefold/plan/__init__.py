@@ -3,7 +3,10 @@
 from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.device import DEVICES, Device, device_named
+from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
+from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
 __all__ = [
     "DEVICES",
@@ -14,9 +17,15 @@ __all__ = [
     "Cost",
     "Device",
     "Rejected",
+    "SparseBackwardPlan",
+    "SparsePlan",
+    "SparseProblem",
+    "Tile",
     "attention_cost",
     "bound",
     "device_named",
     "live_pairs",
     "plan_attention",
+    "plan_sparse",
+    "plan_sparse_backward",
 ]

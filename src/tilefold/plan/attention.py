@@ -6,6 +6,8 @@ from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
+from tilefold.plan.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.attention_hopper import hopper_few, hopper_refusal, hopper_shared_bytes, hopper_violation
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.device import Device
 from tilefold.plan.explain import explain
@@ -20,7 +22,7 @@ from tilefold.plan.limits import (
     tile_violation,
 )
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.rules import RULES, Choice, Rule
+from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
 
 __all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention"]
 
@@ -47,7 +49,8 @@ class AttentionPlan:
     """The decision for one problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
-        "attention_forward_varlen" (packed batch, pointer loads).
+        "attention_forward_varlen" (packed batch, pointer loads) or "attention_forward_hopper" (sm_90: Q, K and V by descriptors,
+        two warpgroups fold, a third loads; as many programs as SMs draw the blocks of `grid` from a counter).
     block_m, block_n: queries and keys per tile; block_qk, block_v: head dimensions padded to a power of two.
     num_warps, num_stages, maxnreg: launch options. splits: parts of the key range folded apart (1 in this release).
     grid: programs. buffers: what the host allocates. shared_bytes, programs_per_sm: estimates.
@@ -80,7 +83,7 @@ class AttentionPlan:
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        fault = tile_violation(self.problem, self.device, self.kernel, self.tile)
+        fault = _violation(self.problem, self.device, self.kernel, self.tile)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
         expected = _derived(self.problem, self.tile)
@@ -131,7 +134,7 @@ class AttentionPlan:
         }
         tile = replace(self.tile, **{name: value for name, value in given.items() if value is not None})
         chosen = Choice(self.kernel if kernel is None else kernel, tile)
-        fault = tile_violation(self.problem, self.device, chosen.kernel, tile)
+        fault = _violation(self.problem, self.device, chosen.kernel, tile)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
         replaced = Rejected(
@@ -148,30 +151,31 @@ class AttentionPlan:
         """
         for field in AttentionProblem.__dataclass_fields__:
             made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and field != "descriptors":
+            if made != asked and not field.endswith("descriptors"):
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
         for field in ("backend", "arch"):
             made, asked = getattr(self.device, field), getattr(device, field)
             if made != asked:
                 raise PlanError(f"plan was made for a device with {field}={made!r}, this device has {field}={asked!r}")
-        fault = tile_violation(problem, device, self.kernel, self.tile)
+        fault = _violation(problem, device, self.kernel, self.tile)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
 
 @lru_cache(maxsize=4096)
-def plan_attention(problem: AttentionProblem, device: Device) -> AttentionPlan:
-    """The plan for a problem on a device: pure, the same every time, no GPU needed.
+def plan_attention(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan:
+    """The plan for a problem on a device: pure, the same every time, no GPU needed.  portable: without kernels for one
+    architecture.
 
     Unsupported, naming the argument, if head dims or lengths are beyond the kernels or no tile fits the device.
     """
     require_supported(problem, device)
     rejected: list[Rejected] = []
     for rule in RULES:
-        if not rule.applies(problem, device):
+        if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
             continue
         for choice in rule.choices(problem, device):
-            fault = tile_violation(problem, device, choice.kernel, choice.tile)
+            fault = _violation(problem, device, choice.kernel, choice.tile)
             if fault is None:
                 return _decided(problem, device, rule, choice, tuple(rejected))
             if fault[0] == "grid":
@@ -191,6 +195,13 @@ def _decided(
     return _plan(problem, device, choice, (rule.name, rule.reason, choice.evidence or rule.evidence), alternatives)
 
 
+def _violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that a tile of a kernel breaks, or None."""
+    return (
+        hopper_violation(problem, device, tile) if kernel == HOPPER else tile_violation(problem, device, kernel, tile)
+    )
+
+
 def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
     """The next tile that would fit too: of the deciding rule, else of the rules behind it."""
     listed = rule.choices(problem, device)
@@ -199,7 +210,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
         if later.applies(problem, device):
             behind += [(later, other) for other in later.choices(problem, device)]
     for proposer, other in behind:
-        if other.tile != choice.tile and tile_violation(problem, device, other.kernel, other.tile) is None:
+        if other.tile != choice.tile and _violation(problem, device, other.kernel, other.tile) is None:
             return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
     return ()
 
@@ -216,7 +227,11 @@ def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer:
 def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
     """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
     found = []
-    if choice.kernel != BOX and device.backend != "interpreter":
+    if choice.kernel != HOPPER and device.arch == 90:
+        refusal = hopper_refusal(problem, device)
+        few = hopper_few(problem, device)
+        found.append(Rejected(HOPPER, _sentence(refusal or few or "portable kernels were asked for")))
+    if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
     programs = grid_of(problem, choice.tile.block_m)[0]
@@ -279,8 +294,10 @@ def _plan(
         splits=1,
         grid=grid_of(problem, tile.block_m),
         buffers=_buffers(problem),
-        shared_bytes=shared_bytes(problem, device, tile),
-        programs_per_sm=programs_per_sm(problem, device, choice.kernel, tile),
+        shared_bytes=hopper_shared_bytes(problem, tile)
+        if choice.kernel == HOPPER
+        else shared_bytes(problem, device, tile),
+        programs_per_sm=1 if choice.kernel == HOPPER else programs_per_sm(problem, device, choice.kernel, tile),
         rule=rule,
         reason=reason,
         evidence=evidence,

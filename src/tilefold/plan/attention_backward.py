@@ -117,10 +117,10 @@ class AttentionBackwardPlan:
     def check(self, problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> None:
         """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
 
-        `descriptors` may differ as long as a kernel with boxes is not asked to read tensors that have none."""
+        The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
         for field in AttentionProblem.__dataclass_fields__:
             made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and field != "descriptors":
+            if made != asked and not field.endswith("descriptors"):
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
         if self.bias != bias:
             raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilefold.plan.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.attention_hopper import REGISTERS
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
@@ -114,6 +117,8 @@ def _mask(problem: AttentionProblem) -> list[str]:
 
 
 def _loads(plan: AttentionPlan) -> str:
+    if plan.kernel == HOPPER:
+        return "Q, K and V by descriptor boxes; two warpgroups fold, one warp loads"
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
 
 
@@ -153,6 +158,12 @@ def _tiles(plan: AttentionPlan) -> str:
 def _resources(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return "The interpreter has no limits on shared memory or registers."
+    if plan.kernel == HOPPER:
+        held = accumulator_registers(plan.problem, plan.device, replace(plan.tile, block_m=plan.block_m // 2))
+        return (
+            f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
+            f"{REGISTERS[1]} registers per folding thread for accumulators, 1 program per SM."
+        )
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024
     wanted = registers_estimate(plan.problem, plan.device, plan.kernel, plan.tile)

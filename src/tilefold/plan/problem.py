@@ -10,7 +10,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 
 _SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
-_FLAGS = ("causal", "varlen", "sinks", "descriptors")
+_FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors")
 
 
 def next_power_of_two(n: int) -> int:
@@ -36,7 +36,7 @@ class AttentionProblem:
     score_mods, mask_mods: names of the modifications in the order in which they are applied, such as
         ("softcap", "alibi", "bias", "user") and ("mask", "user").
     sinks: a learned score per head joins each softmax.
-    descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides).
+    descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides); query_descriptors: Q can.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """
@@ -56,6 +56,7 @@ class AttentionProblem:
     mask_mods: tuple[str, ...] = ()
     sinks: bool = False
     descriptors: bool = True
+    query_descriptors: bool = True
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -253,11 +253,12 @@ def _project_dense(
         x = torch.where((valid.transpose(1, 2) if layout == "bshd" else valid)[..., None], x, 0)
     weight = weight.to(x.dtype)
     shared = weight.dim() == 2 or weight.shape[0] == 1
-    if shared and layout == "bshd" and x.stride(2) == x.shape[3]:  # the heads are columns of one product
-        columns = x.flatten(2)
-        rows = torch.bmm(weight.expand(n["batch"], n["blocks"], n["seq"]), columns)
-        return rows.view(n["batch"], n["blocks"], n["kv_heads"], n["dim"])
-    rows = torch.matmul(weight, x.transpose(1, 2) if layout == "bshd" else x)
+    with torch.autocast(x.device.type, enabled=False):  # rows have the dtype of x, as those of a kernel do
+        if shared and layout == "bshd" and x.stride(2) == x.shape[3]:  # the heads are columns of one product
+            columns = x.flatten(2)
+            rows = torch.bmm(weight.expand(n["batch"], n["blocks"], n["seq"]), columns)
+            return rows.view(n["batch"], n["blocks"], n["kv_heads"], n["dim"])
+        rows = torch.matmul(weight, x.transpose(1, 2) if layout == "bshd" else x)
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 

@@ -26,7 +26,7 @@ def fuse(
     Args:
         coarse, fine: the branches, [batch, seq, heads, dim] fp16, bf16 or fp32 of one dtype, dim 1 to 256, any strides with a
             contiguous last dimension.  One may be None: there is no such branch.
-        gate_coarse, gate_fine: any floating dtype and strides, None: 1.  [heads]; [batch, seq, heads], in the order of the
+        gate_coarse, gate_fine: fp16, bf16 or fp32, any strides, None: 1.  [heads]; [batch, seq, heads], in the order of the
             branches; or [batch or 1, seq or 1, heads or 1, dim or 1].  A gate without its branch is refused.
         layout: "bshd" as above, or "bhsd" for branches, out and gates with the heads before the sequence.
         out: where to write the result, of the branches' shape and dtype; may be one of the branches.  Without gradients only.

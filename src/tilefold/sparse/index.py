@@ -5,9 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..errors import ShapeError, ValueRangeError
+from .convert import compressed_rows, map_of_flex, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
-from .validate import check_columns, check_lists, check_record, check_tensor, check_whole, check_within_capacity
+from .validate import (
+    check_csr,
+    check_grid,
+    check_lists,
+    check_record,
+    check_tensor,
+    check_whole,
+    check_within_capacity,
+    lengths_of,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,8 +42,8 @@ class BlockIndex:
         seq_q, seq_k: tokens; Q blocks = ceil(seq_q / block_q) and KV blocks = ceil(seq_k / block_k): the last block
             may be a tail.
         block_sizes: valid tokens at the start of each KV block, int32 [KV blocks], [batch or 1, KV blocks] or [batch
-            or 1, heads or 1, KV blocks], 0 to block_k; None: all.  Block j always begins at token j * block_k; never
-            more than seq_k allows is read.
+            or 1, heads or 1, KV blocks], 0 to block_k (the last block: to what seq_k leaves it); None: all.  Block j
+            always begins at token j * block_k; never more than seq_k allows is read.
         query_sizes: the same for query blocks; a query past it is a row without a live key.
         check: read all values on the host and raise ValueRangeError naming the row that breaks this contract.  Without
             it no value is ever read on the host, and a number out of range is the caller's error.
@@ -211,21 +221,19 @@ class BlockIndex:
         seq_q, seq_k: tokens, by default whole blocks.  capacity: room in each list, by default all KV blocks; a row
         with more keeps its lowest ones (check=True: ValueRangeError instead).  Lists are ascending.  Memory while it
         runs: 5 bytes a map element and 4 a list entry.  The other arguments are the record's."""
-        check_tensor("keep", keep, "batch|1 heads|1 q_blocks kv_blocks", (torch.bool,))
+        check_grid("keep", keep, "batch|1 heads|1 q_blocks kv_blocks", (torch.bool,))
+        seq_q, seq_k = lengths_of("keep", keep.shape[2], keep.shape[3], (seq_q, seq_k), (block_q, block_k))
         room = keep.shape[3] if capacity is None else check_whole("capacity", capacity)
         indices, counts, wanted = map_to_lists(keep, room)
         if check:
-            check_within_capacity(wanted, room)
-        seq_q = keep.shape[2] * block_q if seq_q is None else seq_q
-        seq_k = keep.shape[3] * block_k if seq_k is None else seq_k
-        check_columns("keep", keep, seq_k, block_k)
+            check_within_capacity("keep", wanted, room)
         return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
 
     @classmethod
     def from_indices(
         cls,
         indices: torch.Tensor,
-        counts: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
         *,
         seq_k: int,
         seq_q: int | None = None,
@@ -242,18 +250,20 @@ class BlockIndex:
         sort: put them in ascending order, which makes results independent of the given order to the last bit (16 bytes
         a list entry while it runs); without it int32 tensors are taken as they are, uncopied.  seq_k in tokens; seq_q:
         whole blocks by default."""
-        check_tensor("indices", indices, "batch|1 heads|1 q_blocks capacity", (torch.int32, torch.int64))
+        check_grid("indices", indices, "batch|1 heads|1 q_blocks capacity", (torch.int32, torch.int64))
         if counts is None:
             counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device)
         check_tensor(
             "counts", counts, "batch|1 heads|1 q_blocks", (torch.int32, torch.int64), beside=("indices", indices)
         )
-        seq_q = indices.shape[2] * block_q if seq_q is None else seq_q
-        lists, counts = as_int32(indices), as_int32(counts)
-        given = cls(lists, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
+        seq_q, seq_k = lengths_of("indices", indices.shape[2], None, (seq_q, seq_k), (block_q, block_k))
+        lists, few = as_int32(indices), as_int32(counts)
+        made = cls(lists, few, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes)
+        if check:
+            check_lists(made, (indices, counts))
         if not sort:
-            return given
-        return given.with_tensors(sort_lists(lists, counts, given.kv_blocks), counts, block_sizes, query_sizes)
+            return made
+        return made.with_tensors(sort_lists(lists, few, made.kv_blocks), few, block_sizes, query_sizes)
 
     @classmethod
     def from_topk(
@@ -276,20 +286,18 @@ class BlockIndex:
         scores has a shorter list), +inf always comes first.  Lists are ascending.  Memory while it runs: 17 bytes a
         score and 16 a list entry."""
         floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        check_tensor("scores", scores, "batch|1 heads|1 q_blocks kv_blocks", floats)
+        check_grid("scores", scores, "batch|1 heads|1 q_blocks kv_blocks", floats)
+        seq_q, seq_k = lengths_of("scores", scores.shape[2], scores.shape[3], (seq_q, seq_k), (block_q, block_k))
         if check_whole("k", k) > scores.shape[3]:
             raise ValueRangeError(f"k is {k}, expected 0 to {scores.shape[3]}, the number of KV blocks of scores")
         indices, counts = topk_to_lists(scores.detach(), k)
-        seq_q = scores.shape[2] * block_q if seq_q is None else seq_q
-        seq_k = scores.shape[3] * block_k if seq_k is None else seq_k
-        check_columns("scores", scores, seq_k, block_k)
         return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
 
     @classmethod
     def from_csr(
         cls,
         crow: torch.Tensor,
-        col: torch.Tensor,
+        col: torch.Tensor | None = None,
         *,
         seq_k: int,
         seq_q: int | None = None,
@@ -301,26 +309,22 @@ class BlockIndex:
         check: bool = False,
     ) -> "BlockIndex":
         """From compressed rows, int32 or int64, as `crow_indices()` and `col_indices()` of a torch CSR or BSR tensor
-        give them.
+        give them.  With check=True rows that leave out an entry are refused, too: crow must rise from 0 to the number of
+        entries.
 
         crow [Q blocks + 1], [heads, Q blocks + 1] or [batch, heads, Q blocks + 1]; col [entries] with the same leading
         dimensions: each (batch, head) has its own compressed rows, all with as many entries.  Lists keep the order of
         col (torch's is ascending).  capacity: as in `from_map`, by default min(entries, KV blocks).  Memory while it runs: 24
         bytes a list entry."""
-        forms = "{0} / heads {0} / batch heads {0}"
-        kinds = (torch.int32, torch.int64)
-        check_tensor("crow", crow, forms.format("offsets"), kinds)
-        check_tensor("col", col, forms.format("entries"), kinds, beside=("crow", crow))
-        if crow.shape[:-1] != col.shape[:-1] or crow.shape[-1] == 0:
-            raise ShapeError(
-                f"crow has shape {tuple(crow.shape)} and col {tuple(col.shape)}: expected [..., Q blocks + 1] and [..., entries]"
-            )
-        blocks = -(-check_whole("seq_k", seq_k) // check_whole("block_k", block_k, 1))
+        col = compressed_rows(crow, col)
+        seq_q, seq_k = lengths_of("crow", crow.shape[-1] - 1, None, (seq_q, seq_k), (block_q, block_k))
+        blocks = -(-seq_k // block_k)
         room = min(col.shape[-1], blocks) if capacity is None else check_whole("capacity", capacity)
+        if check:
+            check_csr(crow, col, blocks)
         indices, counts, wanted = csr_to_lists(padded(crow, 3), padded(col, 3), room)
         if check:
-            check_within_capacity(wanted, room)
-        seq_q = (crow.shape[-1] - 1) * block_q if seq_q is None else seq_q
+            check_within_capacity("crow", wanted, room)
         return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
 
     @classmethod
@@ -329,16 +333,7 @@ class BlockIndex:
 
         The element mask inside partial blocks does not come along: give it to the call as mask_mod.  capacity: as in
         `from_map`.  Memory while it runs: that of two `to_map` and a `from_map`."""
-        if not hasattr(mask, "kv_num_blocks") or not hasattr(mask, "kv_indices"):
-            raise DtypeError(
-                f"mask must be a BlockMask of torch.nn.attention.flex_attention, got {type(mask).__name__}"
-            )
-        seq_q, seq_k = mask.seq_lengths
-        block_q, block_k = mask.BLOCK_SIZE
-        blocks = -(-seq_k // block_k)
-        keep = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
-        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            keep = keep | lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
+        keep, (block_q, block_k), (seq_q, seq_k) = map_of_flex(mask)
         return cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
                             check=check)  # fmt: skip
 
@@ -362,22 +357,10 @@ class BlockIndex:
         """From a function of block coordinates (batch, head, q_block, kv_block), int64 [B, 1, 1, 1], [1, H, 1, 1], [Q
         blocks, 1] and [1, KV blocks], to a bool tensor that broadcasts with them; see `tilefold.sparse` for ready ones.
 
-        A predicate that does not look at batch or head gives lists that are shared over them.  seq_q, seq_k in tokens;
+        A predicate that does not look at batch or head gives lists that are shared over them.  One that was made for lengths,
+        blocks or a grid (`causal_blocks`, `video_window`) has to be used with them: ValueRangeError.  seq_q, seq_k in tokens;
         capacity and memory as in `from_map`.  device: torch's default if None."""
-        sizes = [check_whole(n, v) for n, v in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k))]
-        rows, columns = (-(-s // check_whole("block", b, 1)) for s, b in ((sizes[2], block_q), (sizes[3], block_k)))
-        i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
-        keep = predicate(i_b[:, None, None, None], i_h[None, :, None, None], i_q[:, None], i_k[None, :])
-        if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.dim() > 4:
-            kind = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
-            raise DtypeError(f"predicate must return a bool tensor of at most 4 dimensions, got {kind}")
-        keep = padded(keep, 4)
-        if any(n not in (1, m) for n, m in zip(keep.shape, (batch, heads, rows, columns), strict=True)):
-            raise ShapeError(
-                f"predicate returned shape {tuple(keep.shape)}, which does not broadcast to [batch, heads, Q blocks, "
-                f"KV blocks] = {[batch, heads, rows, columns]}"
-            )
-        keep = keep.expand(*keep.shape[:2], rows, columns)
+        keep = map_of_predicate(predicate, (batch, heads), (seq_q, seq_k), (block_q, block_k), device)
         return cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, block_sizes=block_sizes,
                             query_sizes=query_sizes, capacity=capacity, check=check)  # fmt: skip
 

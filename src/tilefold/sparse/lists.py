@@ -93,9 +93,9 @@ def csr_to_lists(
 
     In the order of col.  Memory beside the result: 24 bytes a list entry."""
     wanted = crow.diff(dim=-1).to(torch.int32).contiguous()
-    counts = wanted.clamp(max=capacity)
+    counts = wanted.clamp(0, capacity)
     if col.shape[-1] == 0 or capacity == 0:
         return wanted.new_zeros(*wanted.shape, capacity), torch.zeros_like(wanted), wanted
     place = crow[..., :-1, None].long() + torch.arange(capacity, device=crow.device)
-    place = place.clamp_(max=col.shape[-1] - 1).flatten(-2)
+    place = place.clamp_(0, col.shape[-1] - 1).flatten(-2)  # no read outside col, whatever crow holds
     return as_int32(col.gather(-1, place)).view(*wanted.shape, capacity), counts, wanted

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import sparse_attention
-from ..errors import DtypeError, Unsupported, ValueRangeError
+from ..errors import DtypeError, ValueRangeError
 from ..ops.call import Call
 from ..ops.library import is_traced
 from ..ops.sparse_call import Lists, SparseCall
@@ -17,7 +17,7 @@ from .coarse import coarse as coarse_stage
 from .fuse import fuse
 from .index import BlockIndex
 from .select import select as select_stage
-from .streaming import VideoCache, attend_cache
+from .streaming import VideoCache, attend_cache, refuse_gradients
 
 __all__ = ["CoarseOptions", "SelectOptions", "Stages", "sparse_video_attention"]
 
@@ -126,8 +126,9 @@ def sparse_video_attention(
     Args:
         q: [batch, seq, heads, dim] fp16, bf16 or fp32, in blocks (`GridTiling.tile`); any strides with a contiguous
             last dimension.
-        k: [batch, seq, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
-        v: [batch, seq, kv_heads, dim_v], dtype of q.
+        k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.  With another length than q's, queries
+            are the last of the tokens: so forced blocks are counted.
+        v: [batch, seq_k, kv_heads, dim_v], dtype of q.
         coarse: the coarse stage's options; None: no coarse branch, the fine one attends the lists of `index`.
         select: the selection's options; None: its defaults.
         weight_k, weight_v: the coarse branch's projections, [block] or [kv_heads, block] with the kind "block", [blocks, seq] or
@@ -136,7 +137,8 @@ def sparse_video_attention(
             order of `layout`; None: 1.
         index: lists to attend instead of selected ones; only with coarse None.
         cache: a `VideoCache` that grows: k and v (whole blocks) are appended, block_sizes are theirs, and q, the last of all
-            tokens, attends everything that the cache then holds.  Forward only, coarse.kind "block"; old rows are not made again.
+            tokens, attends everything that the cache then holds (a select.sparsity
+            is a share of that).  Forward only, coarse.kind "block"; old rows are not made again.
         scale: of both branches' scores; None: 1 / sqrt(dim).
         block: tokens of a query and of a KV block.
         block_sizes, query_sizes: valid tokens at the start of each KV and query block, as for `BlockIndex`; None: all.
@@ -157,19 +159,17 @@ def sparse_video_attention(
     if cache is not None:
         if coarse is None or index is not None:
             raise ValueRangeError("cache was given with coarse=None or an index: a cache selects by its own rows")
-        _check_cache(cache, q, coarse, block)
+        _check_cache(cache, coarse, block)
+        refuse_gradients(q=q, gate_coarse=gate_coarse, gate_fine=gate_fine)
+        before = cache.tokens
         cache.append(k, v, weight_k=weight_k, weight_v=weight_v, block_sizes=block_sizes, layout=layout)
         gates: dict[str, Any] = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
-        out, stages = attend_cache(
-            q,
-            cache,
-            coarse=coarse,
-            select=select or SelectOptions(),
-            **gates,
-            scale=scale,
-            query_sizes=query_sizes,
-            layout=layout,
-        )
+        shared: dict[str, Any] = {"scale": scale, "query_sizes": query_sizes, "layout": layout}
+        try:
+            out, stages = attend_cache(q, cache, coarse=coarse, select=select or SelectOptions(), **gates, **shared)
+        except BaseException:  # a call that failed has appended nothing
+            cache.take_back(before)
+            raise
         return (out, stages) if return_stages else out
     if coarse is None:
         return _listed(q, k, v, index, gate_fine, scale, layout, return_stages,
@@ -230,7 +230,7 @@ def _listed(
     return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
 
 
-def _check_cache(cache: VideoCache, q: torch.Tensor, coarse: CoarseOptions, block: int) -> None:
+def _check_cache(cache: VideoCache, coarse: CoarseOptions, block: int) -> None:
     """Everything that would stop the call after the cache has grown."""
     if not isinstance(cache, VideoCache):
         raise DtypeError(f"cache must be a VideoCache or None, got {type(cache).__name__}")
@@ -240,8 +240,6 @@ def _check_cache(cache: VideoCache, q: torch.Tensor, coarse: CoarseOptions, bloc
         raise ValueRangeError(
             f"coarse.kind must be 'block' with a cache, got {coarse.kind!r}: others need all tokens at once"
         )
-    if torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad:
-        raise Unsupported("q requires a gradient, but a cache passes none: call under torch.no_grad()")
 
 
 def _check_records(coarse: object, select: object, layout: object) -> None:

@@ -98,7 +98,7 @@ def make_call(
         if not isinstance(least, torch.Tensor) and least > room:
             raise ValueRangeError(f"min_blocks is {least:g}, more than capacity, {room}")
     elif bounds[1] is not None:
-        room = blocks if isinstance(most, torch.Tensor) else int(most)
+        room = blocks if isinstance(most, torch.Tensor) or force is not None else int(most)
     elif method == "top_k" and not isinstance(amount[0], torch.Tensor) and not isinstance(least, torch.Tensor):
         room = max(int(amount[0]), int(least), forced)
     else:

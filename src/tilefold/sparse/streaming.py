@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import sparse_attention, sparse_attention_paged
-from ..check import FLOATS, TensorSpec, bind
+from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..types import Layout
 from .coarse import attend_rows, project
@@ -18,7 +18,7 @@ from .select import select as select_blocks
 if TYPE_CHECKING:
     from .pipeline import CoarseOptions, SelectOptions
 
-__all__ = ["VideoCache", "attend_cache"]
+__all__ = ["VideoCache", "attend_cache", "refuse_gradients"]
 
 
 class VideoCache:
@@ -124,8 +124,7 @@ class VideoCache:
         the caller's part that they stay within the capacity.  Raises ShapeError if there is no room; Unsupported for what
         requires a gradient.
         """
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v) if isinstance(t, torch.Tensor)):
-            raise Unsupported("k or v requires a gradient, but a cache passes none: call under torch.no_grad()")
+        refuse_gradients(k=k, v=v, weight_k=weight_k, weight_v=weight_v)
         if layout == "bhsd":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         self._check(k, v)
@@ -154,6 +153,16 @@ class VideoCache:
         self.lengths += new
         self.tokens += new
 
+    def take_back(self, tokens: int) -> None:
+        """Forget what was appended since there were `tokens` tokens."""
+        added = self.tokens - tokens
+        self.lengths -= added
+        blocks = self.lengths[:, None].long() // self.block + torch.arange(
+            added // self.block, device=self.lengths.device
+        )
+        self.block_sizes[torch.arange(self.batch, device=blocks.device)[:, None], blocks] = 0
+        self.tokens = tokens
+
     def _places(self, batch: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where tokens lie: (batch entry, token), or (page, row)."""
         if self.block_table is None or self.page_size is None:
@@ -173,6 +182,13 @@ class VideoCache:
             raise ShapeError(f"k has {k.shape[1]} tokens: a cache grows by whole blocks of {self.block}")
 
 
+def refuse_gradients(**tensors: torch.Tensor | None) -> None:
+    """Unsupported, naming the tensor, if one of them would put the cache into a graph."""
+    for name, t in tensors.items():
+        if torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad:
+            raise Unsupported(f"{name} requires a gradient, but a cache passes none: call under torch.no_grad()")
+
+
 def attend_cache(
     q: torch.Tensor,
     cache: VideoCache,
@@ -190,6 +206,9 @@ def attend_cache(
     q: [batch, seq_q, heads, dim], the last seq_q tokens that were appended.  Forward only."""
     from .pipeline import Stages
 
+    queries = q.shape[1 if layout == "bshd" else 2]
+    if queries > cache.tokens:
+        raise ShapeError(f"q has {queries} tokens, but the cache holds {cache.tokens}: queries are the last of them")
     sizes: dict[str, Any] = {"block_sizes": cache.block_sizes, "query_sizes": query_sizes}
     shared: dict[str, Any] = {"scale": scale, "layout": layout}
     rows_k, rows_v, k, v = cache.rows_k, cache.rows_v, cache.k, cache.v
@@ -198,10 +217,10 @@ def attend_cache(
     rough = attend_rows(q, rows_k, rows_v, reduction=coarse.reduction, block=cache.block, **sizes, **shared)
     chosen = select_blocks(
         rough.scores,
-        **{**select.arguments(), **_forced(select, cache, rough.scores)},
+        **{**select.arguments(), **_share(select, cache), **_forced(select, cache, rough.scores)},
         block_q=cache.block,
         block_k=cache.block,
-        seq_q=q.shape[1 if layout == "bshd" else 2],
+        seq_q=queries,
         seq_k=cache.capacity,
         **sizes,
     )
@@ -213,6 +232,23 @@ def attend_cache(
         )  # fmt: skip
     out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
+
+
+def _share(select: "SelectOptions", cache: VideoCache) -> dict[str, Any]:
+    """A sparsity is a share of the blocks that are there, not of those that there is room for."""
+    sparsity = select.sparsity
+    if select.method != "top_k" or sparsity is None:
+        return {}
+    live = (cache.lengths // cache.block).double()[:, None, None]
+    if isinstance(sparsity, torch.Tensor):
+        wide = sparsity[:, None] if sparsity.dim() == 1 else sparsity
+        return {"sparsity": None, "top_k": ((1.0 - wide.double()) * live).round().clamp(min=1.0)}
+    check_number("sparsity", sparsity, low=0.0)
+    found: dict[str, Any] = {"sparsity": None, "top_k": ((1.0 - sparsity) * live).round().clamp(min=1.0)}
+    others = (select.capacity, select.max_blocks, select.force, select.local_window)
+    if all(o is None for o in others) and not select.force_self and isinstance(select.min_blocks, int):
+        found["capacity"] = max(1, round((1.0 - sparsity) * cache.blocks), select.min_blocks, select.force_first)
+    return found
 
 
 def _forced(select: "SelectOptions", cache: VideoCache, scores: torch.Tensor) -> dict[str, Any]:

@@ -157,6 +157,21 @@ def clear_rows(tile, live, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @jit
+def reciprocal(l, ROW: gl.constexpr):
+    """1 / the row's sum, from l [M, 4]: four partial sums a row; 0 where no key was live.  A NaN stays visible."""
+    total = gl.convert_layout(gl.sum(l, 1), ROW)
+    return gl.where(total == 0.0, 0.0, 1.0 / total)
+
+
+@jit
+def store_lse(lse, m, l, rows, live, ROW: gl.constexpr):
+    """The logarithm of the row's sum, natural, to the first `rows` of 64 places at `lse`; -inf from row `live` on."""
+    o_r = gl.arange(0, 64, layout=ROW)
+    value = (m + gl.log2(gl.convert_layout(gl.sum(l, 1), ROW))) * LN2
+    gl.store(lse + o_r, gl.where(o_r < live, value, float("-inf")), mask=o_r < rows)
+
+
+@jit
 def _pack(lo, hi, DTYPE: gl.constexpr):
     """Two fp32 to one register of two 16-bit values, rounded to nearest even."""
     if DTYPE == gl.bfloat16:

@@ -30,7 +30,6 @@ from .gluon import (
     wgmma_wait,
 )
 from .parts import (
-    LN2,
     LOG2E,
     LOWEST,
     clear_rows,
@@ -44,9 +43,11 @@ from .parts import (
     place_of_item,
     quad_sums,
     read_ticket,
+    reciprocal,
     rescale,
     softmax_step,
     store_accumulator,
+    store_lse,
     units_of_list,
 )
 
@@ -196,11 +197,7 @@ def _gate_rows(gate, i_b, i_h, row, rows, strides, ROW: gl.constexpr):
 def _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_om, MIXED: gl.constexpr, DTYPE: gl.constexpr,
             ROW_S: gl.constexpr, ROW_O: gl.constexpr):  # fmt: skip
     """Divide, mix and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
-    l = gl.sum(l, 1)
-    o_r = gl.arange(0, 64, layout=ROW_O)
-    # l is 0 only if no key was live; a NaN score makes l NaN and must stay visible
-    factor = gl.where(gl.convert_layout(l, ROW_O) == 0.0, 0.0, 1.0 / gl.convert_layout(l, ROW_O))
-    dead = gl.expand_dims(o_r >= live, 1)
+    factor = reciprocal(l, ROW_O)
     if MIXED & GATE:
         factor = factor * gate
     acc = acc * gl.expand_dims(factor, 1)
@@ -208,10 +205,8 @@ def _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_o
         if MIXED & BRANCH_GATE:
             branch = branch * gl.expand_dims(gate_branch, 1)
         acc = acc + branch
-    acc = gl.where(dead, 0.0, acc)
-    o_s = gl.arange(0, 64, layout=ROW_S)
-    value = (m + gl.log2(gl.convert_layout(l, ROW_S))) * LN2
-    gl.store(lse + o_s, gl.where(o_s < live, value, float("-inf")), mask=o_s < rows)
+    acc = gl.where(gl.expand_dims(gl.arange(0, 64, layout=ROW_O) >= live, 1), 0.0, acc)
+    store_lse(lse, m, l, rows, live, ROW_S)
     store_accumulator(out, acc, rows, stride_om, DTYPE)
 
 

@@ -1,0 +1,60 @@
+"""What the host does for all Gluon kernels: their boxes, the counter they draw work from, and the way back without them."""
+
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..types import Layout
+from .attention import describe_box
+
+if TYPE_CHECKING:
+    from .launch import Box
+
+__all__ = ["DISABLE", "box_of", "disabled", "tickets", "warn_portable"]
+
+DISABLE = "TILEFOLD_DISABLE_HOPPER"
+_WARNED: set[str] = set()
+_COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
+
+
+def disabled() -> bool:
+    """Whether the environment asks for portable kernels; looked at when a call of some shape is made for the first time."""
+    return os.environ.get(DISABLE, "0") not in ("", "0")
+
+
+def box_of(t: torch.Tensor, layout: Layout, rows: int) -> "Box":
+    """Boxes of 64 columns: 128 bytes, the widest that the copy engine swizzles."""
+    from ..kernels.hopper.gluon import TensorDescriptor, gl
+
+    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
+    shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, 64], dtype)
+    return describe_box(t, layout, rows, 64, TensorDescriptor, shared)
+
+
+def tickets(device: torch.device) -> torch.Tensor:
+    """A counter that is 0, from which the programs draw their work; a launch leaves it at 0 again.
+
+    One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
+    each captured launch has its own, set to 0 by the graph itself."""
+    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    import triton
+
+    key = device.index, triton.runtime.driver.active.get_current_stream(device.index)
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
+
+
+def warn_portable(kind: str, why: str) -> None:
+    """Say once a reason that a portable kernel serves; kind: "block-sparse" or "dense"."""
+    if why not in _WARNED:
+        _WARNED.add(why)
+        warnings.warn(
+            f"the {kind} kernel for this GPU cannot be used, a portable one serves instead ({why})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
