@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import Prepared, head_strides
+from .attention import Prepared, head_strides, hooks_of, kind_of
 from .call import UNBOUNDED, Call
 from .hopper import box_of, require, tickets
 
@@ -25,7 +25,7 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ..device import ranges
+    from ..device import mods, ranges
     from ..plan.attention_hopper import KEYS, REGISTERS, hopper_programs
     from ..plan.hopper import PRODUCER_REGISTERS
     from .launch import Launch
@@ -34,10 +34,9 @@ def bind(
     from ..kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    kind = ranges.FULL if window == (-1, -1) else ranges.CAUSAL if window == (-1, 0) else ranges.WINDOW
     at_launch, folding = REGISTERS
     constants = {
-        "KIND": kind.value,
+        "KIND": kind_of(ranges, window),
         "D": n.dim_qk,
         "SLOTS": plan.num_stages,
         "FENCE": n.dim_qk == 128,
@@ -56,7 +55,8 @@ def bind(
         strides=head_strides(torch.empty(shapes[0], device="meta"), call.layout),
         boxes=tuple(box_of(t, call.layout, rows) for t, rows in ((q, 64), (k, KEYS), (v, KEYS))),
         launch=Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0),
-        keep=(call.score_mod, call.mask_mod, call.plan),
+        mods=mods,
+        keep=hooks_of(call),
     )
 
 
