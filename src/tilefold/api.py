@@ -6,8 +6,9 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.call import Call, Packed, needs_gradient, refuse_tangents, value_of
-from .ops.library import HOOKS, dispatched, is_traced
+from .ops.call import Call, Packed, args_of, check_kinds, value_of
+from .ops.library import HOOKS, dispatched
+from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
+    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, None, plan, score_grad, backward_plan)  # fmt: skip
     out, lse = _run(q, k, v, call)
@@ -139,6 +141,7 @@ def attention_varlen(
 
     Source: the packed layout and its names are flash-attention's (https://github.com/Dao-AILab/flash-attention).
     """
+    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, packed, plan, score_grad, backward_plan)  # fmt: skip
@@ -174,11 +177,11 @@ def _prepared(
     """The record of a call given by keywords, which has a plan, and the call."""
     options.pop("return_lse", None)
     packed = {key: options.pop(key, None) for key in _PACKED}
+    for option in options:
+        if option not in _OPTIONS:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
     if any(value is not None for value in packed.values()):
         options["packed"] = Packed(*packed.values())
-    for option in options:
-        if option not in Call._fields:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
     call = _resolved(_tidy(Call(**options)))
     prepared = _ops.prepare(q, k, v, call)
     if prepared.plan is None:
@@ -189,21 +192,26 @@ def _prepared(
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = set(Call._fields) - {"packed"}
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager, with a node for autograd if one is needed; through torch's dispatcher when traced."""
     call = _tidy(call)
     compiling = torch.compiler.is_compiling()
-    # torch.func takes autograd functions, not the dispatcher's
-    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
-    if compiling or (not transformed and is_traced(q, k, v, call)):
+    transformed = not compiling and is_transformed()
+    tensors: tuple[Any, ...] = (q, k, v, call.alibi_slopes, call.bias, call.sinks)
+    if compiling or (not transformed and is_watched((*tensors, call.mask))):
         return dispatched(q, k, v, call)
     call = _resolved(call)
-    if transformed or (torch.is_grad_enabled() and needs_gradient(q, k, v, call)):
+    if call.score_args != () or call.mask_args != ():
+        tensors += tuple(args_of(call).values())
+    if transformed or (torch.is_grad_enabled() and wants_gradient(tensors)):
         from .ops.attention_backward import Attention, split  # here: `import tilefold` stays light
 
-        refuse_tangents(q, k, v, call)
+        others = {"alibi_slopes": call.alibi_slopes, **args_of(call)}
+        refuse_tangents({"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, **others})
+        refuse_gradients(others.items(), "q, k, v, bias and sinks")
         bare, tensors = split(call)
         out, lse = Attention.apply(bare, q, k, v, *tensors)  # type: ignore[no-untyped-call]
         return out, lse

@@ -70,8 +70,9 @@ def attention_backward_keys(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As attention_backward_queries; DK like K, DV like V.  ALONE: the group is one head, and there is no loop over it (20 %
-    faster).  BOX: Q and DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
+    """As attention_backward_queries; DK like K, DV like V.  ALONE: the group is one head, and there is no loop over it (in the
+    block-sparse kernel, of which this is the dense form, that was 20 % faster).  BOX: Q and DOut are descriptors of
+    [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
     Grid (cdiv(Sk, BLOCK_N) * H/group * B,), the longest tiles of a causal band first.
 
     One loop for edges and interior: with a loop for each, as in attention_backward_queries, dk and dv pass from one to the next

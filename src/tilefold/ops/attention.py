@@ -27,6 +27,7 @@ from .call import (
     window_of,
 )
 from .device import device_of, interpreting
+from .records import remember
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ..plan import AttentionPlan, AttentionProblem
@@ -47,7 +48,6 @@ __all__ = [
     "problem_of",
 ]
 
-CACHE_LIMIT = 4096
 HOPPER_KERNEL = "attention_forward_hopper"
 
 
@@ -92,10 +92,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 

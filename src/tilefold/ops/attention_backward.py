@@ -8,10 +8,11 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import attention
-from .attention import boxable, describe_box, kind_of
-from .backward_parts import ROWS, delta_launch, readable, sequence_strides
+from .attention import kind_of
+from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
+from .watch import wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.attention import AttentionPlan
@@ -25,21 +26,13 @@ SINK_ROWS = 1024
 
 
 @dataclass(slots=True)
-class Bound:
-    """The launches of a backward pass, each with the arguments that do not change from call to call."""
+class DenseBound(Bound):
+    """And those of the gradients of bias and sinks."""
 
-    plan: "AttentionBackwardPlan"
-    delta: Any
-    delta_tail: tuple[Any, ...]
-    queries: Any
-    queries_tail: tuple[Any, ...]
-    keys: Any
-    keys_tail: tuple[Any, ...]
     bias: Any
     bias_tail: tuple[Any, ...]
     sinks: Any
     sinks_tail: tuple[Any, ...]
-    boxes: tuple[Any, ...]  # of k, v, q, dout where they stream by; or none
 
 
 class Attention(torch.autograd.Function):
@@ -51,7 +44,8 @@ class Attention(torch.autograd.Function):
         bare: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = joined(bare, tensors)
-        check_differentiable(q, k, v, call)
+        if wants_gradient((q, k, v, *tensors)):  # not if only functorch watches: then the backward pass says so
+            check_differentiable(q, k, v, call)
         return attention.forward(q, k, v, call)
 
     @staticmethod
@@ -140,17 +134,7 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
-    if call.score_mod is not None and call.score_grad is None:
-        raise Unsupported(
-            "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
-            "arguments that returns the derivative of the new score by the given one"
-        )
-    named = [("alibi_slopes", call.alibi_slopes)]
-    for name, args in (("score_args", call.score_args), ("mask_args", call.mask_args)):
-        named += [(f"{name}[{i}]", arg) for i, arg in enumerate(args)]
-    for name, tensor in named:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise Unsupported(f"{name} requires a gradient, but only q, k, v, bias and sinks get one: detach() it")
+    require_score_grad(call.score_mod, call.score_grad)
     if prepared.plan is not None:
         backward_plan_of(prepared.plan, call, q, call.bias is not None and call.bias.requires_grad)
 
@@ -165,11 +149,16 @@ def backward(
     """Gradients of q, k, v, bias and sinks, each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v,
     out, lse of the forward pass; dout like out, dlse like lse or None."""
     q, k, v, out, lse = saved
+    require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
-    targets = (q, k, v, call.bias, call.sinks)
     grads: list[Any] = [None] * 5
-    if prepared.plan is None:
-        return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
+    if prepared.plan is None:  # dk and dv come together, as from the kernel
+        targets = (q, k, v, call.bias, call.sinks)
+        made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:])
+        return tuple(
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None
+            for t, w in zip(targets, made, strict=True)
+        )
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
@@ -201,7 +190,7 @@ def backward(
 
 
 def _bias_gradient(
-    bound: Bound, bias: torch.Tensor, inputs: tuple[Any, ...], offsets: tuple[Any, ...], hooks: tuple[Any, ...]
+    bound: DenseBound, bias: torch.Tensor, inputs: tuple[Any, ...], offsets: tuple[Any, ...], hooks: tuple[Any, ...]
 ) -> torch.Tensor:
     """Straight into the gradient, or through fp32 shares that are added in order."""
     if bound.bias is None:  # there are no keys
@@ -227,22 +216,17 @@ def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple
 
 def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bias: bool) -> "AttentionBackwardPlan":
     """The plan of the backward pass of a call whose forward plan is given; with_bias: the bias gets a gradient."""
-    from dataclasses import replace
-
     from ..plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
-    # dout has the head dim of V, and its copy, if one is made, no other strides than that gives.
-    whole = plan.problem.dim_v * q.element_size() % 16 == 0
-    problem = replace(plan.problem, descriptors=plan.problem.descriptors and boxable(q) and whole)
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(problem, device_of(q.device), bias)
+        return plan_attention_backward(plan.problem, device_of(q.device), bias)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
     # A plan with the gradient of the bias also serves a backward pass that is not asked for it.
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
-    given.check(problem, device_of(q.device), given.bias if spare and not with_bias else bias)
+    given.check(plan.problem, device_of(q.device), given.bias if spare and not with_bias else bias)
     return given
 
 
@@ -253,11 +237,11 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> Bound:
+) -> DenseBound:
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
-    key = facts_of(dout), facts_of(tensors[3]), dlse is None, with_bias
-    found: Bound | None = prepared.backward.get(key)
+    key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias
+    found: DenseBound | None = prepared.backward.get(key)
     if found is None:
         plan = backward_plan_of(prepared.plan, call, tensors[0], with_bias)
         found = prepared.backward[key] = _bind(prepared.scalars[0], tensors, dout, call, plan)
@@ -266,7 +250,7 @@ def _bound(
 
 def _bind(
     scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
-) -> Bound:
+) -> DenseBound:
     from ..kernels import attention_backward as kernels
 
     q, k, v, out = tensors
@@ -283,16 +267,16 @@ def _bind(
     band = tuple(UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     boxed = plan.kernel == "attention_backward_box"
     queries, keys, _ = plan.grids
-    return Bound(
+    return DenseBound(
         plan,
         delta_launch(n, rows * (1 if packed else n.batch), rows, wide, device),
         (rows, n.heads, *sequence_strides(out, call.layout), *strides[3]),
-        _tiled(kernels.attention_backward_queries, plan.queries, queries, {**constants, "BOX": boxed}, device),
+        tiled(kernels.attention_backward_queries, plan.queries, queries, {**constants, "BOX": boxed}, device),
         (scale, n.seq_q, n.seq_k, n.heads, group, *band, *inputs, *grad_strides[0], *lse_strides),
-        _tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
+        tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *band, *inputs, *grad_strides[1], *grad_strides[2], *lse_strides),
+        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
-        _boxes(plan, (q, k, v, dout), call) if boxed else (),
     )  # fmt: skip
 
 
@@ -317,7 +301,7 @@ def _bind_terms(
     sinks_tail: tuple[Any, ...] = ()
     if plan.bias:
         chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
-        bias = _tiled(kernels.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
+        bias = tiled(kernels.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
         bias_tail = (scale, n.seq_q, n.seq_k, n.batch, n.heads, n.group, *band, *plan.bias[:2], *inputs, *lse_strides)
     if call.sinks is not None:
         grid = (n.heads * n.batch, 1, 1)
@@ -338,23 +322,6 @@ def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
     }
-
-
-def _tiled(fn: Any, tile: Any, grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
-    """None for an empty grid: there are no keys."""
-    from .launch import Launch
-
-    constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(fn, grid, constants, options, device) if grid[0] else None
-
-
-def _boxes(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], call: Call) -> tuple[Any, ...]:
-    """Descriptors of q, k, v, dout, each as the kernel that it streams through reads it."""
-    n = plan.problem
-    rows = (plan.keys.block_m, plan.queries.block_n, plan.queries.block_n, plan.keys.block_m)
-    widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
-    return tuple(describe_box(t, call.layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -20,9 +20,11 @@ __all__ = [
     "Call",
     "Packed",
     "Paged",
+    "args_of",
     "check_heads",
     "check_hooks",
     "check_integer",
+    "check_kinds",
     "check_offsets",
     "check_options",
     "check_pages",
@@ -31,8 +33,6 @@ __all__ = [
     "facts_of_args",
     "is_plain",
     "key_of",
-    "needs_gradient",
-    "refuse_tangents",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -178,32 +178,10 @@ def value_of(hook: Any) -> Any:
     return hook.value if isinstance(hook, Constant) else hook
 
 
-def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    """Whether a tensor of the call requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
-    args = call.score_args if type(call.score_args) is tuple else ()
-    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
-        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
-            return True
-    return False
-
-
-def refuse_tangents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
-    """Unsupported if a tensor carries a forward-mode tangent."""
-    if not _in_forward_mode():
-        return
-    named = {"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, "alibi_slopes": call.alibi_slopes}
-    named |= {f"score_args[{i}]": a for i, a in enumerate(call.score_args if type(call.score_args) is tuple else ())}
-    for name, t in named.items():
-        if isinstance(t, torch.Tensor) and _has_tangent(t):
-            raise Unsupported(f"{name} carries a forward-mode tangent, but there are reverse-mode gradients only")
-
-
-def _in_forward_mode() -> bool:
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def _has_tangent(t: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+def args_of(call: Any) -> dict[str, Any]:
+    """The args of both mods by name; what is no tuple is for the checks to find."""
+    both = (("score_args", call.score_args), ("mask_args", call.mask_args))
+    return {f"{name}[{i}]": arg for name, args in both if type(args) is tuple for i, arg in enumerate(args)}
 
 
 # ---------------------------------------------------------------- the checks
@@ -274,6 +252,18 @@ def check_options(call: Call) -> None:
                 raise ValueRangeError(f"{name} must be at least 0, got {value}")
     _check_mod("score", call.score_mod, call.score_args)
     _check_mod("mask", call.mask_mod, call.mask_args)
+
+
+def check_kinds(return_lse: object, backward_plan: object = None, plans: str = "") -> None:
+    """What no cached record depends on, so that it is looked at in every call; plans: the class of a backward plan."""
+    if return_lse is not True and return_lse is not False:
+        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    if backward_plan is not None and not isinstance(backward_plan, Constant):
+        from .. import plan
+
+        if not isinstance(backward_plan, getattr(plan, plans)):
+            article = "an" if plans.startswith("A") else "a"
+            raise DtypeError(f"backward_plan must be {article} {plans} or None, got {type(backward_plan).__name__}")
 
 
 def check_integer(name: str, value: object) -> None:

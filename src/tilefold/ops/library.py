@@ -14,6 +14,8 @@ from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
 from .call import Call, Packed, check_options, shapes_of
+from .hopper import inside_operator
+from .watch import refuse_gradients
 
 __all__ = [
     "HOOKS",
@@ -21,9 +23,9 @@ __all__ = [
     "attention_op",
     "describe_args",
     "dispatched",
-    "is_traced",
     "named",
     "named_values",
+    "refuse_unserved",
 ]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,7 +62,8 @@ def attention_op(
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout)  # fmt: skip
-    return forward(q, k, v, call._replace(**mods))
+    with inside_operator():
+        return forward(q, k, v, call._replace(**mods))
 
 
 @attention_op.register_fake
@@ -156,7 +159,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     tensors, mod_tensors = saved[:9], list(saved[9:])
     need = ctx.needs_input_grad
     options, numbers = ctx.rest
-    refuse_unserved(need[3], options[-1], mod_tensors)
+    refuse_unserved("attention", "q, k, v, bias and sinks", options[-1], mod_tensors, tensors[3])
     wanted = [bool(need[i]) for i in (0, 1, 2, 4, 6)]
     grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers)
     dq, dk, dv, dbias, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
@@ -165,14 +168,15 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, None
 
 
-def refuse_unserved(slopes: bool, hooks: str, mod_tensors: Sequence[torch.Tensor]) -> None:
-    """Unsupported for a gradient that nobody can make."""
-    if slopes or any(t.requires_grad for t in mod_tensors):
-        what = "alibi_slopes" if slopes else "score_args or mask_args"
-        raise Unsupported(f"{what} of tilefold::attention require a gradient, but only q, k, v, bias and sinks get one")
+def refuse_unserved(
+    op: str, served: str, hooks: str, mod_tensors: Sequence[torch.Tensor], slopes: torch.Tensor | None = None
+) -> None:
+    """Unsupported for a gradient that nobody can make; served: what gets one."""
+    args = ((f"a tensor of score_args or mask_args of tilefold::{op}", t) for t in mod_tensors)
+    refuse_gradients((("alibi_slopes", slopes), *args), served)
     keys = dict(zip(HOOKS, hooks.split("|"), strict=True)) if hooks else {}
     if keys.get("score_mod") and not keys.get("score_grad"):
-        raise Unsupported("a gradient of tilefold::attention with score_mod also needs score_grad")
+        raise Unsupported(f"a gradient of tilefold::{op} with score_mod also needs score_grad")
 
 
 attention_op.register_autograd(_differentiate, setup_context=_keep)
@@ -260,18 +264,3 @@ def _named(hook: Any) -> str:
             "inside torch.compile, mod functions and plans have to be passed as tilefold.constant(...), made outside it"
         )
     return constant(hook).key
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    """Does something watch this call that has to see an operator: a compiler, a dispatch mode, functorch, a tensor subclass?"""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None or getattr(q, "is_meta", False):
-        return True
-    for t in (q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks):
-        if t is not None and type(t) not in _PLAIN_TENSORS and isinstance(t, torch.Tensor):
-            return True
-    return False

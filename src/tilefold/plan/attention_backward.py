@@ -1,14 +1,14 @@
 """The plan of the backward pass of dense attention: one tile for dq, one for dk and dv, one for the gradient of a bias."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from tilefold.errors import PlanError, Unsupported
+from tilefold.errors import PlanError
 from tilefold.plan import serialise
-from tilefold.plan.backward import backward_tile_violation
+from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
+from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
 __all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
@@ -23,7 +23,7 @@ GRID_Y = 65535
 class AttentionBackwardPlan:
     """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
 
-    problem: that of the forward pass; its `descriptors` say that Q, too, can be read by tensor descriptors. kernel:
+    problem: that of the forward pass. kernel:
     "attention_backward" (pointer loads) or "attention_backward_box" (what streams by comes by tensor descriptors). queries: the
     tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv, block_n
     of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows) of a
@@ -118,10 +118,7 @@ class AttentionBackwardPlan:
         """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
 
         The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and not field.endswith("descriptors"):
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.problem.require_same(problem)
         if self.bias != bias:
             raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
@@ -146,29 +143,24 @@ def plan_attention_backward(
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  Unsupported if no tile fits."""
     require_supported(problem, device)
-    kernel = POINTERS if device.backend == "interpreter" or _box_refusal(problem, device) else BOX
-    queries, keys, scores = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n", "scores"))
+    kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
+    queries, keys, scores = (
+        first_fit(
+            _tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, kernel, own=own)
+        )
+        for own in ("block_m", "block_n", "scores")
+    )
     shares = _shares(problem, device, scores, bias)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
     return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
-
-
-def _first_fit(problem: AttentionProblem, device: Device, kernel: str, own: str) -> Tile:
-    faults = []
-    for tile in _tiles(problem, device, kernel, own):
-        fault = _tile_violation(problem, device, kernel, tile, own)
-        if fault is None:
-            return tile
-        faults.append(f"{tile}: {fault[1]}")
-    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
     """Best first.  own: "block_m" of dq, "block_n" of dk and dv, "scores" of the bias.
 
     64 x 64 with 4 warps, and 8 past a head dim of 128, were the best of the block-sparse backward pass on an H200, whose steps
-    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: as
-    fast or faster there than spilled registers."""
+    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: in
+    the block-sparse kernels that was no slower than spilled registers; not measured here yet."""
     rows, keys = (min(64, max(16, next_power_of_two(n))) for n in (problem.seq_q, problem.seq_k))
     width = max(problem.block_qk, problem.block_v)
     if device.backend == "interpreter":
@@ -222,18 +214,14 @@ def _tile_violation(
     return backward_tile_violation(problem, device, tile, own)
 
 
-def _box_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    if problem.dtype == "float32":
-        return "fp32 products are not made from shared memory, and boxes would only take registers"
-    return box_refusal(problem, device)
-
-
 def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     n, device = plan.problem, plan.device
+    if fault := not_a_tile(queries=plan.queries, keys=plan.keys, scores=plan.scores):
+        return fault
     if plan.kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
-    refusal = _box_refusal(n, device) if plan.kernel == BOX else None
+    refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
     if refusal:
         return "kernel", f"{plan.kernel} cannot be used: {refusal}"
     for name, tile, own in (

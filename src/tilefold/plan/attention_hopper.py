@@ -35,7 +35,9 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
-    """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block of queries."""
+    """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block, at least half full."""
+    if 2 * problem.seq_q < ROWS:
+        return f"only {problem.seq_q} of the {ROWS} rows of a block would be used"
     blocks = grid_of(problem, ROWS)[0]
     if 2 * blocks >= device.sms:
         return None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+from tilefold.errors import DtypeError, PlanError, ShapeError, ValueRangeError
 
 __all__ = ["DTYPE_BYTES", "MAX_HEAD_DIM", "AttentionProblem", "next_power_of_two", "padded_head_dim"]
 
@@ -93,6 +93,14 @@ class AttentionProblem:
             raise ValueRangeError(
                 f"window must be (left, right) with sides of at least 0, or -1 for unbounded, got {window!r}"
             )
+
+    def require_same(self, other: "AttentionProblem") -> None:
+        """PlanError, naming the field, unless a plan made for this problem serves `other`; what descriptors can read may differ,
+        and is for the kernel's own limits."""
+        for name in self.__dataclass_fields__:
+            made, asked = getattr(self, name), getattr(other, name)
+            if made != asked and not name.endswith("descriptors"):
+                raise PlanError(f"plan was made for {name}={made!r}, the call has {name}={asked!r}")
 
     @property
     def group(self) -> int:
