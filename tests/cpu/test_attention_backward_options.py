@@ -196,6 +196,23 @@ def test_functorch_and_fake_tensors(device):
     assert [g.shape for g in grads] == [t.shape for t in fakes]
 
 
+def test_rounding_of_lse(monkeypatch, device):
+    """An error of lse is one of all probabilities of its row: in fp32, where it would show, they are made to sum to 1 again."""
+    forward = attention.forward
+
+    def rounded(q, k, v, call):
+        out, lse = forward(q, k, v, call)
+        return out, lse + 1e-4 * torch.arange(lse.shape[-1], device=lse.device)
+
+    monkeypatch.setattr(attention, "forward", rounded)
+    q, k, v = qkv(2, 20, 33, 2, 1, 16, device=device)
+    check_gradients(q, k, v, bias=rand(2, 1, 20, 33, device=device), sinks=rand(2, device=device), causal=True)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    check_gradients(*heads_first, mask=rand(2, 2, 20, 33, device=device) > 0, window=(15, 9), layout="bhsd")
+    tensors, where = packed([20, 7], [33, 12], h=2, hk=1, d=16, dv=16, device=device)
+    check_gradients(*tensors, varlen=where, causal=True, softcap=3.0)
+
+
 @pytest.mark.interpreter
 def test_after_the_hopper_forward(monkeypatch, device):
     """Out and lse may come from the kernel for sm_90: the backward pass finds all that it needs on that call's record, too."""

@@ -137,3 +137,18 @@ def fold_score_gradient(acc, k, v, live_k, lo, hi, head, kv_index, scale, source
         )
         acc += tl.where(live_k[None, :], ds, 0.0)
     return acc
+
+
+@triton.jit
+def fold_probabilities(total, q, lse, lo, hi, place, scale, source, k_side, score_mods, mask_mods, band, KIND: tl.constexpr,
+                       EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, BLOCK_QK: tl.constexpr):  # fmt: skip
+    """Add to total [M] the probabilities of tiles lo..hi of keys, as `score_gradient` makes them; lse (base 2), place[2] [M, 1],
+    keys by pointers."""
+    for i in tl.range(lo, hi):
+        rows, cols, live = locate_rows(i, source, BLOCK_N)
+        k = fetch_rows(k_side, rows, live, True, EMULATE, BLOCK_N, DIM_QK, BLOCK_QK)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        kv_index = tl.minimum(cols, place[3][1] - 1)[None, :]
+        p, _ = score_gradient(s, 0.0, lse, 0.0, place, kv_index, scale, score_mods, score_mods, mask_mods, band, KIND)
+        total += tl.sum(tl.where(live[None, :], p, 0.0), 1)
+    return total

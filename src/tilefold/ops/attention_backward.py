@@ -9,6 +9,7 @@ import torch
 from ..errors import DtypeError, Unsupported
 from . import attention
 from .attention import boxable, describe_box, kind_of
+from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, delta_launch, readable, sequence_strides
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
@@ -39,6 +40,8 @@ class Bound:
     bias_tail: tuple[Any, ...]
     sinks: Any
     sinks_tail: tuple[Any, ...]
+    weights: Any
+    weights_tail: tuple[Any, ...]
     boxes: tuple[Any, ...]  # of k, v, q, dout where they stream by; or none
 
 
@@ -170,13 +173,18 @@ def backward(
     grads: list[Any] = [None] * 5
     if prepared.plan is None:
         return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
-    dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    exact = q.dtype == torch.float32
+    dout = dout.contiguous() if exact else readable(dout)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
-    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
+    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
+    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
+    if exact:
+        rows = q, k, dout, lse2, delta
+        dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
     offsets = (None, None) if call.packed is None else call.packed[:2]
     own = inputs = (q, k, v, dout, lse2, delta)
     if bound.boxes:
@@ -292,6 +300,7 @@ def _bind(
         _tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *band, *inputs, *grad_strides[1], *grad_strides[2], *lse_strides),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
+        *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
         _boxes(plan, (q, k, v, dout), call) if boxed else (),
     )  # fmt: skip
 
@@ -364,7 +373,7 @@ def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", backward_plan: "AttentionBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
-    ahead: "delta", "queries", "keys", "bias" or "sinks"."""
+    ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
     exact = problem.dtype == "float32"
@@ -381,5 +390,6 @@ def example_launch(
         "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks)),
         "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks)),
         "sinks": (bound.sinks, (call.sinks, lse, lse, lse, offsets[0], *bound.sinks_tail)),
+        "weights": (bound.weights, (q, k, lse, lse, call.sinks, *offsets, *bound.weights_tail, score, masks)),
     }[part]
     return launch.fn, args, launch.keywords
