@@ -22,7 +22,7 @@ from tilefold.kernels import hopper
 
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
-from tilefold.kernels.hopper import backward_parts, backward_work
+from tilefold.kernels.hopper import backward_parts, backward_work, parts
 from tilefold.kernels.hopper import sparse_backward as kernel
 
 DIM, PANELS, SLOTS = 128, 2, 2
@@ -166,7 +166,8 @@ class Run:
         }  # fmt: skip
         for module, functions in (
             (backward_work, ("work_of_item",)),
-            (backward_parts, ("next_slot", "load_tile", "produce_sums", "consume_sums")),
+            (parts, ("load_panels",)),
+            (backward_parts, ("next_slot", "produce_sums", "consume_sums")),
             (kernel, ("_produce_keys", "_consume_keys", "_key_tile", "_wait_tile", "_keep_row", "_valid_queries", "_produce",
                       "_consume")),
         ):  # fmt: skip

@@ -4,6 +4,7 @@ A call's shapes, strides, dtypes and options make a key; everything that follows
 scalars) is worked out once, kept as a `Prepared` record and reused, so that a repeated call only allocates and launches.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -118,11 +119,14 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
-        from .hopper import disabled
+        from .hopper import bound_or_none, disabled
 
         plan = plan_attention(problem, device, portable=disabled())
         if plan.kernel == HOPPER_KERNEL:
-            found = _hopper(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            from . import attention_hopper
+
+            made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v))
             if found is not None:
                 return found
             plan = plan_attention(problem, device, portable=True)
@@ -130,28 +134,6 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         plan = call.plan
         plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
-
-
-def _hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    window: tuple[int, int],
-    scale: float,
-    plan: "AttentionPlan",
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Prepared | None:
-    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
-    from ..kernels import hopper
-    from . import attention_hopper
-    from .hopper import warn_portable
-
-    if refusal := hopper.refusal():
-        warn_portable("dense", refusal)
-        return None
-    p = attention_hopper.bind(q, k, v, call, window, scale, plan, shapes)
-    return p if attention_hopper.compiles(p, q, k, v) else None
 
 
 def problem_of(

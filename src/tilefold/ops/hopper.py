@@ -2,17 +2,21 @@
 
 import os
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from ..errors import Unsupported
 from ..types import Layout
 from .attention import describe_box
 
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["DISABLE", "box_of", "disabled", "tickets", "warn_portable"]
+__all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "require", "tickets"]
+
+Bound = TypeVar("Bound")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"
 _WARNED: set[str] = set()
@@ -49,7 +53,35 @@ def tickets(device: torch.device) -> torch.Tensor:
     return found
 
 
-def warn_portable(kind: str, why: str) -> None:
+def require(field: str, kernel: str) -> None:
+    """Unsupported, naming the plan's field, unless the installed Triton offers what the kernel that it asks for needs."""
+    from ..kernels import hopper
+
+    if refusal := hopper.refusal():
+        raise Unsupported(f"{field} is {kernel!r}, but {refusal}")
+
+
+def bound_or_none(
+    kind: str, bind: Callable[[], Bound], compile: Callable[[Bound], None], what: str = "it"
+) -> Bound | None:
+    """A call bound to a kernel that compiles, or None, after one warning a process, if this Triton cannot make it.
+
+    kind: the attention that is meant, what: the part of it that does not compile, both for the warning."""
+    from ..kernels import hopper
+
+    if refusal := hopper.refusal():
+        _warn_portable(kind, refusal)
+        return None
+    bound = bind()
+    try:
+        compile(bound)
+    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
+        _warn_portable(kind, f"{what} does not compile: {type(problem).__name__}: {problem}")
+        return None
+    return bound
+
+
+def _warn_portable(kind: str, why: str) -> None:
     """Say once a reason that a portable kernel serves; kind: "block-sparse" or "dense"."""
     if why not in _WARNED:
         _WARNED.add(why)

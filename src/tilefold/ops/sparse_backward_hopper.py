@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import Unsupported
 from .attention import describe_box, head_strides
-from .hopper import warn_portable
+from .hopper import bound_or_none, require
 from .sparse import list_strides
 
 if TYPE_CHECKING:
@@ -52,23 +51,19 @@ def bind(
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> HopperBound | None:
-    """The bound launches; None, after a warning, if this Triton cannot make them, or Unsupported if the caller chose the plan."""
-    from ..kernels import hopper
+    """The bound launches; None, after a warning, if this Triton cannot make them; if the caller chose the plan, the error."""
 
-    if refusal := hopper.refusal():
-        if call.backward_plan is not None:
-            raise Unsupported(f"backward_plan.kernel is {plan.kernel!r}, but {refusal}")
-        warn_portable("block-sparse", refusal)
-        return None
-    bound = bound_launches(scale, saved, dout, call, transposed, plan)
-    try:
-        made = scratch(bound, saved, transposed, "meta")
-        bound.main.compile(arguments(bound, saved, dout, call, transposed, made))
-    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
-        if call.backward_plan is not None:
-            raise
-        warn_portable("block-sparse", f"its backward pass does not compile: {type(problem).__name__}: {problem}")
-        return None
+    def made() -> HopperBound:
+        return bound_launches(scale, saved, dout, call, transposed, plan)
+
+    def compile(bound: HopperBound) -> None:
+        bound.main.compile(arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta")))
+
+    if call.backward_plan is None:
+        return bound_or_none("block-sparse", made, compile, what="its backward pass")
+    require("backward_plan.kernel", plan.kernel)
+    bound = made()
+    compile(bound)
     return bound
 
 
@@ -172,6 +167,7 @@ def _main(
     """The launch, and its scalars."""
     from ..kernels.hopper.sparse_backward import sparse_backward_hopper
     from ..plan import sparse_backward_hopper as rules
+    from ..plan.hopper import PRODUCER_REGISTERS
     from .launch import Launch
 
     problem, n = plan.problem, plan.problem.attention
@@ -184,7 +180,7 @@ def _main(
         "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
         "SIZED": problem.masked,
         "Q_SIZED": query_sizes,
-        "LOADER_REGISTERS": rules.LOADER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS}
     heads = plan.heads_at_once

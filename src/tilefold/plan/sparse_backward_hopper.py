@@ -4,7 +4,9 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, RESERVED_SHARED, Tile, box_refusal
+from tilefold.plan.hopper import chip_refusal, tile_fault
+from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.sparse_hopper import block_refusal
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse import SparseProblem
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = [
     "KEPT_LIMIT",
     "KERNEL",
-    "LOADER_REGISTERS",
     "REGISTERS",
     "delay",
     "heads_at_once",
@@ -30,7 +31,7 @@ __all__ = [
 KERNEL = "sparse_backward_hopper"
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
-REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
+REGISTERS = 128  # of a thread at launch
 SPARE = (
     1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
 )
@@ -43,14 +44,8 @@ BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start 
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem.attention
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
-    if n.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 and float16, not {n.dtype}"
-    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
-        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
-    if problem.block_q not in (64, 128) or problem.block_k not in (64, 128):
-        return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+    if refusal := chip_refusal(n, device) or block_refusal(problem):
+        return refusal
     if not n.plain or n.causal or n.window != (-1, -1) or n.varlen or problem.page_size:
         return "it has no masks, no changes of scores inside a block, and no packed or paged keys"
     if not problem.descriptors:
@@ -136,16 +131,8 @@ def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Ti
     refusal = hopper_backward_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    for name, wanted in (("block_m", UNIT), ("block_n", UNIT), ("num_warps", 4)):
-        if getattr(tile, name) != wanted:
-            return name, f"must be {wanted} with {KERNEL}, got {getattr(tile, name)}"
-    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
-        return "num_stages", f"must be from 1 to 8, got {tile.num_stages!r}"
-    shared = shared_bytes(problem, tile)
-    if shared > device.smem_per_block - RESERVED_SHARED:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
-    return None
+    fixed = {"block_m": UNIT, "block_n": UNIT, "num_warps": 4}
+    return tile_fault(KERNEL, tile, fixed, shared_bytes(problem, tile), device)
 
 
 def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:

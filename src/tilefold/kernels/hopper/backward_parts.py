@@ -10,9 +10,8 @@ without any mask.  One more row, the last, is that of a unit without queries: wh
 
 from .backward_work import await_keys
 from .gluon import fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load, wgmma, wgmma_wait
-from .parts import clear_rows, list_of_item, place_of_item, store_accumulator
+from .parts import PANEL, clear_rows, list_of_item, load_panels, place_of_item, store_accumulator
 
-PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 UNIT = gl.constexpr(64)  # tokens of a tile
 STATISTICS = gl.constexpr(128)  # numbers of a unit of queries: 64 lse, 64 delta
 
@@ -28,13 +27,6 @@ def next_slot(slot, parity, SLOTS: gl.constexpr):
         slot = 0
         parity ^= 1
     return slot, parity
-
-
-@jit
-def load_tile(desc, bar, pool, tile, i_b, i_h, row, D: gl.constexpr):
-    """Have [64, D] from `row` on brought to a tile of the pool [panels, 64, 64]; `bar` must expect 128 * D bytes for it."""
-    for p in gl.static_range(D // PANEL):
-        tma_load(desc, [i_b, i_h, row, p * PANEL], bar, pool.index(tile * (D // PANEL) + p))
 
 
 @jit
@@ -82,7 +74,7 @@ def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, ca
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
         mbarrier.wait(empty.index(slot), parity)
         mbarrier.expect(full.index(slot), UNIT * (D + UNIT) * 2)
-        load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
+        load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
         if j == 0:
             await_keys(Progress, batch, key_items)  # while K is on its way
         tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))

@@ -30,13 +30,11 @@ Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section
 """
 
 from .backward_parts import (
-    PANEL,
     STATISTICS,
     UNIT,
     clear_tile,
     consume_sums,
     list_of_block,
-    load_tile,
     next_slot,
     produce_sums,
     tiles_of,
@@ -55,7 +53,7 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, list_of_item, place_of_item, store_accumulator
+from .parts import LOG2E, PANEL, list_of_item, load_panels, place_of_item, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
            "rooms", "no_unit", "nowhere",
@@ -74,8 +72,8 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     batch_heads, batches, delay, rooms = order
     i_n, i_b, i_k = place_of_item(batch * batch_heads * kv_units + program, kv_units, heads // group)
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
-    load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
-    load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
+    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
+    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
@@ -91,12 +89,12 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             statistics = gl.where(count > 0, row + unit, no_unit)
             mbarrier.wait(empty.index(slot), parity)
             mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-            load_tile(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
+            load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
             tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
             if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
                 await_room(Progress, batch, rooms, batch_heads * group * q_units, batches)
             mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-            load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
+            load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
             slot, parity = next_slot(slot, parity, SLOTS)
 
 
@@ -308,7 +306,7 @@ def sparse_backward_hopper(
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
     D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics as one
     dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box [64, 64]: room for dS.
@@ -352,4 +350,4 @@ def sparse_backward_hopper(
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
                     (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
                     D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
-    ], [1], [LOADER_REGISTERS])  # fmt: skip
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip
