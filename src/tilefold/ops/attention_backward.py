@@ -106,7 +106,7 @@ class AttentionGradient(torch.autograd.Function):
 
 
 def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
-    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, the two offsets, then those of the mods."""
+    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, two offsets, the seed, then those of the mods."""
     args = [a for a in (*call.score_args, *call.mask_args) if isinstance(a, torch.Tensor)]
     packed = call.packed
     offsets = (None, None) if packed is None else packed[:2]
@@ -115,15 +115,16 @@ def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
     )
     bare = call._replace(
         alibi_slopes=None, bias=None, mask=None, sinks=None, score_args=score_args, mask_args=mask_args,
+        dropout_seed=None,
         packed=None if packed is None else packed._replace(cu_q=None, cu_k=None),  # type: ignore[arg-type]
     )  # fmt: skip
-    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, *args)
+    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, call.dropout_seed, *args)
 
 
 def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
     """What `split` took apart."""
-    slopes, bias, mask, sinks, cu_q, cu_k = tensors[:6]
-    left = iter(tensors[6:])
+    slopes, bias, mask, sinks, cu_q, cu_k, seed = tensors[:7]
+    left = iter(tensors[7:])
     score_args, mask_args = (
         tuple(next(left) if a is None else a for a in each) for each in (bare.score_args, bare.mask_args)
     )
@@ -136,6 +137,7 @@ def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
         score_args=score_args,
         mask_args=mask_args,
         packed=packed,
+        dropout_seed=seed,
     )
 
 
@@ -173,7 +175,7 @@ def backward(
     grads: list[Any] = [None] * 5
     if prepared.plan is None:
         return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
-    exact = q.dtype == torch.float32
+    exact, drop = q.dtype == torch.float32, attention.dropout_of(call)
     dout = dout.contiguous() if exact else readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
@@ -193,13 +195,13 @@ def backward(
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     if wanted[0]:
         grads[0] = new(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks))
+        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks, drop))
     if wanted[1] or wanted[2]:
         grads[1], grads[2] = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
         if bound.keys is not None:
-            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks))
+            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks, drop))
     if wanted[3] and call.bias is not None:
-        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks)
+        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks, drop)
         grads[3] = _bias_gradient(bound, call.bias, *arguments)
     if wanted[4] and call.sinks is not None:
         parts = torch.empty((prepared.plan.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
@@ -376,7 +378,7 @@ def example_launch(
     ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
-    exact = problem.dtype == "float32"
+    exact, drop = problem.dtype == "float32", attention.dropout_of(call)
     score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     offsets = (None, None) if call.packed is None else call.packed[:2]
@@ -386,9 +388,9 @@ def example_launch(
         inputs, own = (q, bk, bv, out, lse, lse), (bq, k, v, bdo, lse, lse)
     launch, args = {
         "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
-        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks)),
-        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks)),
-        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks)),
+        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks, drop)),
+        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks, drop)),
+        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks, drop)),
         "sinks": (bound.sinks, (call.sinks, lse, lse, lse, offsets[0], *bound.sinks_tail)),
         "weights": (bound.weights, (q, k, lse, lse, call.sinks, *offsets, *bound.weights_tail, score, masks)),
     }[part]

@@ -181,16 +181,17 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
         return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
     mods = problem.score_mods + problem.mask_mods
     loading = any(mod in MOD_BYTES for mod in mods)
+    drawing = problem.dropout  # random numbers are made in registers
     warps = 8 if width > 128 else 4
     first = Tile(rows, keys, warps, 2)
     if own != "block_n":  # products with queries as rows: wgmma takes 64
         narrow = Tile(rows, min(keys, 32), warps, 2)
-        crowded = loading
+        crowded = loading or drawing
     else:
         narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
         banded = problem.causal or problem.window != (-1, -1)
-        crowded = kernel != BOX or bool(mods) or problem.group > 1 or banded
-        crowded = crowded and (width <= 128 or loading)
+        crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
+        crowded = crowded and (width <= 128 or loading or drawing)
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
     return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
 
