@@ -37,6 +37,7 @@ __all__ = [
     "Prepared",
     "boxable",
     "describe_box",
+    "dropout_of",
     "example_call",
     "example_launch",
     "forward",
@@ -150,6 +151,7 @@ def problem_of(
         score_mods=tuple(score),
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
+        dropout=call.dropout_p > 0,
         descriptors=call.packed is None and boxable(k) and boxable(v),
         query_descriptors=call.packed is None and boxable(q),
     )
@@ -282,7 +284,13 @@ def _arguments(
         score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
-    return (*tensors, *p.scalars, *p.strides, score, masks)
+    return (*tensors, *p.scalars, *p.strides, score, masks, dropout_of(call))
+
+
+def dropout_of(call: Call) -> tuple[Any, ...]:
+    """(seed, p, factor of what is kept) for the kernels, () without dropout."""
+    p = call.dropout_p
+    return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
 def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -351,6 +359,8 @@ def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[An
         mask_mod=mods.window if "user" in n.mask_mods else None,
         mask_args=(64, 64) if "user" in n.mask_mods else (),
         packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        dropout_p=0.1 if n.dropout else 0.0,
+        dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
         plan=plan,
     )
     sizes = sizes_of(q, k, v, call)

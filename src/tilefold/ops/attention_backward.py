@@ -9,6 +9,7 @@ import torch
 from ..errors import DtypeError, Unsupported
 from . import attention
 from .attention import kind_of
+from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
@@ -33,6 +34,8 @@ class DenseBound(Bound):
     bias_tail: tuple[Any, ...]
     sinks: Any
     sinks_tail: tuple[Any, ...]
+    weights: Any
+    weights_tail: tuple[Any, ...]
 
 
 class Attention(torch.autograd.Function):
@@ -97,7 +100,7 @@ class AttentionGradient(torch.autograd.Function):
 
 
 def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
-    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, the two offsets, then those of the mods."""
+    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, two offsets, the seed, then those of the mods."""
     args = [a for a in (*call.score_args, *call.mask_args) if isinstance(a, torch.Tensor)]
     packed = call.packed
     offsets = (None, None) if packed is None else packed[:2]
@@ -106,15 +109,16 @@ def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
     )
     bare = call._replace(
         alibi_slopes=None, bias=None, mask=None, sinks=None, score_args=score_args, mask_args=mask_args,
+        dropout_seed=None,
         packed=None if packed is None else packed._replace(cu_q=None, cu_k=None),  # type: ignore[arg-type]
     )  # fmt: skip
-    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, *args)
+    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, call.dropout_seed, *args)
 
 
 def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
     """What `split` took apart."""
-    slopes, bias, mask, sinks, cu_q, cu_k = tensors[:6]
-    left = iter(tensors[6:])
+    slopes, bias, mask, sinks, cu_q, cu_k, seed = tensors[:7]
+    left = iter(tensors[7:])
     score_args, mask_args = (
         tuple(next(left) if a is None else a for a in each) for each in (bare.score_args, bare.mask_args)
     )
@@ -127,6 +131,7 @@ def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
         score_args=score_args,
         mask_args=mask_args,
         packed=packed,
+        dropout_seed=seed,
     )
 
 
@@ -159,13 +164,18 @@ def backward(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None
             for t, w in zip(targets, made, strict=True)
         )
-    dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    exact, drop = q.dtype == torch.float32, attention.dropout_of(call)
+    dout = dout.contiguous() if exact else readable(dout)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
-    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
+    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
+    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
+    if exact:
+        rows = q, k, dout, lse2, delta
+        dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
     offsets = (None, None) if call.packed is None else call.packed[:2]
     own = inputs = (q, k, v, dout, lse2, delta)
     if bound.boxes:
@@ -174,13 +184,13 @@ def backward(
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     if wanted[0]:
         grads[0] = new(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks))
+        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks, drop))
     if wanted[1] or wanted[2]:
         grads[1], grads[2] = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
         if bound.keys is not None:
-            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks))
+            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks, drop))
     if wanted[3] and call.bias is not None:
-        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks)
+        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks, drop)
         grads[3] = _bias_gradient(bound, call.bias, *arguments)
     if wanted[4] and call.sinks is not None:
         parts = torch.empty((prepared.plan.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
@@ -277,6 +287,7 @@ def _bind(
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *band, *inputs, *grad_strides[1], *grad_strides[2], *lse_strides),
         boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
+        *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
     )  # fmt: skip
 
 
@@ -331,10 +342,10 @@ def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", backward_plan: "AttentionBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
-    ahead: "delta", "queries", "keys", "bias" or "sinks"."""
+    ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
-    exact = problem.dtype == "float32"
+    exact, drop = problem.dtype == "float32", attention.dropout_of(call)
     score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     offsets = (None, None) if call.packed is None else call.packed[:2]
@@ -344,9 +355,10 @@ def example_launch(
         inputs, own = (q, bk, bv, out, lse, lse), (bq, k, v, bdo, lse, lse)
     launch, args = {
         "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
-        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks)),
-        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks)),
-        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks)),
+        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks, drop)),
+        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks, drop)),
+        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks, drop)),
         "sinks": (bound.sinks, (call.sinks, lse, lse, lse, offsets[0], *bound.sinks_tail)),
+        "weights": (bound.weights, (q, k, lse, lse, call.sinks, *offsets, *bound.weights_tail, score, masks)),
     }[part]
     return launch.fn, args, launch.keywords

@@ -48,6 +48,7 @@ _OPTIONS = (
     TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
     TensorSpec("mask", "batch|1 heads|1 seq_q|1 seq_k", (torch.bool,), optional=True),
     TensorSpec("sinks", "heads", FLOATS, optional=True),
+    TensorSpec("dropout_seed", "seeds", (torch.int64,), optional=True),
 )
 
 
@@ -116,6 +117,8 @@ class Call(NamedTuple):
     plan: "AttentionPlan | Constant | None" = None
     score_grad: ModFunction | Constant | None = None
     backward_plan: "AttentionBackwardPlan | Constant | None" = None
+    dropout_p: float = 0.0
+    dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
 
 
 # ---------------------------------------------------------------- the key
@@ -141,6 +144,7 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
         (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
         None if packed is None else (facts_of(packed[0]), facts_of(packed[1]), packed[2:], *map(type, packed[2:])),
         (id(call.plan), id(call.score_grad), id(call.backward_plan)),
+        (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
     )
 
 
@@ -155,7 +159,7 @@ def is_plain(call: Call) -> bool:
         and score_mod is None
         and mask_mod is None
         and packed is None
-        and plans == [None, None, None]
+        and plans == [None, None, None, 0.0, None]
         and score_args == ()
         and mask_args == ()
     )
@@ -205,6 +209,8 @@ def sizes_of(
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
         sizes |= {"batch": sizes["batch+1"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
+    if call.dropout_seed is not None and call.dropout_seed.shape != (1,):
+        raise ShapeError(f"dropout_seed has shape {tuple(call.dropout_seed.shape)}, expected [1]: one seed")
     check_heads(sizes, "k" if paged is None else "k_pages")
     return sizes
 
@@ -241,6 +247,9 @@ def check_options(call: Call) -> None:
     if call.scale is not None:
         check_number("scale", call.scale, above=0.0)
     check_number("softcap", call.softcap, low=0.0)
+    check_number("dropout_p", call.dropout_p, low=0.0)
+    if not call.dropout_p < 1.0:
+        raise ValueRangeError(f"dropout_p must be at least 0 and less than 1, got {call.dropout_p}")
     if call.layout not in ("bshd", "bhsd"):
         raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
     if call.packed is not None:

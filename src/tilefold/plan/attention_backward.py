@@ -57,24 +57,27 @@ class AttentionBackwardPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias.
+        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
+        call also the weights of the rows, and dout and delta times them.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
-        return 8 * n.batch * n.heads * n.seq_q + 4 * shares * entries
+        numbers = 4 + n.dim_v if n.dtype == "float32" else 2
+        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries
 
     def __str__(self) -> str:
         n = self.problem
         cost = attention_backward_cost(n)
+        made = "eight" if n.dtype == "float32" else "seven"
         lines = [
             f"Attention backward plan for {self.device.title}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}",
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
-            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; seven are made: nothing is added in memory",
+            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {made} are made: nothing is added in memory",
         ]
         if self.bias:
             shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
@@ -170,16 +173,17 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
         return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
     mods = problem.score_mods + problem.mask_mods
     loading = any(mod in MOD_BYTES for mod in mods)
+    drawing = problem.dropout  # random numbers are made in registers
     warps = 8 if width > 128 else 4
     first = Tile(rows, keys, warps, 2)
     if own != "block_n":  # products with queries as rows: wgmma takes 64
         narrow = Tile(rows, min(keys, 32), warps, 2)
-        crowded = loading
+        crowded = loading or drawing
     else:
         narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
         banded = problem.causal or problem.window != (-1, -1)
-        crowded = kernel != BOX or bool(mods) or problem.group > 1 or banded
-        crowded = crowded and (width <= 128 or loading)
+        crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
+        crowded = crowded and (width <= 128 or loading or drawing)
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
     return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
 

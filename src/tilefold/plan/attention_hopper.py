@@ -27,6 +27,8 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
     n = problem
     if refusal := chip_refusal(n, device):
         return refusal
+    if n.dropout:
+        return "it has no dropout"
     if not n.plain:
         return "it has no changes of scores, no masks but causal and window, and no sinks"
     if not n.query_descriptors:
