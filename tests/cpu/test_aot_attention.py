@@ -65,8 +65,9 @@ def results(request: pytest.FixtureRequest) -> Results:
 @pytest.mark.parametrize(("name", "target"), JOBS)
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
-    hopper = target == "sm_90" and name in HOPPER
-    assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if hopper else "none") == ()
+    # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
+    spare = (target == "sm_90" and name in HOPPER) or "dropout" in name
+    assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if spare else "none") == ()
 
 
 @pytest.mark.parametrize("name", HOPPER)
