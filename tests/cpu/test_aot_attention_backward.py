@@ -58,8 +58,7 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    newest = {key: job for key, job in JOBS.items() if key[0] in NEWEST}
-    return compiled(JOBS if request.param == "installed" else newest, request.param)
+    return compiled(JOBS, request.param, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
