@@ -20,7 +20,7 @@ PROBLEMS = {
     "d128 blocks of 128": CoarseProblem(problem(128, seq_k=364), 128),
     "d128 fp32": CoarseProblem(problem(128, seq_k=364, dtype="float32"), 64, "mean", True, True),
 }
-EVERYWHERE = ("d128 sizes", "d256 sizes")
+EVERYWHERE = ("d128 sizes",)
 FORWARD = ("d128 max", "d128 each", "d128 blocks of 128")  # whose gradients have no kernels of their own
 NEWEST = (  # compiled under the newest Triton, too, for sm_90
     *(f"{part} d128 {kind}" for part in ("forward", "queries", "keys") for kind in ("mean", "sizes")),

@@ -14,6 +14,7 @@ KERNELS = {
     "mass forced sizes": ("example_select", {"method": "mass", "sizes": True}),
     "coefficient": ("example_gini", {}),
 }
+BOTH = ("gini", "mass forced sizes")  # for every target, and for sm_90 at every length
 JOBS = {
     (f"{kernel} {length}", target): Job(
         f"tilefold.ops.select:{builder}",
@@ -24,7 +25,7 @@ JOBS = {
     for kernel, (builder, options) in KERNELS.items()
     for length, blocks in ROWS.items()
     for target, device in DEVICES.items()
-    if length == "364" or (target == "sm_90" and kernel in ("gini", "mass forced sizes"))
+    if (kernel in BOTH and (length == "364" or target == "sm_90")) or (length, target) == ("364", "sm_90")
 }
 NEWEST = (
     "gini 364",
