@@ -6,8 +6,8 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.call import Call, Packed, args_of, check_kinds, value_of
-from .ops.library import HOOKS, dispatched
+from .ops.call import Call, Packed, args_of, check_kinds
+from .ops.library import dispatched, resolved
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
@@ -192,7 +192,7 @@ def _prepared(
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
     if any(value is not None for value in packed.values()):
         options["packed"] = Packed(*packed.values())
-    call = _resolved(_tidy(Call(**options)))
+    call = resolved(_tidy(Call(**options)))
     prepared = _ops.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
@@ -213,7 +213,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
     tensors: tuple[Any, ...] = (q, k, v, call.alibi_slopes, call.bias, call.sinks)
     if compiling or (not transformed and is_watched((*tensors, call.mask, call.dropout_seed))):
         return dispatched(q, k, v, call)
-    call = _resolved(call)
+    call = resolved(call)
     if call.score_args != () or call.mask_args != ():
         tensors += tuple(args_of(call).values())
     if transformed or (torch.is_grad_enabled() and wants_gradient(tensors)):
@@ -239,10 +239,3 @@ def _seeded(call: Call, q: torch.Tensor) -> Call:
 def _tidy(call: Call) -> Call:
     """A window given as a list is a pair too."""
     return call._replace(window=tuple(call.window)) if isinstance(call.window, list) else call
-
-
-def _resolved(call: Call) -> Call:
-    """The call with the objects that its `Constant`s name."""
-    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
-        return call
-    return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})

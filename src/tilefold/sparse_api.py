@@ -7,8 +7,8 @@ import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
 from .ops import sparse as _sparse
-from .ops.call import Packed, Paged, args_of, check_kinds, value_of
-from .ops.library import HOOKS
+from .ops.call import Packed, Paged, args_of, check_kinds
+from .ops.library import resolved
 from .ops.sparse import Lists, SparseCall
 from .ops.sparse_backward import SparseAttention, backward_plan_of
 from .ops.sparse_call import facts_of_lists
@@ -250,7 +250,7 @@ def sparse_plan(
         options["paged"] = Paged(table, lengths)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
-    call = _resolved(SparseCall(lists, **options))
+    call = resolved(SparseCall(lists, **options))
     prepared = _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
@@ -280,20 +280,13 @@ def _run(
         return _forward(q, k, v, call)
     refuse_tangents({"q": q, "k": k, "v": v, **args})
     refuse_gradients(args.items(), "q, k and v")
-    call = _resolved(call)
+    call = resolved(call)
     out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
-    return _sparse.forward(q, k, v, _resolved(call))
-
-
-def _resolved(call: SparseCall) -> SparseCall:
-    """The call with the objects that its `Constant`s name."""
-    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
-        return call
-    return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})
+    return _sparse.forward(q, k, v, resolved(call))
 
 
 def _instead(given: object) -> str:

@@ -9,6 +9,20 @@ from gradient_cases import check_gradients, gradients, oracle
 from tilefold.plan.limits import Tile
 
 DEVICE = torch.device("cuda")
+
+
+def captured(step):
+    """(graph, what a replay fills) of a step that ran once before, on a stream of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    return graph, made
+
+
 pytestmark = pytest.mark.no_poison
 
 
@@ -85,13 +99,7 @@ def test_cuda_graph_of_forward_and_backward():
     def step():
         return torch.autograd.grad(tilefold.attention_varlen(*leaves, *where, causal=True), leaves, dout)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
         for each in where[:2]:
             each.copy_(torch.tensor(offsets, dtype=torch.int32))
@@ -178,13 +186,7 @@ def test_dropout_in_a_graph():
         out = tilefold.attention(q, k, v, dropout_p=0.5)
         return out, *torch.autograd.grad(out, v, torch.ones_like(out))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, dv = step()
+    graph, (out, dv) = captured(step)
     seen = []
     for _ in range(3):
         graph.replay()

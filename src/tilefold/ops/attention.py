@@ -185,7 +185,7 @@ def _bind(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    from ..device import mods, ranges
+    from ..device import mods
     from ..kernels import attention_forward as kernels
     from .launch import Launch
 
@@ -202,7 +202,7 @@ def _bind(
     sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
     boxes = tuple(describe_box(t, call.layout, plan.block_n, block_d) for t, block_d in sides)
     constants = {
-        "KIND": kind_of(ranges, window),
+        "KIND": kind_of(window),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
@@ -235,8 +235,10 @@ def hooks_of(call: Call) -> tuple[Any, ...]:
     return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
 
 
-def kind_of(ranges: Any, window: tuple[int, int]) -> int:
-    """Which band of device.ranges (the module) a window is."""
+def kind_of(window: tuple[int, int]) -> int:
+    """Which band of device.ranges a window is."""
+    from ..device import ranges
+
     kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
     return int(kind.value)
 

@@ -10,7 +10,17 @@ from ..errors import DtypeError, Unsupported
 from . import attention
 from .attention import kind_of
 from .attention_backward_weights import bind_weights, weighted
-from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
+from .backward_parts import (
+    ROWS,
+    Bound,
+    boxes_of,
+    delta_launch,
+    readable,
+    require_score_grad,
+    sequence_strides,
+    streamed,
+    tiled,
+)
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
 from .watch import wants_gradient
@@ -157,15 +167,13 @@ def backward(
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
     grads: list[Any] = [None] * 5
-    if prepared.plan is None:  # dk and dv come together, as from the kernel
-        targets = (q, k, v, call.bias, call.sinks)
-        made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:])
+    if prepared.plan is None:
+        targets = zip((q, k, v, call.bias, call.sinks), made_of(wanted), strict=True)
         return tuple(
-            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None
-            for t, w in zip(targets, made, strict=True)
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
     exact, drop = q.dtype == torch.float32, attention.dropout_of(call)
-    dout = dout.contiguous() if exact else readable(dout)
+    dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
@@ -177,10 +185,7 @@ def backward(
         rows = q, k, dout, lse2, delta
         dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
     offsets = (None, None) if call.packed is None else call.packed[:2]
-    own = inputs = (q, k, v, dout, lse2, delta)
-    if bound.boxes:
-        bq, bk, bv, bdo = (box.over(t) for box, t in zip(bound.boxes, (q, k, v, dout), strict=True))
-        inputs, own = (q, bk, bv, dout, lse2, delta), (bq, k, v, bdo, lse2, delta)
+    inputs, own = streamed(bound, (q, k, v, dout), (lse2, delta))
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     if wanted[0]:
         grads[0] = new(q.shape, dtype=q.dtype, device=q.device)
@@ -197,6 +202,11 @@ def backward(
         bound.sinks((call.sinks, lse2, delta, parts, offsets[0], *bound.sinks_tail))
         grads[4] = parts.sum(0).to(call.sinks.dtype)
     return tuple(grads)
+
+
+def made_of(wanted: Sequence[bool]) -> tuple[bool, ...]:
+    """Which gradients are made if these are wanted: dk and dv come together, from one kernel."""
+    return wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
 
 
 def _bias_gradient(
@@ -322,10 +332,8 @@ def _bind_terms(
 
 
 def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool) -> dict[str, Any]:
-    from ..device import ranges
-
     return {
-        "KIND": kind_of(ranges, window_of(call.window, call.causal)),
+        "KIND": kind_of(window_of(call.window, call.causal)),
         "EMULATE": interpreting() and dtype == torch.bfloat16,
         "WIDE": wide,
         "DIM_QK": n.dim_qk,
@@ -349,10 +357,8 @@ def example_launch(
     score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     offsets = (None, None) if call.packed is None else call.packed[:2]
-    own = inputs = plain = (q, k, v, out, lse, lse)
-    if bound.boxes:
-        bq, bk, bv, bdo = (box.over(t) for box, t in zip(bound.boxes, (q, k, v, out), strict=True))
-        inputs, own = (q, bk, bv, out, lse, lse), (bq, k, v, bdo, lse, lse)
+    plain = (q, k, v, out, lse, lse)
+    inputs, own = streamed(bound, plain[:4], plain[4:])
     launch, args = {
         "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
         "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks, drop)),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .backward_parts import tiled
 from .call import Call
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ def bind_weights(
     """The launch that makes the weights of an fp32 call, with the arguments that do not change; (None, ()) of any other call.
     inputs: strides of q, k and more."""
     from ..kernels.attention_backward_weights import attention_backward_weights
-    from .launch import Launch
 
-    n, tile = plan.problem, plan.queries
+    n = plan.problem
     if n.dtype != "float32":
         return None, ()
     names = ("KIND", "EMULATE", "WIDE", "DIM_QK", "BLOCK_QK")
-    chosen = {name: constants[name] for name in names} | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    launch = Launch(attention_backward_weights, plan.grids[0], chosen, options, device)
+    chosen = {name: constants[name] for name in names}
+    launch = tiled(attention_backward_weights, plan.queries, plan.grids[0], chosen, device)
     sinks = 0 if call.sinks is None else call.sinks.stride(0)
     return launch, (scale, n.seq_q, n.seq_k, n.heads, n.group, *band, sinks, *inputs[:6], *lse_strides)
 

@@ -25,7 +25,7 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ..device import mods, ranges
+    from ..device import mods
     from ..plan.attention_hopper import KEYS, REGISTERS, hopper_programs
     from ..plan.hopper import PRODUCER_REGISTERS
     from .launch import Launch
@@ -36,7 +36,7 @@ def bind(
     n = plan.problem
     at_launch, folding = REGISTERS
     constants = {
-        "KIND": kind_of(ranges, window),
+        "KIND": kind_of(window),
         "D": n.dim_qk,
         "SLOTS": plan.num_stages,
         "FENCE": n.dim_qk == 128,

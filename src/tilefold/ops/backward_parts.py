@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from ..plan.limits import Tile
     from ..plan.problem import AttentionProblem
 
-__all__ = ["ROWS", "Bound", "boxes_of", "delta_launch", "readable", "require_score_grad", "sequence_strides", "tiled"]
+__all__ = [
+    "ROWS",
+    "Bound",
+    "boxes_of",
+    "delta_launch",
+    "readable",
+    "require_score_grad",
+    "sequence_strides",
+    "streamed",
+    "tiled",
+]
 
 ROWS = 64  # rows of delta that one program makes
 
@@ -59,6 +69,17 @@ def boxes_of(
     rows = (keys.block_m, queries.block_n, queries.block_n, keys.block_m)
     widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
     return tuple(describe_box(t, layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
+
+
+def streamed(
+    bound: Bound, tensors: tuple[torch.Tensor, ...], statistics: tuple[torch.Tensor, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors q, k, v, dout and the statistics as the kernel of dq reads them, and as that of dk and dv does: what streams
+    by comes in boxes, if there are any."""
+    if not bound.boxes:
+        return (*tensors, *statistics), (*tensors, *statistics)
+    q, k, v, dout = (box.over(t) for box, t in zip(bound.boxes, tensors, strict=True))
+    return (tensors[0], k, v, tensors[3], *statistics), (q, tensors[1], tensors[2], dout, *statistics)
 
 
 def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:

@@ -150,7 +150,9 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    _, _, _, _, _, slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, *plans = call
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed = call[
+        5:
+    ]
     return (
         slopes is None
         and bias is None
@@ -159,7 +161,12 @@ def is_plain(call: Call) -> bool:
         and score_mod is None
         and mask_mod is None
         and packed is None
-        and plans == [None, None, None, 0.0, None]
+        and plan is None
+        and grad is None
+        and backward is None
+        and type(p) is float
+        and p == 0.0
+        and seed is None
         and score_args == ()
         and mask_args == ()
     )

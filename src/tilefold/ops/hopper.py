@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "inside_operator", "require", "tickets"]
 
-Bound = TypeVar("Bound")
+Made = TypeVar("Made")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"
 _WARNED: set[str] = set()
@@ -82,8 +82,8 @@ def require(field: str, kernel: str) -> None:
 
 
 def bound_or_none(
-    kind: str, bind: Callable[[], Bound], compile: Callable[[Bound], None], what: str = "it"
-) -> Bound | None:
+    kind: str, bind: Callable[[], Made], compile: Callable[[Made], None], what: str = "it"
+) -> Made | None:
     """A call bound to a kernel that compiles, or None, after one warning a process, if this Triton cannot make it.
 
     kind: the attention that is meant, what: the part of it that does not compile, both for the warning."""

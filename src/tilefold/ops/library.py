@@ -6,14 +6,14 @@ word that says how they interleave: "tif|t" is score_args (tensor, int, float) a
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
-from .call import Call, Packed, check_options, shapes_of
+from .call import Call, Packed, check_options, shapes_of, value_of
 from .hopper import inside_operator
 from .watch import refuse_gradients
 
@@ -26,9 +26,11 @@ __all__ = [
     "named",
     "named_values",
     "refuse_unserved",
+    "resolved",
 ]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+AnyCall = TypeVar("AnyCall", bound=Any)  # a Call or a SparseCall
 HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 
 
@@ -149,8 +151,9 @@ def _(
     k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, bias: torch.Tensor | None, mask: torch.Tensor | None,
     sinks: torch.Tensor | None, *args: Any,
 ) -> Gradients:  # fmt: skip
-    made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:])
-    targets = zip((q, k, v, bias, sinks), made, strict=True)
+    from .attention_backward import made_of
+
+    targets = zip((q, k, v, bias, sinks), made_of(wanted), strict=True)
     grads = (t.new_empty(t.shape) if t is not None and w else q.new_empty(0) for t, w in targets)
     return cast("Gradients", tuple(grads))
 
@@ -256,6 +259,13 @@ def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
 
 def _kind(arg: Any) -> str:
     return "t" if isinstance(arg, torch.Tensor) else "f" if isinstance(arg, float) else "i"
+
+
+def resolved(call: AnyCall) -> AnyCall:
+    """The call with the objects that its `Constant`s name."""
+    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
+        return call
+    return cast("AnyCall", call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS}))
 
 
 def named(*hooks: Any) -> str:

@@ -7,7 +7,17 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import sparse, sparse_backward_hopper
-from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
+from .backward_parts import (
+    ROWS,
+    Bound,
+    boxes_of,
+    delta_launch,
+    readable,
+    require_score_grad,
+    sequence_strides,
+    streamed,
+    tiled,
+)
 from .call import facts_of
 from .device import device_of, interpreting
 from .sparse_call import check_unchanged, versions_of
@@ -163,10 +173,7 @@ def _arguments(
     q, k, v, _, _ = saved
     score, masks = sparse.mods_of_call(prepared, q, call)
     hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
-    inputs = own = (q, k, v, dout, *statistics.unbind())
-    if bound.boxes:
-        boxed = [box.over(t) for box, t in zip(bound.boxes, (q, k, v, dout), strict=True)]
-        inputs, own = (q, *boxed[1:3], *own[3:]), (boxed[0], k, v, boxed[3], *own[4:])
+    inputs, own = streamed(bound, (q, k, v, dout), statistics.unbind())
     sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
     return (
         lambda dq: (*inputs, dq, *call.lists[:2], *sizes, *bound.queries_tail, *hooks),

@@ -15,7 +15,10 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 def wants_gradient(tensors: Iterable[Any]) -> bool:
     """Whether one of them requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
     tangents = _in_forward_mode()
-    return any(isinstance(t, torch.Tensor) and (t.requires_grad or (tangents and _has_tangent(t))) for t in tensors)
+    for t in tensors:  # a generator in any() takes longer, and every call asks
+        if t is not None and isinstance(t, torch.Tensor) and (t.requires_grad or (tangents and _has_tangent(t))):
+            return True
+    return False
 
 
 def refuse_tangents(named: Mapping[str, Any]) -> None:
@@ -43,7 +46,10 @@ def is_watched(tensors: Iterable[Any]) -> bool:
     """Whether a dispatch mode or a tensor subclass has to see an operator."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(isinstance(t, torch.Tensor) and (t.is_meta or type(t) not in _PLAIN_TENSORS) for t in tensors)
+    for t in tensors:  # noqa: SIM110
+        if t is not None and isinstance(t, torch.Tensor) and (type(t) not in _PLAIN_TENSORS or t.is_meta):
+            return True
+    return False
 
 
 def _in_forward_mode() -> bool:
