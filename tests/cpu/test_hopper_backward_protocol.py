@@ -166,9 +166,9 @@ class Run:
         }  # fmt: skip
         for module, functions in (
             (backward_work, ("work_of_item",)),
-            (backward_parts, ("next_slot", "load_tile", "produce_sums", "consume_sums")),
-            (kernel, ("_produce_keys", "_consume_keys", "_key_tile", "_wait_tile", "_keep_row", "_valid_queries", "_produce",
-                      "_consume")),
+            (backward_parts, ("next_slot", "load_tile", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
+                              "finish_keys", "load_kept", "add_kept", "produce_sums", "consume_sums")),
+            (kernel, ("_produce_keys", "_consume_keys", "_keep_row", "_valid_queries", "_produce", "_consume")),
         ):  # fmt: skip
             for name in functions:
                 made = getattr(module, name).fn
