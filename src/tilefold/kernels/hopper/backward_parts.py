@@ -200,9 +200,9 @@ def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: 
 
 
 @jit
-def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, j, batch, key_items, slot, parity,
+def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, step, j, batch, key_items, slot, parity,
               D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Have K of a unit brought to tile `slot`, and the kept dS number j from `row` on to panel `slot` behind the tiles of K.
+    """Have K of a unit brought to tile `slot`, and the kept dS from row + j * step on to panel `slot` behind the tiles of K.
 
     Before the first all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
@@ -210,7 +210,7 @@ def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, ro
     load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
     if j == 0:
         await_keys(Progress, batch, key_items)  # while K is on its way
-    tma_load(kept_desc, [row + j * UNIT, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
+    tma_load(kept_desc, [row + j * step, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
 
 
 @jit
@@ -241,7 +241,7 @@ def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, ca
     for j in range(count * KV_UNITS):
         unit = ahead * KV_UNITS + j % KV_UNITS
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, j, batch, key_items, slot,
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, UNIT, j, batch, key_items, slot,
                   parity, D, SLOTS)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 
