@@ -28,13 +28,15 @@ else:
     set_hypothesis_home_dir(ROOT / ".cache" / "hypothesis")
     _common = {
         "deadline": None,  # the interpreter is slow and a first launch compiles
-        "database": DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis" / "examples"),
         "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
         "print_blob": True,
     }
-    settings.register_profile("quick", max_examples=25, **_common)
-    settings.register_profile("ci", max_examples=200, derandomize=False, **_common)
-    settings.register_profile("deep", max_examples=5000, **_common)
+    _found = DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis" / "examples")
+    settings.register_profile("quick", max_examples=25, database=_found, **_common)
+    settings.register_profile(
+        "ci", max_examples=200, derandomize=True, database=None, **_common
+    )  # the same in every run
+    settings.register_profile("deep", max_examples=5000, database=_found, **_common)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -6,7 +6,7 @@ Importing it imports neither Triton nor transformers and does not touch the GPU.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_plan, attention_varlen
+from .api import attention, attention_backward_plan, attention_plan, attention_varlen
 from .errors import (
     DeviceError,
     DtypeError,
@@ -41,6 +41,7 @@ __all__ = [
     "Unsupported",
     "ValueRangeError",
     "attention",
+    "attention_backward_plan",
     "attention_plan",
     "attention_varlen",
     "constant",

@@ -1,19 +1,21 @@
 """What users call of dense attention: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.call import Call, Packed, needs_gradient, value_of
-from .ops.library import dispatched, is_traced
+from .ops.attention_backward import Attention, backward_plan_of, split
+from .ops.call import Call, Packed, needs_gradient, refuse_tangents, value_of
+from .ops.library import HOOKS, dispatched, is_traced
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionPlan
+    from .plan.attention_backward import AttentionBackwardPlan
 
-__all__ = ["attention", "attention_plan", "attention_varlen"]
+__all__ = ["attention", "attention_backward_plan", "attention_plan", "attention_varlen"]
 
 
 def attention(
@@ -36,6 +38,8 @@ def attention(
     layout: Layout = "bshd",
     return_lse: bool = False,
     plan: "AttentionPlan | Constant | None" = None,
+    score_grad: ModFunction | Constant | None = None,
+    backward_plan: "AttentionBackwardPlan | Constant | None" = None,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -60,22 +64,28 @@ def attention(
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: an `AttentionPlan` to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.
-            Inside torch.compile, pass score_mod, mask_mod and plan as `tilefold.constant(...)`, made outside.
+            Inside torch.compile, pass score_mod, mask_mod, score_grad and the plans as `tilefold.constant(...)`, made outside.
+        score_grad: as score_mod, but returns the derivative of the new score by the given one: needed for gradients if there is
+            a score_mod.
+        backward_plan: an `AttentionBackwardPlan` to follow exactly in the backward pass, made by `attention_backward_plan`.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
         q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
         may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
+        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run; a row without a live key passes
+        no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a row while it runs.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
-        naming the argument.  Gradients are not implemented in this release: Unsupported if any input requires one.
+        naming the argument; Unsupported if alibi_slopes, score_args or mask_args require a gradient, or if there is a score_mod
+        without score_grad and anything does.
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, plan)  # fmt: skip
+                mask_args, None, plan, score_grad, backward_plan)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -103,6 +113,8 @@ def attention_varlen(
     mask_args: ModArgs = (),
     return_lse: bool = False,
     plan: "AttentionPlan | Constant | None" = None,
+    score_grad: ModFunction | Constant | None = None,
+    backward_plan: "AttentionBackwardPlan | Constant | None" = None,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -121,7 +133,7 @@ def attention_varlen(
 
     Returns:
         out [total_q, heads, dim_v]; with return_lse (out, lse), lse [heads, total_q] fp32, natural log.  Rows of q that belong to
-        no sequence are not written.
+        no sequence are not written, and their gradient is 0.
 
     Raises:
         As `attention`.
@@ -130,7 +142,7 @@ def attention_varlen(
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, packed, plan)  # fmt: skip
+                mask_args, packed, plan, score_grad, backward_plan)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -140,32 +152,59 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
+    prepared, _ = _prepared("attention_plan", q, k, v, options)
+    return cast("AttentionPlan", prepared.plan)
+
+
+def attention_backward_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> "AttentionBackwardPlan":
+    """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
+
+    It makes a gradient of the bias if the given one requires a gradient.  The rest as for `attention_plan`."""
+    prepared, call = _prepared("attention_backward_plan", q, k, v, options)
+    with_bias = call.bias is not None and call.bias.requires_grad
+    return backward_plan_of(cast("AttentionPlan", prepared.plan), call, q, with_bias)
+
+
+def _prepared(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> tuple[_ops.Prepared, Call]:
+    """The record of a call given by keywords, which has a plan, and the call."""
     options.pop("return_lse", None)
-    packed = {name: options.pop(name, None) for name in _PACKED}
+    packed = {key: options.pop(key, None) for key in _PACKED}
     if any(value is not None for value in packed.values()):
         options["packed"] = Packed(*packed.values())
-    for name in options:
-        if name not in Call._fields:
-            raise TypeError(f"attention_plan() got an unexpected keyword argument {name!r}")
-    prepared = _ops.prepare(q, k, v, _resolved(_tidy(Call(**options))))
+    for option in options:
+        if option not in Call._fields:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+    call = _resolved(_tidy(Call(**options)))
+    prepared = _ops.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
         )
-    return prepared.plan
+    return prepared, call
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Straight to the kernel when eager; through torch's dispatcher when something traces."""
+    """Straight to the kernel when eager, with a node for autograd if one is needed; through torch's dispatcher when traced."""
     call = _tidy(call)
-    if is_traced(q, k, v, call):
+    compiling = torch.compiler.is_compiling()
+    # torch.func takes autograd functions, not the dispatcher's
+    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+    if compiling or (not transformed and is_traced(q, k, v, call)):
         return dispatched(q, k, v, call)
-    if torch.is_grad_enabled() and needs_gradient(q, k, v, call):
-        raise Unsupported(_NO_GRADIENT)
-    return _ops.forward(q, k, v, _resolved(call))
+    call = _resolved(call)
+    if transformed or (torch.is_grad_enabled() and needs_gradient(q, k, v, call)):
+        refuse_tangents(q, k, v, call)
+        bare, tensors = split(call)
+        out, lse = Attention.apply(bare, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+        return out, lse
+    return _ops.forward(q, k, v, call)
 
 
 def _tidy(call: Call) -> Call:
@@ -175,13 +214,6 @@ def _tidy(call: Call) -> Call:
 
 def _resolved(call: Call) -> Call:
     """The call with the objects that its `Constant`s name."""
-    if isinstance(call.score_mod, Constant) or isinstance(call.mask_mod, Constant) or isinstance(call.plan, Constant):
-        hooks = {name: value_of(getattr(call, name)) for name in ("score_mod", "mask_mod", "plan")}
-        return call._replace(**hooks)
-    return call
-
-
-_NO_GRADIENT = (
-    "an input requires a gradient, but this release has the forward pass only: "
-    "call under torch.no_grad(), or detach() the inputs"
-)
+    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
+        return call
+    return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})

@@ -19,7 +19,7 @@ import torch
 
 from .errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 
-__all__ = ["FLOATS", "TensorSpec", "bind", "check_number"]
+__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_share"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -85,9 +85,7 @@ LARGEST = 1e30  # numbers go into fp32 arithmetic; beyond this, or below its inv
 
 def check_number(name: str, value: object, *, low: float | None = None, above: float | None = None) -> float:
     """A real number that fp32 arithmetic can hold, at least `low` or greater than `above`; DtypeError or ValueRangeError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise DtypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    given: Any = value  # compared as it is: an int too large for a float is out of range, not an overflow
+    given = _real(name, value)
     if low is not None and not given >= low:
         raise ValueRangeError(f"{name} must be at least {low:g}, got {value!r}")
     if above is not None and not given > above:
@@ -95,6 +93,23 @@ def check_number(name: str, value: object, *, low: float | None = None, above: f
     if given != 0 and not 1 / LARGEST <= abs(given) <= LARGEST:
         raise ValueRangeError(f"{name} must be between {1 / LARGEST:g} and {LARGEST:g} in size, got {value!r}")
     return float(given)
+
+
+def check_share(name: str, value: object) -> float:
+    """A real number from 0 to 1, however small, for nothing is divided by it; DtypeError or ValueRangeError."""
+    given = _real(name, value)
+    if not given >= 0:
+        raise ValueRangeError(f"{name} must be at least 0, got {value!r}")
+    if given > 1:
+        raise ValueRangeError(f"{name} must be at most 1, got {value!r}")
+    return float(given)
+
+
+def _real(name: str, value: object) -> Any:
+    """The number as it is: an int too large for a float is to be found out of range, not to overflow."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise DtypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    return value
 
 
 def _or_none(spec: TensorSpec) -> str:

@@ -131,9 +131,13 @@ def bad_calls(device):
     yield LayoutError, "bias is a lazy negation", (q, k, v), {"bias": lazy}
     yield LayoutError, "q must be a dense strided tensor", (q.to_sparse(), k, v), {}
     yield DtypeError, "plan must be an AttentionPlan or None, got str", (q, k, v), {"plan": "fast"}
-    yield Unsupported, "an input requires a gradient", (q.clone().requires_grad_(), k, v), {}
-    bias = torch.zeros(2, 4, 20, 33, device=device).requires_grad_()
-    yield Unsupported, "an input requires a gradient", (q, k, v), {"bias": bias}
+    learned = q.clone().requires_grad_()
+    table = torch.ones(4, 9, device=device)
+    yield Unsupported, "also give score_grad", (learned, k, v), {"score_mod": relative, "score_args": (table, 4)}
+    slopes = torch.ones(4, device=device).requires_grad_()
+    yield Unsupported, "alibi_slopes requires a gradient", (q, k, v), {"alibi_slopes": slopes}
+    yield DtypeError, "backward_plan must be an AttentionBackwardPlan", (learned, k, v), {"backward_plan": "fast"}
+    yield ValueRangeError, "score_grad was given without score_mod", (q, k, v), {"score_grad": relative}
 
 
 def test_bad_calls(device):
@@ -163,7 +167,7 @@ def test_forward_mode_gradients_are_refused(device):
     q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(Unsupported, match="an input requires a gradient"):
+        with pytest.raises(Unsupported, match="q carries a forward-mode tangent"):
             tilefold.attention(dual, k, v)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import BOX, check, dilated, dilated_twin, rand, relative, relative_twin
+from examples import examples
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -61,7 +62,7 @@ def build(sizes, dtype, causal, window, chosen, device):
 # In shards, so that processes share the work: 5 x 20 dense and 3 x 20 packed problems a run.
 @pytest.mark.parametrize("shard", range(5))
 @hypothesis.given(problem=problems())
-@hypothesis.settings(max_examples=20)
+@examples(12)
 def test_dense(shard, problem, device):
     sizes, dtype, causal, window, chosen, tile, seed = problem
     rows = sizes["batch"] * sizes["seq_q"] * sizes["heads"]
@@ -84,7 +85,7 @@ def test_dense(shard, problem, device):
     with_sinks=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@hypothesis.settings(max_examples=20)
+@examples(12)
 def test_varlen(shard, lengths, heads, dims, dtype, causal, window, softcap, with_sinks, seed, device):
     torch.manual_seed(seed)
     lengths_q, lengths_k = zip(*lengths, strict=True)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 import tilefold
 from cases import judge, rand
+from examples import examples
 from tilefold import reference
 from tilefold.device.state import state_finish, state_init, state_init_sink, state_merge, state_step
 
@@ -115,7 +116,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 @hypothesis.given(seed=SEEDS)
-@hypothesis.settings(max_examples=25)
+@examples(25)
 def test_merge_is_commutative_associative_with_identity(seed, device):
     s, v = scores(3, seed, device)
     p = fold(s, v, [0, 1, 2], 3)
@@ -130,7 +131,7 @@ def test_merge_is_commutative_associative_with_identity(seed, device):
 
 
 @hypothesis.given(seed=SEEDS, which=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-@hypothesis.settings(max_examples=25)
+@examples(25)
 def test_fold_of_parts_merged_is_the_fold_of_all(seed, which, device):
     """Any assignment of tiles to three folds, merged in any order, is the one fold; so tile order does not matter either."""
     s, v = scores(len(which), seed, device)
@@ -165,7 +166,7 @@ def test_a_sink_is_a_key_with_value_zero(sink, device):
 
 
 @hypothesis.given(cut=st.integers(0, 60), seed=SEEDS)
-@hypothesis.settings(max_examples=10)
+@examples(10)
 def test_attention_over_two_shards_merges_to_the_whole(cut, seed, device):
     """The public lse is what makes outputs over disjoint keys mergeable."""
     torch.manual_seed(seed)

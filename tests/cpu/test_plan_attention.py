@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
@@ -51,7 +52,7 @@ problems = st.builds(
 devices = st.sampled_from(list(DEVICES.values()))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(problems, devices)
 def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: AttentionProblem, device: Device) -> None:
     try:

@@ -1,9 +1,10 @@
 """Costs are exact: every closed form against counting one by one."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilefold.plan import AttentionProblem, attention_cost, bound, device_named, live_pairs
 from tilefold.plan.cost import live_keys, visited_tiles
 
@@ -35,7 +36,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(problems)
 def test_live_pairs_and_keys_are_counted_exactly(problem: AttentionProblem) -> None:
     live = [(i, j) for i in range(problem.seq_q) for j in range(problem.seq_k) if visible(problem, i, j)]
@@ -43,7 +44,7 @@ def test_live_pairs_and_keys_are_counted_exactly(problem: AttentionProblem) -> N
     assert live_keys(problem) == len({j for _, j in live})
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(problems, st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 64]))
 def test_visited_tiles_are_counted_exactly(problem: AttentionProblem, block_m: int, block_n: int) -> None:
     visited = 0

@@ -179,6 +179,14 @@ def test_settings_per_head_and_row(device):
     assert sparse.select(scores, tau=lambda g: 0.25).tau.unique().tolist() == [0.25]
 
 
+@pytest.mark.parametrize("share", [0.0, 5e-324, 1e-45, 6.6e-38, 1e-30, 1.0])
+def test_the_smallest_shares_are_shares(share, device):
+    scores = rows("random", 1, 2, 3, 20).to(device)
+    held(scores, method="top_p", top_p=share)
+    held(scores, method="gini", tau_min=share, tau_max=share)
+    held(scores, method="top_k", sparsity=share)
+
+
 def test_shares_out_of_range_count_as_the_nearest(device):
     scores = rows("random", 1, 4, 3, 20).to(device)
     asked = torch.tensor([-1.0, 2.0, float("nan"), 0.5], device=device)

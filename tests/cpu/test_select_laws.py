@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from examples import examples
 from select_cases import KINDS, held, kept, rows
 from tilefold import sparse
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-few = hypothesis.settings(max_examples=25)  # each launches kernels in the interpreter
+few = examples(25)  # each launches kernels in the interpreter
 
 shares = st.floats(0, 1, width=32)
 blocks = st.integers(1, 70)

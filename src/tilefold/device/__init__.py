@@ -7,6 +7,7 @@
     mods     score and mask modifications: softcap, ALiBi, bias, boolean mask, causal, window, and the user's own
     grid     which rows a program makes
     fold     the loop over KV tiles, where the five meet
+    gradient the same loops backward: gradients of a tile of queries, of keys, of scores
 
 Names: `i_` is an index of a tile or a head, `o_` are offsets [N], `m_` masks, `p_` pointers; capitals are constexpr.
 A comment above a tile gives its shape.

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .mods import causal, mask, modify, window
-from .ranges import CAUSAL, WINDOW
+from .mods import mask, mask_band, modify
+from .ranges import WINDOW
 from .state import LOG2E, state_step
 
 
@@ -49,10 +49,7 @@ def fold_tiles(
             s = modify(s * scale, place, kv_index, score_mods)
         if EDGE:
             s = tl.where(live[None, :], s, float("-inf"))
-            if KIND == CAUSAL:
-                s = mask(s, place, kv_index, ((causal, ()),))
-            elif KIND == WINDOW:
-                s = mask(s, place, kv_index, ((window, band),))
+            s = mask_band(s, place, kv_index, band, KIND)
         s = mask(s, place, kv_index, mask_mods)
         # [N, BLOCK_V]
         v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)

@@ -1,4 +1,4 @@
-"""The backward of the fold's step: from scores to probabilities and to the gradient of the scores.
+"""The backward of the fold's step, from scores to probabilities and to the gradient of the scores, and the folds over it.
 
 With p = exp(score - lse), the rows of probabilities that the forward pass normalised, and dp = dout v^T,
 
@@ -12,7 +12,9 @@ again from lse.
 import triton
 import triton.language as tl
 
-from .mods import mask, modify_with_slope
+from .mods import mask, mask_band, modify_with_slope
+from .ranges import FULL, WINDOW
+from .source import fetch_rows, locate_rows
 from .state import LOG2E
 
 
@@ -26,52 +28,74 @@ def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
 
 
 @triton.jit
-def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods):
+def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr):
     """s = q . k and dp = dout . v -> (p, ds), ds without the factor `scale` that turns it into the gradient of q . k.
 
-    s, dp [M, N] with lse, delta, q_index [M, 1] and kv_index [1, N]; or all of it transposed.  lse in base 2."""
+    s, dp [M, N] with lse, delta, q_index [M, 1] and kv_index [1, N]; or all of it transposed.  lse in base 2.  KIND and band: as
+    for device.fold, FULL where the band cuts nothing."""
     if len(score_mods) > 0:
         score, slope = modify_with_slope(s * scale, place, kv_index, score_mods, slopes)
-        score = mask(score, place, kv_index, mask_mods)
+        score = mask(mask_band(score, place, kv_index, band, KIND), place, kv_index, mask_mods)
         p = tl.exp2(score * LOG2E - lse)
         return p, p * (dp - delta) * slope
     else:
-        score = mask(s, place, kv_index, mask_mods)
+        score = mask(mask_band(s, place, kv_index, band, KIND), place, kv_index, mask_mods)
         p = tl.exp2(score * (scale * LOG2E) - lse)
         return p, p * (dp - delta)
 
 
 @triton.jit
-def fold_query_gradient(q, do, lse, delta, tiles, place, scale, source, k_side, v_side, score_mods, slopes, mask_mods,
-                        LOCATE: tl.constexpr, FETCH: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+def fold_query_gradient(dq, q, do, lse, delta, lo, hi, place, scale, source, k_side, v_side, score_mods, slopes, mask_mods,
+                        band, LOCATE: tl.constexpr, FETCH: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr,
+                        EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
                         BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
-    """dq [M, BLOCK_QK] fp32 of a query tile from `tiles` tiles of keys; lse (base 2), delta [M, 1], place[2] [M, 1]."""
-    dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
-    for i in tl.range(0, tiles):
+    """Add to dq [M, BLOCK_QK] fp32 of a query tile (still without `scale`) what tiles lo..hi of keys give; lse (base 2), delta
+    [M, 1], place[2] [M, 1]."""
+    for i in tl.range(lo, hi):
         rows, cols, live = LOCATE(i, source, BLOCK_N)
         k = FETCH(k_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_QK, BLOCK_QK)
         v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         kv_index = (tl.minimum(cols, place[3][1] - 1) if EDGE else cols)[None, :]
-        p, ds = score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods)
+        p, ds = score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND)
         if EDGE:
             ds = tl.where(live[None, :], ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq * scale
+    return dq
 
 
 @triton.jit
-def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source, q_side, do_side, Lse2, Delta, score_mods,
-                      slopes, mask_mods, batch, extent, LOCATE: tl.constexpr, FETCH: tl.constexpr, EDGE: tl.constexpr,
-                      PARTIAL: tl.constexpr, EMULATE: tl.constexpr, BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr,
-                      DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
-    """Add to dk [N, BLOCK_QK] (still without `scale`) and dv [N, BLOCK_V] what `tiles` tiles of queries of one head give.
+def fold_query_range(q, do, lse, delta, tiles, place, scale, source, k_side, v_side, score_mods, slopes, mask_mods, band,
+                     LOCATE: tl.constexpr, FETCH: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+                     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+    """dq [M, BLOCK_QK] fp32, without `scale`, over a range of device.ranges: edge, interior, edge."""
+    lo, full_lo, full_hi, hi = tiles
+    dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
+    if KIND == WINDOW:
+        dq = fold_query_gradient(dq, q, do, lse, delta, lo, full_lo, place, scale, source, k_side, v_side, score_mods, slopes,
+                                 mask_mods, band, LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
+                                 BLOCK_V)  # fmt: skip
+    dq = fold_query_gradient(dq, q, do, lse, delta, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, slopes,
+                             mask_mods, band, LOCATE, FETCH, FULL, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
+                             BLOCK_V)  # fmt: skip
+    return fold_query_gradient(dq, q, do, lse, delta, full_hi, hi, place, scale, source, k_side, v_side, score_mods, slopes,
+                               mask_mods, band, LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
+                               BLOCK_V)  # fmt: skip
+
+
+@triton.jit
+def fold_key_gradient(k, v, dk, dv, live_k, lo, hi, head, kv_index, scale, source, q_side, do_side, Lse2, Delta, score_mods,
+                      slopes, mask_mods, batch, extent, band, LOCATE: tl.constexpr, FETCH: tl.constexpr,
+                      KIND: tl.constexpr, EDGE: tl.constexpr, PARTIAL: tl.constexpr, EMULATE: tl.constexpr,
+                      BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr,
+                      BLOCK_V: tl.constexpr):  # fmt: skip
+    """Add to dk [N, BLOCK_QK] (still without `scale`) and dv [N, BLOCK_V] what tiles lo..hi of queries of one head give.
 
     The fold over the transposed source: everything is transposed, kv_index [N, 1], so that p^T and ds^T come out as the left
     operands of the products.  PARTIAL: some keys of the tile are not live for this head."""
-    for i in tl.range(0, tiles):
+    for i in tl.range(lo, hi):
         rows, cols, live = LOCATE(i, source, BLOCK_M)
         q = FETCH(q_side, rows, live, EDGE, EMULATE, BLOCK_M, DIM_QK, BLOCK_QK)
         do = FETCH(do_side, rows, live, EDGE, EMULATE, BLOCK_M, DIM_V, BLOCK_V)
@@ -81,7 +105,7 @@ def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source
         q_index = (tl.minimum(cols, extent[0] - 1) if EDGE else cols)[None, :]
         place = (batch, head, q_index, extent)
         p, ds = score_gradient(
-            s, dp, lse[None, :], delta[None, :], place, kv_index, scale, score_mods, slopes, mask_mods
+            s, dp, lse[None, :], delta[None, :], place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND
         )
         if PARTIAL:
             p = tl.where(live_k[:, None], p, 0.0)
@@ -91,3 +115,25 @@ def fold_key_gradient(k, v, dk, dv, live_k, tiles, head, kv_index, scale, source
         dv = tl.dot(p, do, dv, input_precision="ieee")
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     return dk, dv
+
+
+@triton.jit
+def fold_score_gradient(acc, k, v, live_k, lo, hi, head, kv_index, scale, source, q_side, do_side, Lse2, Delta, score_mods,
+                        slopes, mask_mods, batch, extent, band, KIND: tl.constexpr, EMULATE: tl.constexpr,
+                        BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr,
+                        BLOCK_V: tl.constexpr):  # fmt: skip
+    """Add to acc [M, N] the gradients of the scores of tiles lo..hi of queries of one head with the keys k, one tile upon the
+    other; which scores, before or after which mods, is a matter of `slopes`.  kv_index [1, N], by pointers."""
+    for i in tl.range(lo, hi):
+        rows, cols, live = locate_rows(i, source, BLOCK_M)
+        q = fetch_rows(q_side, rows, live, True, EMULATE, BLOCK_M, DIM_QK, BLOCK_QK)
+        do = fetch_rows(do_side, rows, live, True, EMULATE, BLOCK_M, DIM_V, BLOCK_V)
+        lse, delta = load_statistics(Lse2, Delta, cols, live, True)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        place = (batch, head, tl.minimum(cols, extent[0] - 1)[:, None], extent)
+        p, ds = score_gradient(
+            s, dp, lse[:, None], delta[:, None], place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND
+        )
+        acc += tl.where(live_k[None, :], ds, 0.0)
+    return acc

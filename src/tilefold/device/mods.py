@@ -21,6 +21,8 @@ kv_index [N, 1].
 import triton
 import triton.language as tl
 
+from .ranges import CAUSAL, WINDOW
+
 
 @triton.jit
 def modify(score, place, kv_index, mods):
@@ -51,6 +53,16 @@ def mask(score, place, kv_index, mods):
         keep = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
         tl.static_assert(keep.dtype == tl.int1, "a mask_mod has to return booleans (a comparison), not scores")
         score = tl.where(keep, score, float("-inf"))
+    return score
+
+
+@triton.jit
+def mask_band(score, place, kv_index, band, KIND: tl.constexpr):
+    """`mask` for an edge tile of a range: KIND of device.ranges, band = (left, right)."""
+    if KIND == CAUSAL:
+        score = mask(score, place, kv_index, ((causal, ()),))
+    elif KIND == WINDOW:
+        score = mask(score, place, kv_index, ((window, band),))
     return score
 
 
@@ -113,6 +125,12 @@ def bias(score, batch, head, q_index, kv_index, args):
     """score + bias[batch, head, q, kv]; args = (bias, its four strides, 0 where it is broadcast)."""
     p = element_pointers(batch, head, q_index, kv_index, args)
     return score + tl.load(p).to(tl.float32)
+
+
+@triton.jit
+def unit_slope(score, batch, head, q_index, kv_index, args):
+    """The slope of a mod that only adds: ALiBi, bias."""
+    return tl.full(score.shape, 1.0, tl.float32)
 
 
 # ---------------------------------------------------------------- mask mods

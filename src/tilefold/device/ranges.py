@@ -51,6 +51,13 @@ def range_of_tile(i_m, seq_q, seq_k, left, right, KIND: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
+def range_of_keys(i_n, seq_q, seq_k, left, right, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The other way round: the tiles of queries that see key tile i_n.  A query is at most `right` before its key and at most
+    `left` after it, so this is the window turned around; a causal band comes as the window (unbounded, 0)."""
+    return range_of_tile(i_n, seq_k, seq_q, right, left, FULL if KIND == FULL else WINDOW, BLOCK_N, BLOCK_M)
+
+
+@triton.jit
 def range_share(tiles, i_split, splits):
     """(lo, hi) of the i-th of `splits` even shares of 0..tiles; shares differ by at most one tile and may be empty."""
     n = tiles.to(tl.int64)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..device.gradient import fold_key_gradient, fold_query_gradient, load_statistics
 from ..device.grid import place_of_program
-from ..device.ranges import range_share
+from ..device.ranges import FULL, range_share
 from ..device.source import fetch_box, fetch_rows, locate_live, locate_live_box, locate_sized, locate_sized_box, side_of
 from ..device.tile import load_rows, store_rows, widen
 
@@ -59,13 +59,13 @@ def coarse_backward_queries(
     source = (seq_k, Sizes, i_b * stride_sb + i_k * stride_sh)
     k_side = side_of(K, i_b, i_k, 0, stride_kb, stride_kn, stride_kh, BOX)
     v_side = side_of(V, i_b, i_k, 0, stride_vb, stride_vn, stride_vh, BOX)
-    dq = fold_query_gradient(widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], tl.cdiv(seq_k, BLOCK_N), place,
-                             scale, source, k_side, v_side, (), (), (), locate_live_box if BOX else locate_live,
-                             fetch_box if BOX else fetch_rows, True, EMULATE, BLOCK_M, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
+    dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
+    dq = fold_query_gradient(dq, widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], 0, tl.cdiv(seq_k, BLOCK_N),
+                             place, scale, source, k_side, v_side, (), (), (), (), locate_live_box if BOX else locate_live,
+                             fetch_box if BOX else fetch_rows, FULL, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
                              BLOCK_V)  # fmt: skip
-    store_rows(
-        DQ + i_b * stride_gb + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq, DIM_QK, BLOCK_QK, EMULATE
-    )
+    store_rows(DQ + i_b * stride_gb + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq * scale, DIM_QK,
+               BLOCK_QK, EMULATE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -95,9 +95,10 @@ def coarse_backward_keys(
     q_side = side_of(Q, i_b, i_h, 0, stride_qb, stride_qm, stride_qh, BOX)
     do_side = side_of(DOut, i_b, i_h, 0, stride_db, stride_dm, stride_dh, BOX)
     row = (i_b * kv_heads * group + i_h) * seq_q
-    dk, dv = fold_key_gradient(k, v, dk, dv, o_n < seq_k, hi - lo, 0, o_n[:, None], scale, source, q_side, do_side, Lse2 + row,
-                               Delta + row, (), (), (), 0, (seq_q, seq_k), locate_sized_box if BOX else locate_sized,
-                               fetch_box if BOX else fetch_rows, EDGE, False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK,
+    dk, dv = fold_key_gradient(k, v, dk, dv, o_n < seq_k, 0, hi - lo, 0, o_n[:, None], scale, source, q_side, do_side,
+                               Lse2 + row, Delta + row, (), (), (), 0, (seq_q, seq_k), (),
+                               locate_sized_box if BOX else locate_sized, fetch_box if BOX else fetch_rows, FULL, EDGE,
+                               False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK,
                                BLOCK_V)  # fmt: skip
     # A dead row has a column of its own in every product: what came of it is dropped here, not in the loop.
     live = o_n < seq_k

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..device.gradient import fold_key_gradient, fold_query_gradient, load_statistics
 from ..device.grid import place_of_program, rows_of_sequence
+from ..device.ranges import FULL
 from ..device.source import fetch_box, fetch_rows, locate_listed, locate_listed_box, side_of
 from ..device.tile import load_rows, store_rows, widen
 
@@ -63,12 +64,14 @@ def sparse_backward_queries(
     k_side = side_of(K, i_b, i_k, first_k, stride_kb, stride_kn, stride_kh, BOX)
     v_side = side_of(V, i_b, i_k, first_k, stride_vb, stride_vn, stride_vh, BOX)
     tiles = count * (KV_BLOCK // BLOCK_N)
-    dq = fold_query_gradient(widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], tiles, place, scale, source,
-                             k_side, v_side, score_mods, slopes, mask_mods, locate_listed_box if BOX else locate_listed,
-                             fetch_box if BOX else fetch_rows, EDGE, EMULATE, BLOCK_M, BLOCK_N, DIM_QK, DIM_V,
+    dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
+    dq = fold_query_gradient(dq, widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], 0, tiles, place, scale,
+                             source, k_side, v_side, score_mods, slopes, mask_mods, (),
+                             locate_listed_box if BOX else locate_listed, fetch_box if BOX else fetch_rows, FULL, EDGE,
+                             EMULATE, BLOCK_N, DIM_QK, DIM_V,
                              BLOCK_QK, BLOCK_V)  # fmt: skip
-    store_rows(DQ + i_b * stride_gb + first_q * stride_gm + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq,
-               DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip
+    store_rows(DQ + i_b * stride_gb + first_q * stride_gm + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q,
+               dq * scale, DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*RUNTIME, "kv_heads"])
@@ -112,10 +115,11 @@ def sparse_backward_keys(
         q_side = side_of(Q, i_b, i_h, first_q, stride_qb, stride_qm, stride_qh, BOX)
         do_side = side_of(DOut, i_b, i_h, first_q, stride_db, stride_dm, stride_dh, BOX)
         row = i_b * stride_lb + i_h * stride_lh + first_q
-        dk, dv = fold_key_gradient(k, v, dk, dv, live, count * (Q_BLOCK // BLOCK_M), i_h.to(tl.int32), kv_index, scale, source,
-                                   q_side, do_side, Lse2 + row, Delta + row, score_mods, slopes, mask_mods, i_b.to(tl.int32),
-                                   (seq_q, seq_k), locate_listed_box if BOX else locate_listed, fetch_box if BOX else fetch_rows,
-                                   EDGE, Sizes is not None, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+        dk, dv = fold_key_gradient(k, v, dk, dv, live, 0, count * (Q_BLOCK // BLOCK_M), i_h.to(tl.int32), kv_index, scale,
+                                   source, q_side, do_side, Lse2 + row, Delta + row, score_mods, slopes, mask_mods,
+                                   i_b.to(tl.int32), (seq_q, seq_k), (), locate_listed_box if BOX else locate_listed,
+                                   fetch_box if BOX else fetch_rows, FULL, EDGE, Sizes is not None, EMULATE, BLOCK_M, DIM_QK,
+                                   DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
     rows = o_n.to(tl.int64)
     store_rows(DK + i_b * stride_xb + first_k * stride_xn + i_k * stride_xh, rows, stride_xn, o_n < seq_k, dk * scale,
                DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip

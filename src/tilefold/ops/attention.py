@@ -31,7 +31,20 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
     from ..plan import AttentionPlan, AttentionProblem
     from .launch import Box
 
-__all__ = ["Prepared", "boxable", "describe_box", "example_launch", "forward", "head_strides", "prepare"]
+__all__ = [
+    "Prepared",
+    "boxable",
+    "describe_box",
+    "example_call",
+    "example_launch",
+    "forward",
+    "head_strides",
+    "hooks_of",
+    "kind_of",
+    "mods_of",
+    "prepare",
+    "problem_of",
+]
 
 CACHE_LIMIT = 4096
 HOPPER_KERNEL = "attention_forward_hopper"
@@ -52,6 +65,7 @@ class Prepared:
     launch: Any = None
     mods: Any = None  # the module device.mods, which `import tilefold` does not load
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
+    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -101,7 +115,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, out_shape, lse_shape, keep=(call.score_mod, call.mask_mod, call.plan))
+        return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
         from .hopper import disabled
@@ -199,12 +213,6 @@ def _bind(
 
         return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
     left, right = (UNBOUNDED if side < 0 else side for side in window)
-    if window == (-1, -1):
-        kind = ranges.FULL
-    elif window == (-1, 0):
-        kind = ranges.CAUSAL
-    else:
-        kind = ranges.WINDOW
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
     lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
@@ -213,7 +221,7 @@ def _bind(
     sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
     boxes = tuple(describe_box(t, call.layout, plan.block_n, block_d) for t, block_d in sides)
     constants = {
-        "KIND": kind.value,
+        "KIND": kind_of(ranges, window),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
@@ -237,8 +245,19 @@ def _bind(
         plain=is_plain(call) and not softcap,
         mods=mods,
         launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
-        keep=(call.score_mod, call.mask_mod, call.plan),
+        keep=hooks_of(call),
     )
+
+
+def hooks_of(call: Call) -> tuple[Any, ...]:
+    """The objects whose ids are part of the call's key."""
+    return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
+
+
+def kind_of(ranges: Any, window: tuple[int, int]) -> int:
+    """Which band of device.ranges (the module) a window is."""
+    kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
+    return int(kind.value)
 
 
 def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
@@ -319,6 +338,13 @@ def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
 
 def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
+    (q, k, v), call, prepared, out, lse = example_call(problem, plan)
+    args = _arguments(prepared, q, k, v, out, lse, call)
+    return prepared.launch.fn, args, prepared.launch.keywords
+
+
+def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[Any, Call, Prepared, Any, Any]:
+    """((q, k, v), call, prepared, out, lse) of such a call."""
     from ..device import mods
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -341,6 +367,7 @@ def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[
         mask=tensor(n.batch, 1, n.seq_q, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
         sinks=tensor(n.heads) if n.sinks else None,
         score_mod=mods.softcap if "user" in n.score_mods else None,
+        score_grad=mods.softcap_slope if "user" in n.score_mods else None,
         score_args=(30.0,) if "user" in n.score_mods else (),
         mask_mod=mods.window if "user" in n.mask_mods else None,
         mask_args=(64, 64) if "user" in n.mask_mods else (),
@@ -350,6 +377,4 @@ def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[
     sizes = sizes_of(q, k, v, call)
     shapes = result_shapes(call, sizes)
     prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
-    out, lse = tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
-    args = _arguments(prepared, q, k, v, out, lse, call)
-    return prepared.launch.fn, args, prepared.launch.keywords
+    return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Unsupported
-from .attention import Prepared, head_strides
+from .attention import Prepared, head_strides, hooks_of
 from .call import UNBOUNDED, Call
 from .hopper import box_of, tickets, warn_portable
 
@@ -26,7 +26,7 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ..device import ranges
+    from ..device import mods, ranges
     from ..kernels import hopper
     from ..plan.attention_hopper import KEYS, REGISTERS, hopper_programs
     from .launch import Launch
@@ -58,7 +58,8 @@ def bind(
         strides=head_strides(torch.empty(shapes[0], device="meta"), call.layout),
         boxes=tuple(box_of(t, call.layout, rows) for t, rows in ((q, 64), (k, KEYS), (v, KEYS))),
         launch=Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0),
-        keep=(call.score_mod, call.mask_mod, call.plan),
+        mods=mods,
+        keep=hooks_of(call),
     )
 
 

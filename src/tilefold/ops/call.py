@@ -11,6 +11,7 @@ from ..types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan
+    from ..plan.attention_backward import AttentionBackwardPlan
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -31,6 +32,7 @@ __all__ = [
     "is_plain",
     "key_of",
     "needs_gradient",
+    "refuse_tangents",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -112,6 +114,8 @@ class Call(NamedTuple):
     mask_args: ModArgs = ()
     packed: Packed | None = None
     plan: "AttentionPlan | Constant | None" = None
+    score_grad: ModFunction | Constant | None = None
+    backward_plan: "AttentionBackwardPlan | Constant | None" = None
 
 
 # ---------------------------------------------------------------- the key
@@ -136,13 +140,13 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
         tuple(None if t is None else facts_of(t) for t in call[5:9]),
         (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
         None if packed is None else (facts_of(packed[0]), facts_of(packed[1]), packed[2:], *map(type, packed[2:])),
-        id(call.plan),
+        (id(call.plan), id(call.score_grad), id(call.backward_plan)),
     )
 
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    _, _, _, _, _, slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan = call
+    _, _, _, _, _, slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, *plans = call
     return (
         slopes is None
         and bias is None
@@ -151,7 +155,7 @@ def is_plain(call: Call) -> bool:
         and score_mod is None
         and mask_mod is None
         and packed is None
-        and plan is None
+        and plans == [None, None, None]
         and score_args == ()
         and mask_args == ()
     )
@@ -181,6 +185,17 @@ def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
         if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
             return True
     return False
+
+
+def refuse_tangents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+    """Unsupported if a tensor carries a forward-mode tangent."""
+    if not _in_forward_mode():
+        return
+    named = {"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, "alibi_slopes": call.alibi_slopes}
+    named |= {f"score_args[{i}]": a for i, a in enumerate(call.score_args if type(call.score_args) is tuple else ())}
+    for name, t in named.items():
+        if isinstance(t, torch.Tensor) and _has_tangent(t):
+            raise Unsupported(f"{name} carries a forward-mode tangent, but there are reverse-mode gradients only")
 
 
 def _in_forward_mode() -> bool:
@@ -304,6 +319,7 @@ def check_hooks(call: Call, device: torch.device) -> None:
                 raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
         if fn is not None:
             _check_function(f"{name}_mod", fn)
+    check_slope(call.score_mod, call.score_grad)
 
 
 def _check_function(name: str, fn: Any) -> None:

@@ -1,26 +1,34 @@
 """tilefold's operators in torch's dispatcher, so that torch.compile, FakeTensor and tracing see one opaque op.
 
 Eager calls do not pass here: the dispatcher would cost more than the launch.  An operator's schema cannot hold functions or
-mixed tuples, so the hooks (score_mod, mask_mod, plan) travel by the names of their `Constant`s, and the args of the mods as three
-lists with a word that says how they interleave: "tif|t" is score_args (tensor, int, float) and mask_args (tensor,).
+mixed tuples, so the hooks (HOOKS below) travel by the names of their `Constant`s, and the args of the mods as three lists with a
+word that says how they interleave: "tif|t" is score_args (tensor, int, float) and mask_args (tensor,).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
+from .attention_backward import backward
 from .call import Call, Packed, check_options, shapes_of
 
-if TYPE_CHECKING:
-    pass
+__all__ = [
+    "HOOKS",
+    "attention_backward_op",
+    "attention_op",
+    "describe_args",
+    "dispatched",
+    "is_traced",
+    "named",
+    "named_values",
+]
 
-__all__ = ["attention_op", "describe_args", "dispatched", "is_traced", "named", "named_values"]
-
-HOOKS = ("score_mod", "mask_mod", "plan")
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 
 
 @torch.library.custom_op("tilefold::attention", mutates_args=())
@@ -87,11 +95,86 @@ def _(
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _refuse_gradient(ctx: Any, *gradients: Any) -> Any:
-    raise Unsupported("gradients of tilefold::attention are not implemented in this release")
+@torch.library.custom_op("tilefold::attention_backward", mutates_args=())
+def attention_backward_op(
+    wanted: Sequence[bool],
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    hooks: str,
+    mod_tensors: Sequence[torch.Tensor],
+    mod_ints: Sequence[int],
+    mod_floats: Sequence[float],
+    mod_order: str,
+) -> Gradients:
+    """Gradients of q, k, v, bias and sinks of `tilefold::attention` from those of out and lse; empty where not wanted."""
+    mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
+    call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                 window_left, window_right, scale, softcap, layout)  # fmt: skip
+    grads = backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), tuple(wanted))
+    return cast("Gradients", tuple(q.new_empty(0) if g is None else g for g in grads))
 
 
-attention_op.register_autograd(_refuse_gradient)
+@attention_backward_op.register_fake
+def _(
+    wanted: Sequence[bool], dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, bias: torch.Tensor | None, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None, *args: Any,
+) -> Gradients:  # fmt: skip
+    made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:])
+    targets = zip((q, k, v, bias, sinks), made, strict=True)
+    grads = (t.new_empty(t.shape) if t is not None and w else q.new_empty(0) for t, w in targets)
+    return cast("Gradients", tuple(grads))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:9], *inputs[18])
+    ctx.rest = inputs[9:18], inputs[19:]
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    out, lse, *saved = ctx.saved_tensors
+    tensors, mod_tensors = saved[:9], list(saved[9:])
+    need = ctx.needs_input_grad
+    options, numbers = ctx.rest
+    refuse_unserved(need[3], options[-1], mod_tensors)
+    wanted = [bool(need[i]) for i in (0, 1, 2, 4, 6)]
+    grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers)
+    dq, dk, dv, dbias, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
+    # torch takes an empty list for a list of tensors and wants one back.
+    empty: list[Any] = [[] if len(given) == 0 else None for given in numbers[:2]]
+    return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, None
+
+
+def refuse_unserved(slopes: bool, hooks: str, mod_tensors: Sequence[torch.Tensor]) -> None:
+    """Unsupported for a gradient that nobody can make."""
+    if slopes or any(t.requires_grad for t in mod_tensors):
+        what = "alibi_slopes" if slopes else "score_args or mask_args"
+        raise Unsupported(f"{what} of tilefold::attention require a gradient, but only q, k, v, bias and sinks get one")
+    keys = dict(zip(HOOKS, hooks.split("|"), strict=True)) if hooks else {}
+    if keys.get("score_mod") and not keys.get("score_grad"):
+        raise Unsupported("a gradient of tilefold::attention with score_mod also needs score_grad")
+
+
+attention_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _call(

@@ -8,7 +8,8 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import sparse, sparse_backward_hopper
-from .attention import boxable, describe_box, head_strides
+from .attention import describe_box
+from .backward_parts import ROWS, delta_launch, readable, sequence_strides
 from .call import facts_of
 from .device import device_of, interpreting
 from .sparse_call import check_unchanged, versions_of
@@ -23,7 +24,6 @@ __all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentia
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
-ROWS = 64  # rows of delta that one program makes
 
 
 @dataclass(slots=True)
@@ -146,8 +146,7 @@ def backward(
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if not boxable(dout) or dout.stride(-1) != 1:  # as after sum(): every element at one address
-        dout = dout.contiguous()
+    dout = readable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
     if not isinstance(bound, Bound):
@@ -255,9 +254,9 @@ def _bind(
     q, k, v, out, lse = saved
     problem, n = plan.problem, plan.problem.attention
     packed = call.packed is not None
-    q_strides, k_strides, v_strides, do_strides = (_sequence_strides(t, call) for t in (q, k, v, dout))
+    q_strides, k_strides, v_strides, do_strides = (sequence_strides(t, call.layout) for t in (q, k, v, dout))
     dq_strides, dk_strides, dv_strides = (
-        _sequence_strides(torch.empty(t.shape, device="meta"), call) for t in (q, k, v)
+        sequence_strides(torch.empty(t.shape, device="meta"), call.layout) for t in (q, k, v)
     )
     lse_strides = (0, lse.shape[1]) if packed else (lse.shape[1] * lse.shape[2], lse.shape[2])
     farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
@@ -280,8 +279,8 @@ def _bind(
     rows = q.shape[0] if packed else n.seq_q
     return Bound(
         plan,
-        _delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
-        (rows, n.heads, *_sequence_strides(out, call), *do_strides),
+        delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
+        (rows, n.heads, *sequence_strides(out, call.layout), *do_strides),
         _tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
         (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
         _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
@@ -300,27 +299,11 @@ def _boxes(plan: "SparseBackwardPlan", tensors: tuple[torch.Tensor, ...], call: 
     return tuple(describe_box(t, call.layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
 
 
-def _delta_launch(n: Any, total: int, rows: int, wide: bool, device: int) -> Any:
-    """total: rows of all sequences, `rows` of each."""
-    from ..kernels.backward_delta import backward_delta
-    from .launch import Launch
-
-    constants = {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_M": ROWS}
-    return Launch(
-        backward_delta, (-(-rows // ROWS) * n.heads * (total // rows), 1, 1), constants, {"num_warps": 4}, device
-    )
-
-
 def _tiled(fn: Any, tile: Any, grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
     from .launch import Launch
 
     constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     return Launch(fn, grid, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
-
-
-def _sequence_strides(t: torch.Tensor, call: "SparseCall") -> tuple[int, ...]:
-    """(batch, row, head); a packed tensor has batch stride 0."""
-    return (0, *head_strides(t, call.layout)) if t.dim() == 3 else head_strides(t, call.layout)
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
+from tilefold.plan.backward import backward_tile_violation
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, require_supported
 from tilefold.plan.sparse import SparseProblem
 from tilefold.plan.sparse_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse_backward_hopper import (
@@ -186,40 +186,11 @@ def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, i
     )
 
 
-def _shared_bytes(problem: AttentionProblem, device: Device, tile: Tile, own: str) -> int:
-    """Estimated shared memory of one program: its own two tiles, the two that stream by, and the tile of ds."""
-    rows, other = (tile.block_m, tile.block_n) if own == "block_m" else (tile.block_n, tile.block_m)
-    if (
-        100 <= device.generation < 120
-    ):  # tcgen05 takes its left operand from elsewhere than its right one: a second copy
-        rows *= 2
-    width = (problem.block_qk + problem.block_v) * problem.itemsize
-    loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)
-    scores = tile.block_m * tile.block_n
-    return (rows + tile.num_stages * other) * width + scores * (2 * problem.itemsize + tile.num_stages * loads)
-
-
 def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str) -> tuple[str, str] | None:
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
         if type(size) is not int or size < 16 or block % size:
             return name, f"must be at least 16 and divide the block of {block} tokens, got {size}"
-    if tile.num_warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.num_stages <= 8 or tile.maxnreg is not None:
-        return "num_warps", f"a tile takes 1 to 32 warps, 1 to 8 stages and no maxnreg here, got {tile}"
-    if device.backend == "interpreter":
-        return None
-    n = problem.attention
-    shared = _shared_bytes(n, device, tile, own)
-    if shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "shared_bytes", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
-    held = tile.block_m * n.block_qk if own == "block_m" else tile.block_n * (n.block_qk + n.block_v)
-    registers = -(-(held + 2 * tile.block_m * tile.block_n) // (device.warp_size * tile.num_warps))
-    if registers > device.registers_per_thread:
-        return (
-            "num_warps",
-            f"accumulators need {registers} registers per thread, a thread has {device.registers_per_thread}",
-        )
-    return None
+    return backward_tile_violation(problem.attention, device, tile, own)
 
 
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_number
+from ..check import FLOATS, TensorSpec, bind, check_share
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from ..ops.select import NOWHERE, SelectCall, Setting
 from .lists import padded, sizes_by_row
@@ -125,11 +125,11 @@ def _check_method(method: str, numbers: dict[str, Any]) -> None:
 
 def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple[Setting, ...]:
     if method == "top_p":
-        return (_setting("top_p", numbers["top_p"], scores, 1.0),)
+        return (_setting("top_p", numbers["top_p"], scores),)
     if method == "top_k":
         if numbers["top_k"] is not None:
             return (blocks_setting("top_k", numbers["top_k"], scores),)
-        return (_from_sparsity(_setting("sparsity", numbers["sparsity"], scores, 1.0), scores.shape[3]),)
+        return (_from_sparsity(_setting("sparsity", numbers["sparsity"], scores), scores.shape[3]),)
     tau = numbers["tau"]
     if tau is not None:
         if not callable(tau):
@@ -138,7 +138,7 @@ def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple
             )
         return (1.0, 1.0)
     low, high = (
-        _setting(name, default if numbers[name] is None else numbers[name], scores, 1.0)
+        _setting(name, default if numbers[name] is None else numbers[name], scores)
         for name, default in (("tau_min", TAU_MIN), ("tau_max", TAU_MAX))
     )
     if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor) and low > high:
@@ -154,23 +154,20 @@ def _from_sparsity(sparsity: Setting, blocks: int) -> Setting:
 
 def called_tau(tau: Callable[[torch.Tensor], Any], gini: torch.Tensor, scores: torch.Tensor) -> Setting:
     """What the caller's map makes of the Gini coefficients, as a setting."""
-    return _setting("what tau returns", tau(gini), scores, 1.0)
+    return _setting("what tau returns", tau(gini), scores)
 
 
 def blocks_setting(name: str, value: Number, scores: torch.Tensor, low: int = 0) -> Setting:
     """A number of blocks as a setting."""
     if isinstance(value, torch.Tensor):
-        return _setting(name, value, scores, None)
+        return _setting(name, value, scores)
     return min(float(check_whole(name, value, low)), LARGEST_COUNT)
 
 
-def _setting(name: str, value: Number, scores: torch.Tensor, high: float | None) -> Setting:
-    """A number from 0 to `high` as a float, a tensor as a view [B, H, Qb]."""
+def _setting(name: str, value: Number, scores: torch.Tensor) -> Setting:
+    """A share as a float, a tensor as a view [B, H, Qb]."""
     if not isinstance(value, torch.Tensor):
-        number = check_number(name, value, low=0.0)
-        if high is not None and number > high:
-            raise ValueRangeError(f"{name} must be at most {high:g}, got {value!r}")
-        return number
+        return check_share(name, value)
     rows = tuple(scores.shape[:3])
     if value.dtype == torch.bool or value.is_complex():
         kind = str(value.dtype).removeprefix("torch.")

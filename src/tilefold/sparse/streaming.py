@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import sparse_attention, sparse_attention_paged
-from ..check import FLOATS, TensorSpec, bind, check_number
+from ..check import FLOATS, TensorSpec, bind, check_share
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..types import Layout
 from .coarse import attend_rows, project
@@ -243,7 +243,7 @@ def _share(select: "SelectOptions", cache: VideoCache) -> dict[str, Any]:
     if isinstance(sparsity, torch.Tensor):
         wide = sparsity[:, None] if sparsity.dim() == 1 else sparsity
         return {"sparsity": None, "top_k": ((1.0 - wide.double()) * live).round().clamp(min=1.0)}
-    check_number("sparsity", sparsity, low=0.0)
+    check_share("sparsity", sparsity)
     found: dict[str, Any] = {"sparsity": None, "top_k": ((1.0 - sparsity) * live).round().clamp(min=1.0)}
     others = (select.capacity, select.max_blocks, select.force, select.local_window)
     if all(o is None for o in others) and not select.force_self and isinstance(select.min_blocks, int):

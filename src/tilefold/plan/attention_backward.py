@@ -1,0 +1,261 @@
+"""The plan of the backward pass of dense attention: one tile for dq, one for dk and dv, one for the gradient of a bias."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan import serialise
+from tilefold.plan.backward import backward_tile_violation
+from tilefold.plan.cost import Cost, attention_cost
+from tilefold.plan.device import Device
+from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
+from tilefold.plan.problem import AttentionProblem, next_power_of_two
+
+__all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
+
+POINTERS, BOX = KERNELS = ("attention_backward", "attention_backward_box")
+WAVES = 2  # programs for each SM that shares of a bias's sum aim at
+MAX_SHARES = 64
+GRID_Y = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackwardPlan:
+    """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
+
+    problem: that of the forward pass; its `descriptors` say that Q, too, can be read by tensor descriptors. kernel:
+    "attention_backward" (pointer loads) or "attention_backward_box" (what streams by comes by tensor descriptors). queries: the
+    tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv, block_n
+    of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows) of a
+    bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares the
+    bias, made apart and added in order; 0 without a bias. Raises PlanError, naming the field, if a tile exceeds a limit.
+    """
+
+    problem: AttentionProblem
+    device: Device
+    kernel: str
+    queries: Tile
+    keys: Tile
+    scores: Tile
+    bias: tuple[int, ...]
+    bias_shares: int
+    rule: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        fault = _violation(self)
+        if fault:
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+    @property
+    def grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Programs that make dq, dk and dv, and the gradient of the bias (0 without one)."""
+        n = self.problem
+        queries = -(-n.seq_q // self.queries.block_m) * n.batch * n.heads
+        keys = -(-n.seq_k // self.keys.block_n) * n.batch * n.kv_heads
+        return (queries, 1, 1), (keys, 1, 1), (_bias_programs(n, self.scores, self.bias), self.bias_shares, 1)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias.
+
+        For a packed batch, whose tokens the plan does not know, an upper estimate."""
+        n = self.problem
+        shares = self.bias_shares if self.bias_shares > 1 else 0
+        entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
+        return 8 * n.batch * n.heads * n.seq_q + 4 * shares * entries
+
+    def __str__(self) -> str:
+        n = self.problem
+        cost = attention_backward_cost(n)
+        lines = [
+            f"Attention backward plan for {self.device.title}",
+            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
+            f"(V {n.dim_v}), {n.dtype}",
+            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
+            f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
+            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; seven are made: nothing is added in memory",
+        ]
+        if self.bias:
+            shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
+            batch, heads, rows = self.bias
+            lines.append(
+                f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, two more products a pair: "
+                f"{self.grids[2][0]} programs{shares}"
+            )
+        return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "AttentionBackwardPlan":
+        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
+        return serialise.from_json(cls, text)
+
+    def with_tiles(
+        self,
+        queries: Tile | None = None,
+        keys: Tile | None = None,
+        scores: Tile | None = None,
+        kernel: str | None = None,
+        bias_shares: int | None = None,
+    ) -> "AttentionBackwardPlan":
+        """The plan with other tiles, another kernel or another number of shares; PlanError names the field that does not fit."""
+        return replace(
+            self,
+            queries=queries or self.queries,
+            keys=keys or self.keys,
+            scores=scores or self.scores,
+            kernel=kernel or self.kernel,
+            bias_shares=self.bias_shares if bias_shares is None else bias_shares,
+            rule="override",
+            reason="The caller chose these fields.",
+        )
+
+    def check(self, problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
+
+        The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
+        for field in AttentionProblem.__dataclass_fields__:
+            made, asked = getattr(self.problem, field), getattr(problem, field)
+            if made != asked and not field.endswith("descriptors"):
+                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        if self.bias != bias:
+            raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
+        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
+            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
+        replace(self, problem=problem, device=device)  # which looks at every limit
+
+
+def attention_backward_cost(problem: AttentionProblem) -> Cost:
+    """FLOPs of the five products that the gradients need (2.5 times the forward pass's where the head dims are equal); bytes of
+    q, k, v, out, dout, lse read and dq, dk, dv written once; exponentials of both kernels."""
+    forward = attention_cost(problem)
+    pairs = forward.flops // (2 * (problem.dim_qk + problem.dim_v))
+    flops = 2 * pairs * (3 * problem.dim_qk + 2 * problem.dim_v)
+    return Cost(flops=flops, bytes=2 * forward.bytes, exps=2 * forward.exps)
+
+
+@lru_cache(maxsize=4096)
+def plan_attention_backward(
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...] = ()
+) -> AttentionBackwardPlan:
+    """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
+
+    bias: (batch, heads, rows) of a bias that gets a gradient.  Unsupported if no tile fits."""
+    require_supported(problem, device)
+    kernel = POINTERS if device.backend == "interpreter" or _box_refusal(problem, device) else BOX
+    queries, keys, scores = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n", "scores"))
+    shares = _shares(problem, device, scores, bias)
+    reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
+    return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
+
+
+def _first_fit(problem: AttentionProblem, device: Device, kernel: str, own: str) -> Tile:
+    faults = []
+    for tile in _tiles(problem, device, kernel, own):
+        fault = _tile_violation(problem, device, kernel, tile, own)
+        if fault is None:
+            return tile
+        faults.append(f"{tile}: {fault[1]}")
+    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
+
+
+def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
+    """Best first.  own: "block_m" of dq, "block_n" of dk and dv, "scores" of the bias.
+
+    64 x 64 with 4 warps, and 8 past a head dim of 128, were the best of the block-sparse backward pass on an H200, whose steps
+    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: as
+    fast or faster there than spilled registers."""
+    rows, keys = (min(64, max(16, next_power_of_two(n))) for n in (problem.seq_q, problem.seq_k))
+    width = max(problem.block_qk, problem.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    last = Tile(16, 16, 4, 1)
+    if problem.dtype == "float32":
+        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    mods = problem.score_mods + problem.mask_mods
+    loading = any(mod in MOD_BYTES for mod in mods)
+    warps = 8 if width > 128 else 4
+    first = Tile(rows, keys, warps, 2)
+    if own != "block_n":  # products with queries as rows: wgmma takes 64
+        narrow = Tile(rows, min(keys, 32), warps, 2)
+        crowded = loading
+    else:
+        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
+        banded = problem.causal or problem.window != (-1, -1)
+        crowded = kernel != BOX or bool(mods) or problem.group > 1 or banded
+        crowded = crowded and (width <= 128 or loading)
+    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
+    return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
+
+
+def _bias_programs(problem: AttentionProblem, tile: Tile, bias: tuple[int, ...]) -> int:
+    if not bias:
+        return 0
+    batch, heads, rows = bias
+    tiles_m = -(-problem.seq_q // tile.block_m) if rows > 1 else 1
+    return -(-problem.seq_k // tile.block_n) * tiles_m * batch * heads
+
+
+def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[int, ...]) -> int:
+    """As many as fill the device, if what is shared can be cut so often."""
+    if not bias:
+        return 0
+    batch, heads, rows = bias
+    parts = problem.batch // batch * (problem.heads // heads) if rows > 1 else -(-problem.seq_q // tile.block_m)
+    wanted = -(-WAVES * max(1, device.sms) // max(1, _bias_programs(problem, tile, bias)))
+    return max(1, min(wanted, parts, MAX_SHARES))
+
+
+def _tile_violation(
+    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, own: str
+) -> tuple[str, str] | None:
+    most = MAX_BOX_ROWS if kernel == BOX else 1024
+    for name, size in (("block_m", tile.block_m), ("block_n", tile.block_n)):
+        if type(size) is not int or not 16 <= size <= most or size & (size - 1):
+            return name, f"must be a power of two from 16 to {most}, got {size}"
+    if own == "scores":
+        return backward_tile_violation(problem, device, tile, "block_n", tile.block_m * tile.block_n)
+    return backward_tile_violation(problem, device, tile, own)
+
+
+def _box_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    if problem.dtype == "float32":
+        return "fp32 products are not made from shared memory, and boxes would only take registers"
+    return box_refusal(problem, device)
+
+
+def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that is broken, or None."""
+    n, device = plan.problem, plan.device
+    if plan.kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
+    refusal = _box_refusal(n, device) if plan.kernel == BOX else None
+    if refusal:
+        return "kernel", f"{plan.kernel} cannot be used: {refusal}"
+    for name, tile, own in (
+        ("queries", plan.queries, "block_m"),
+        ("keys", plan.keys, "block_n"),
+        ("scores", plan.scores, "scores"),
+    ):
+        fault = _tile_violation(n, device, plan.kernel, tile, own)
+        if fault:
+            return f"{name}.{fault[0]}", fault[1]
+    return _bias_violation(plan) or (
+        ("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None
+    )
+
+
+def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    n, bias = plan.problem, plan.bias
+    if bias:
+        accepted = [{1, n.batch}, {1, n.heads}, {1, n.seq_q}]
+        if len(bias) != 3 or any(size not in sizes for size, sizes in zip(bias, accepted, strict=True)):
+            return "bias", f"must be () or (batch or 1, heads or 1, seq_q or 1) of this problem, got {bias!r}"
+    least, most = (1, GRID_Y) if bias else (0, 0)
+    if type(plan.bias_shares) is not int or not least <= plan.bias_shares <= most:
+        return "bias_shares", f"must be from {least} to {most}, got {plan.bias_shares!r}"
+    return None

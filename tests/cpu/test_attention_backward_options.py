@@ -1,0 +1,220 @@
+"""Gradients of dense attention with bias, sinks, masks and mods, of packed sequences, and through torch's dispatcher."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
+from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from tilefold.ops import attention
+from tilefold.ops.library import attention_op
+from tilefold.plan import device_named, plan_attention
+from tilefold.plan.attention_hopper import KERNEL
+
+BIASES = [(2, 2, 20, 33), (1, 2, 20, 33), (2, 1, 20, 33), (1, 1, 20, 33), (2, 2, 1, 33), (1, 2, 1, 33), (1, 1, 1, 33)]
+
+
+@pytest.mark.parametrize("shape", BIASES)
+def test_bias(shape, device):
+    """Every way to share a bias: its gradient is the sum over what shares it, in one share or in three."""
+    q, k, v = qkv(2, 20, 33, 2, 1, 16, dtype=torch.float16, device=device)
+    for shares, band in ((1, {"causal": True}), (3, {"window": (14, 9)})):
+        check_gradients(q, k, v, bias=rand(*shape, device=device), shares=shares, **band)
+
+
+def test_bias_of_other_dtypes_and_strides(device):
+    q, k, v = qkv(1, 20, 33, 2, 2, 16, dtype=torch.float16, device=device)
+    check_gradients(q, k, v, bias=rand(1, 2, 20, 33, dtype=torch.float16, device=device), kernel=BOX_BACKWARD)
+    check_gradients(q, k, v, bias=rand(1, 2, 33, 20, device=device).transpose(2, 3), tile=None)
+    bias = rand(1, 2, 1, 33, device=device).expand(1, 2, 20, 33)  # no copy of it is made; its gradient is a whole one
+    assert check_gradients(q, k, v, bias=bias)[3].shape == bias.shape
+    check_gradients(*qkv(1, 20, 33, 2, 2, 16, dtype=torch.bfloat16, device=device),
+                    bias=rand(1, 1, 20, 33, dtype=torch.bfloat16, device=device))  # fmt: skip
+
+
+def test_bias_of_minus_infinity(device):
+    """Scores that a bias takes away, whole rows of them too, are as masked: the oracle's own autograd has NaN for such rows."""
+    q, k, v = qkv(1, 20, 33, 2, 1, 16, device=device)
+    mask = rand(1, 2, 20, 33, device=device) > -0.5
+    mask[:, 1, 7] = False
+    bias = rand(1, 2, 20, 33, device=device).masked_fill(~mask, 0.0)
+    check_gradients(q, k, v, bias=bias, mask=mask, softcap=3.0)
+    dout, dlse = rand(1, 20, 2, 16, device=device), rand(1, 2, 20, device=device)
+    want = gradients((q, k, v), dout, dlse, bias=bias, mask=mask, softcap=3.0)
+    got = gradients((q, k, v), dout, dlse, bias=bias.masked_fill(~mask, float("-inf")), softcap=3.0)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_softcap_alibi_sinks_mask(dtype, device):
+    q, k, v = qkv(2, 20, 33, 4, 2, 16, dtype=dtype, device=device)
+    check_gradients(q, k, v, softcap=2.0, scale=0.4, causal=True)
+    check_gradients(q, k, v, alibi_slopes=rand(2, 4, device=device).abs(), sinks=rand(4, device=device), causal=True)
+    check_gradients(q, k, v, mask=rand(2, 1, 20, 33, device=device) > -0.5, sinks=rand(4, dtype=dtype, device=device))
+
+
+def test_mods(device):
+    """A user's mod comes after the bias: the gradient of the bias goes through its slope."""
+    q, k, v = qkv(2, 20, 33, 4, 2, 16, device=device)
+    hook = {"score_mod": relative, "score_grad": one, "score_args": (rand(4, 9, device=device), 4)}
+    hook |= {"mask_mod": dilated, "mask_args": (2,), "twins": {"score_mod": relative_twin, "mask_mod": dilated_twin}}
+    check_gradients(q, k, v, softcap=3.0, causal=True, **hook)
+    from tilefold.device import mods
+
+    hook = {"score_mod": mods.softcap_exact, "score_grad": mods.softcap_exact_slope, "score_args": (1.5,)}
+    hook |= {"twins": {"score_mod": lambda score, b, h, i, j, args: 1.5 * torch.tanh(score / 1.5)}}
+    every = {"bias": rand(1, 4, 1, 33, device=device), "alibi_slopes": rand(4, device=device).abs(), "softcap": 4.0}
+    check_gradients(q, k, v, sinks=rand(4, device=device), mask=rand(1, 1, 20, 33, device=device) > -1, **every, **hook)
+
+
+LENGTHS = [([20, 0, 33, 1], [10, 30, 0, 5]), ([17], [40]), ([5, 40, 16], [50, 2, 16])]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(lengths, device):
+    tensors, where = packed(*lengths, h=2, hk=1, d=16, dv=8, device=device)
+    for band in ({}, {"causal": True}, {"window": (9, 3)}):
+        check_gradients(*tensors, varlen=where, **band)
+
+
+def test_packed_options(device):
+    tensors, where = packed([20, 0, 33], [10, 30, 25], h=4, hk=2, d=16, dv=16, device=device)
+    check_gradients(*tensors, varlen=where, bias=rand(3, 4, 33, 30, device=device), sinks=rand(4, device=device))
+    check_gradients(*tensors, varlen=where, bias=rand(1, 1, 1, 30, device=device), causal=True, shares=2, softcap=2.0)
+    check_gradients(*(t.half() for t in tensors), varlen=where, mask=rand(1, 1, 33, 30, device=device) > -0.5)
+    loose = (*where[:2], where[2] + 50, where[3] + 50)
+    check_gradients(*tensors, varlen=loose, causal=True, tile=None, alibi_slopes=rand(3, 4, device=device).abs())
+
+
+def test_rows_of_no_sequence(device):
+    """Their results are not written and hold NaN here: they get gradient 0, and nothing of them reaches another row or a sink."""
+    (q, k, v), (cu_q, cu_k, max_q, max_k) = packed([20, 7], [33, 12], h=2, hk=1, d=16, dv=16, device=device)
+    where, sinks = (cu_q, cu_k, max_q, max_k), rand(2, device=device)
+    dout, dlse = rand(27, 2, 16, device=device), rand(2, 27, device=device)
+    want = gradients((q, k, v), dout, dlse, where, sinks=sinks)
+    extra = [torch.cat([t, torch.full_like(t[:5], float("nan"))]) for t in (q, k, v, dout)]
+    got = gradients(extra[:3], extra[3], torch.cat([dlse, dlse[:, :5]], 1), where, sinks=sinks)
+    for a, b, length in zip(got, want, (27, 45, 45, 2), strict=True):
+        assert torch.equal(a[:length], b)
+        assert not a[length:].any()
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+OPTIONS = {
+    "plain": lambda device: ({}, {}),
+    "terms": lambda device: (
+        {"bias": rand(1, 4, 20, 33, device=device), "sinks": rand(4, device=device)},
+        {"causal": True, "mask": rand(2, 1, 20, 33, device=device) > -1, "alibi_slopes": rand(4, device=device).abs()},
+    ),
+    "hooks": lambda device: (
+        {},
+        {
+            "score_mod": tilefold.constant(relative),
+            "score_grad": tilefold.constant(one),
+            "score_args": (rand(4, 9, device=device), 4),
+            "window": (9, None),
+        },
+    ),
+}
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compile_fullgraph(name, device):
+    torch._dynamo.reset()
+    extra, options = OPTIONS[name](device)
+    inputs = [
+        t.requires_grad_() for t in (*qkv(2, 20, 33, 4, 2, 16, dtype=torch.float16, device=device), *extra.values())
+    ]
+
+    def layer(q, k, v, *more):
+        out, lse = tilefold.attention(2 * q, k, v, return_lse=True, **dict(zip(extra, more, strict=True)), **options)
+        return out + 1, lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (layer, compiled, compiled):
+        out, lse = fn(*inputs)
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), inputs)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.no_poison
+def test_compile_varlen_and_plans(device):
+    torch._dynamo.reset()
+    tensors, where = packed([20, 7], [33, 12], h=2, hk=1, d=16, dv=16, device=device)
+    leaves = [t.requires_grad_() for t in tensors]
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), where, strict=True))
+    plan = tilefold.constant(tilefold.attention_backward_plan(*leaves, **names, causal=True))
+
+    def layer(q, k, v):
+        return tilefold.attention_varlen(q, k, v, *where, causal=True, backward_plan=plan).square().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    want, got = (torch.autograd.grad(fn(*leaves), leaves) for fn in (layer, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.no_poison
+def test_opcheck_and_refusals_of_the_operator(device):
+    q, k, v = (t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, device=device))
+    bias, sinks = rand(1, 2, 1, 33, device=device).requires_grad_(), rand(2, device=device).requires_grad_()
+    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd")
+    torch.library.opcheck(attention_op, (q, k, v, None, bias, None, sinks, *tail, "", [], [], [], "|"))
+    keys = [tilefold.constant(fn).key for fn in (relative, one)]
+    hooks = ([rand(2, 9, device=device)], [4], [], "ti|")
+    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 4, *tail, f"{keys[0]}|||{keys[1]}|", *hooks))
+    slopes = rand(2, device=device).requires_grad_()
+    for args, match in (
+        ((slopes, None, None, None, *tail, "", [], [], [], "|"), "alibi_slopes of tilefold::attention"),
+        ((None,) * 4 + (*tail, f"{keys[0]}||||", *hooks), "also needs score_grad"),
+    ):
+        out, _ = attention_op(q, k, v, *args)
+        with pytest.raises(tilefold.Unsupported, match=match):
+            out.sum().backward()
+
+
+@pytest.mark.no_poison
+def test_functorch_and_fake_tensors(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = qkv(1, 20, 33, 2, 1, 16, device=device)
+    bias = rand(1, 2, 20, 33, device=device)
+
+    def loss(q, bias):
+        return tilefold.attention(q, k, v, bias=bias, mask=bias.detach() > -1).square().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1))(q, bias)
+    leaves = [t.clone().requires_grad_() for t in (q, bias)]
+    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves), strict=True))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(t).requires_grad_() for t in (q, k, v, bias)]
+        out = tilefold.attention(*fakes[:3], bias=fakes[3])
+        grads = torch.autograd.grad(out.sum(), fakes)
+    assert [g.shape for g in grads] == [t.shape for t in fakes]
+
+
+@pytest.mark.interpreter
+def test_after_the_hopper_forward(monkeypatch, device):
+    """Out and lse may come from the kernel for sm_90: the backward pass finds all that it needs on that call's record, too."""
+    q, k, v = qkv(1, 40, 50, 2, 1, 64, dtype=torch.float16, device=device)
+    dout, dlse = rand(1, 40, 2, 64, dtype=torch.float16, device=device), rand(1, 2, 40, device=device)
+    want = gradients((q, k, v), dout, dlse, causal=True)
+    results = tilefold.attention(q, k, v, causal=True, return_lse=True)
+    problem = tilefold.attention_plan(q, k, v, causal=True).problem
+    portable = plan_attention(problem, device_named("h200"))
+    plan = portable.with_tile(block_m=128, block_n=128, num_warps=4, num_stages=4, kernel=KERNEL)
+    prepared = attention.example_call(problem, plan)[2]
+    prepared.scalars = (1 / 8, *prepared.scalars[1:])  # the scale, 1 in the example
+
+    def launch(args):
+        for made, result in zip(args, results, strict=True):
+            made.copy_(result)
+
+    prepared.launch = launch
+    monkeypatch.setattr(attention, "prepare", lambda *call: prepared)
+    monkeypatch.setattr(attention, "_arguments", lambda p, q, k, v, out, lse, call: (out, lse))
+    got = gradients((q, k, v), dout, dlse, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

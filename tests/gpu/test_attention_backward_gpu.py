@@ -1,0 +1,161 @@
+"""Gradients of dense attention on a GPU: planned tiles at real sizes, reruns, graphs, compilations, memory, no waiting."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, packed, prefix, prefix_twin, qkv, rand
+from gradient_cases import check_gradients, gradients, oracle
+from tilefold.plan.limits import Tile
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256])
+def test_planned_tiles(dim, dtype):
+    """The planner's own tiles, lengths that are no multiple of anything, with one head a KV head and with four."""
+    for kv_heads in (1, 4):
+        q, k, v = qkv(2, 333, 1001, 4, kv_heads, dim, dtype=dtype, device=DEVICE)
+        for options in ({}, {"causal": True}, {"window": (200, 50)}):
+            check_gradients(q, k, v, tile=None, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_planned_options(dim):
+    q, k, v = qkv(2, 500, 700, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+    check_gradients(q, k, v, tile=None, softcap=5.0, sinks=rand(4, device=DEVICE), causal=True, unjudged=("dsinks",))
+    mask = rand(1, 4, 500, 700, device=DEVICE) > 0
+    check_gradients(q, k, v, tile=None, mask=mask, alibi_slopes=rand(4, device=DEVICE).abs())
+    check_gradients(q, k, v, tile=None, mask_mod=prefix, mask_args=(40,), twins={"mask_mod": prefix_twin})
+    for shape in ((2, 4, 500, 700), (1, 4, 500, 700), (2, 1, 1, 700), (1, 1, 1, 700)):
+        check_gradients(q, k, v, tile=None, bias=rand(*shape, dtype=torch.bfloat16, device=DEVICE), causal=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_planned_varlen(dim):
+    lengths = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
+    tensors, where = packed(*lengths, h=8, hk=2, d=dim, dv=dim, dtype=torch.bfloat16, device=DEVICE)
+    for options in ({}, {"causal": True}, {"window": (100, 0)}):
+        check_gradients(*tensors, tile=None, varlen=where, **options)
+
+
+@pytest.mark.parametrize("kernel", ["attention_backward", "attention_backward_box"])
+@pytest.mark.parametrize("tile", [(16, 16, 4, 1), (32, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2)])
+def test_given_tiles(tile, kernel):
+    if kernel == "attention_backward_box" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("boxes are read by sm_90 and newer")
+    q, k, v = qkv(1, 300, 400, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    chosen = Tile(*tile)
+    plan = tilefold.attention_backward_plan(q, k, v, causal=True).with_tiles(chosen, chosen, kernel=kernel)
+    dout = rand(1, 300, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    got = gradients((q, k, v), dout, None, causal=True, backward_plan=plan)
+    want, plain = (oracle((q, k, v), dout, None, d, causal=True) for d in (torch.float64, None))
+    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
+        judge(a, b, c, f"{name} {tile} {kernel}")
+
+
+def test_same_bits_in_fifty_runs():
+    q, k, v = qkv(2, 1000, 1500, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    extra = {"bias": rand(1, 8, 1, 1500, device=DEVICE), "sinks": rand(8, device=DEVICE), "causal": True}
+    dout, dlse = rand(2, 1000, 8, 128, dtype=torch.bfloat16, device=DEVICE), rand(2, 8, 1000, device=DEVICE)
+    first = gradients((q, k, v), dout, dlse, **extra)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients((q, k, v), dout, dlse, **extra), strict=True))
+
+
+def test_long_and_huge():
+    """Lengths where one head's rows are many waves; scores of 1e4 without NaN."""
+    q, k, v = qkv(1, 4096, 4096, 2, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    check_gradients(q, k, v, tile=None, causal=True)
+    dout = rand(1, 4096, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    assert all(g.isfinite().all() for g in gradients((100 * q, 100 * k, v), dout, None, causal=True))
+
+
+def test_cuda_graph_of_forward_and_backward():
+    """A training step that is captured follows its inputs, packed offsets too."""
+    tensors, where = packed(
+        [100, 200, 300], [100, 200, 300], h=4, hk=2, d=64, dv=64, dtype=torch.bfloat16, device=DEVICE
+    )
+    leaves = [t.requires_grad_() for t in tensors]
+    dout = rand(600, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    where = (*where[:2], 600, 600)
+
+    def step():
+        return torch.autograd.grad(tilefold.attention_varlen(*leaves, *where, causal=True), leaves, dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
+        for each in where[:2]:
+            each.copy_(torch.tensor(offsets, dtype=torch.int32))
+        with torch.no_grad():
+            for t in leaves:
+                t.copy_(torch.randn_like(t))
+        graph.replay()
+        want, plain = (oracle(leaves, dout, None, d, where, causal=True) for d in (torch.float64, None))
+        for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
+            judge(a, b, c, f"{name} {offsets}")
+
+
+def test_no_host_synchronisation():
+    q, k, v = qkv(1, 200, 300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    dout = rand(1, 200, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    extra = {"bias": rand(1, 1, 1, 300, device=DEVICE), "sinks": rand(4, device=DEVICE)}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients((q, k, v), dout, None, causal=True, **extra)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_one_compilation_serves_all_lengths():
+    """Lengths, batch, heads, group, scale and window are run-time values."""
+    from tilefold.kernels import attention_backward as kernels
+
+    def compiled():
+        made = (kernels.attention_backward_queries, kernels.attention_backward_keys)
+        return sum(len(caches[0]) for fn in made for caches in fn.device_caches.values())
+
+    def run(b, sq, sk, h, hk, scale, window):
+        q, k, v = qkv(b, sq, sk, h, hk, 64, dtype=torch.bfloat16, device=DEVICE)
+        tile = Tile(64, 64, 4, 2)
+        plan = tilefold.attention_backward_plan(q, k, v, window=window).with_tiles(
+            tile, tile, kernel="attention_backward"
+        )
+        gradients((q, k, v), torch.ones_like(q), None, scale=scale, window=window, backward_plan=plan)
+
+    run(2, 300, 400, 4, 2, 0.1, (100, 10))
+    before = compiled()
+    for args in (
+        (1, 301, 1000, 8, 4, 0.2, (7, 3)),
+        (3, 17, 33, 16, 2, 1.0, (0, 0)),
+        (2, 2048, 777, 4, 1, 0.5, (5000, 1)),
+    ):
+        run(*args)
+    assert compiled() == before
+
+
+def test_memory():
+    """Beside the gradients: two numbers a query and head, and nothing of the size of the scores."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 8192, 8192, 8, 8, 64, dtype=torch.bfloat16, device=DEVICE))
+    out = tilefold.attention(q, k, v, causal=True)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    used = torch.cuda.max_memory_allocated() - before
+    assert (
+        used
+        <= sum(g.numel() * 2 for g in grads)
+        + tilefold.attention_backward_plan(q, k, v, causal=True).scratch_bytes
+        + 4096
+    )
