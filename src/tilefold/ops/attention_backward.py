@@ -8,10 +8,12 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import attention
+from . import attention_backward_hopper as hopper
 from .attention import boxable, describe_box, kind_of
 from .backward_parts import ROWS, delta_launch, readable, sequence_strides
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
+from .hopper import disabled
 
 if TYPE_CHECKING:
     from ..plan.attention import AttentionPlan
@@ -172,6 +174,9 @@ def backward(
         return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
+    if isinstance(bound, hopper.HopperBound):
+        made = hopper.run(bound, (q, k, v, out), dout, lse, dlse)
+        return tuple(t if w else None for t, w in zip((*made, None, None), wanted, strict=True))
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
@@ -236,7 +241,7 @@ def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bi
     problem = replace(plan.problem, descriptors=plan.problem.descriptors and boxable(q) and whole)
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(problem, device_of(q.device), bias)
+        return plan_attention_backward(problem, device_of(q.device), bias, portable=disabled())
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
@@ -253,14 +258,19 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> Bound:
+) -> "Bound | hopper.HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), dlse is None, with_bias
-    found: Bound | None = prepared.backward.get(key)
+    found: Bound | hopper.HopperBound | None = prepared.backward.get(key)
     if found is None:
-        plan = backward_plan_of(prepared.plan, call, tensors[0], with_bias)
-        found = prepared.backward[key] = _bind(prepared.scalars[0], tensors, dout, call, plan)
+        from ..plan.attention_backward import plan_attention_backward
+
+        plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
+        if plan.kernel == hopper.KERNEL:
+            found = hopper.bind(scale, tensors, dout, call, plan)
+            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+        found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
 
 

@@ -39,7 +39,7 @@ from .backward_ranges import (
 )
 from .backward_work import await_queries, count_keys, count_queries, work_of_item
 from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, wgmma_wait
-from .parts import LOG2E, place_of_item, store_accumulator
+from .parts import LOG2E, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "left", "right", "stripe_units", "stripes",
            "width", "batch_heads", "batches", "delay", "rooms", "no_unit", "nowhere",
@@ -60,19 +60,22 @@ def _batch_of(batch, split):
 
 @jit
 def _key_item(batch, program, heads, split):
-    """-> tile of keys, batch entry, KV head, number of the KV head within the batch."""
+    """-> tile of keys, batch entry, KV head, number of the KV head within the batch.  Heads go fastest, then tiles: under a
+    causal mask the first are the most work, and the last work of all is little."""
     head, stripe = _batch_of(batch, split)
-    i_n, i_b, i_k = place_of_item(head * split[0] + program, split[0], heads)
-    return stripe * split[0] + i_n, i_b, i_k, program // split[0]
+    tile = program // split[2]
+    local = program - tile * split[2]
+    return stripe * split[0] + tile, (head + local) // heads, (head + local) % heads, local
 
 
 @jit
 def _query_item(batch, program, heads, group, q_units, split):
-    """-> tile of queries, batch entry, head, number of the head within the batch, stripe.  The last queries of a head come first:
-    under a causal mask they are the most work, and the last work of all is little."""
+    """-> tile of queries, batch entry, head, number of the head within the batch, stripe.  The last queries come first."""
     head, stripe = _batch_of(batch, split)
-    i_m, i_b, i_h = place_of_item(head * group * q_units + program, q_units, heads)
-    return q_units - 1 - i_m, i_b, i_h, program // q_units, stripe
+    line = program // (split[2] * group)
+    local = program - line * (split[2] * group)
+    row = head * group + local
+    return q_units - 1 - line, row // heads, row % heads, local, stripe
 
 
 # ---------------------------------------------------------------- the loading warp
