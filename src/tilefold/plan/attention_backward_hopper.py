@@ -101,16 +101,14 @@ def lines(problem: AttentionProblem, keys: int) -> int:
 def line_width(problem: AttentionProblem, keys: int) -> int:
     """Places of a line (tiles of dS): as many tiles of queries as see a tile of keys, or two that share a line; at least 1."""
     n = problem
-    q_units, kv_units = tiles(n)
+    q_units = tiles(n)[0]
     left, right = n.sides
-    if _causal(n):  # the first stripe has the most: fewer queries see later keys
-        seen = [
-            q_units - max(i * UNIT - n.seq_k + n.seq_q, 0) // UNIT if i < kv_units else 0 for i in range(keys // UNIT)
-        ]
-        pairs = [a + b for a, b in zip(seen, reversed(seen), strict=True)]
-        if len(seen) % 2:
-            pairs[len(seen) // 2] = seen[len(seen) // 2]
-        return max(1, *pairs)
+    if _causal(
+        n
+    ):  # the first stripe has the most, since fewer queries see later keys, and in it the pair in the middle
+        half = keys // UNIT // 2
+        middle = (half - 1, keys // UNIT - half) if half else (0,)
+        return sum(q_units - max(i * UNIT - n.seq_k + n.seq_q, 0) // UNIT for i in middle)
     if n.sides == (-1, -1):
         return q_units
     span = UNIT + (n.seq_q if left < 0 else left) + (n.seq_k if right < 0 else right)  # queries that see one of 64 keys
@@ -161,13 +159,11 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     held = min(HELD * places(device), KEPT_LIMIT * kv_units // room_bytes(n, 1, whole))
     if 4 * kv_units <= held or total * kv_units <= held:
         return max(d for d in divisors(total) if d == 1 or d * kv_units * ROOMS <= held), whole
-    stripes = -(-kv_units * ROOMS // max(held, ROOMS))
-    while stripes < kv_units:  # the first stripe of a causal mask takes more than its share
-        keys = -(-kv_units // stripes) * UNIT
-        if ROOMS * room_bytes(n, 1, keys) <= KEPT_LIMIT:
-            return 1, keys
-        stripes += 1
-    return 1, UNIT
+    units = max(1, held // ROOMS)
+    while units > 1 and ROOMS * room_bytes(n, 1, units * UNIT) > KEPT_LIMIT:
+        units -= 1  # the first stripe of a causal mask takes more than its share
+    stripes = -(-kv_units // units)
+    return 1, -(-kv_units // stripes) * UNIT
 
 
 def hopper_backward_tile(problem: AttentionProblem) -> Tile:
