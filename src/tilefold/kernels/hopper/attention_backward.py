@@ -199,7 +199,7 @@ def _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
 @jit
 def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work, split,
                   width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr,
-                  SLOTS: gl.constexpr):  # fmt: skip
+                  SLOTS: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """dk and dv of 64 keys, over all query heads of their KV head.  base: row of keep_desc where the batch's room begins."""
     heads, group, no_unit = work
     seq_q, seq_k, q_units, kv_units = lengths
@@ -230,14 +230,14 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
         for i_m in range(first + 1, last + 1):  # the tile after the one whose S is there
             s, dp_flying, dk, dv, slot, parity = key_tile(
                 s, dp_flying, dk, dv, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
-                False, D, TILES, SLOTS, False, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
+                False, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
             row += way * UNIT
             s = _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
         # Keys that nobody sees keep nothing: past the end, where the copy engine writes nothing.
         row = gl.where(tiles > 0, row, nowhere)
         s, dp_flying, dk, dv, slot, parity = key_tile(
             s, dp_flying, dk, dv, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
-            True, D, TILES, SLOTS, False, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
+            True, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
         base += room_of_head
     finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
 
@@ -298,7 +298,7 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
 def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths,
              band, work, split, width, order, room_rows, item, q_outs, kv_outs, nowhere, scale, KIND: gl.constexpr,
              D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-             STRIPED: gl.constexpr):  # fmt: skip
+             STRIPED: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Make the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -307,7 +307,7 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
     if keys:
         _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work,
                       split, width, kv_outs, batch % rooms * room_rows, nowhere, scale * LOG2E, batch, program,
-                      KIND, D, TILES, SLOTS)  # fmt: skip
+                      KIND, D, TILES, SLOTS, FENCE)  # fmt: skip
     else:
         _consume_sums(DQ, Partial, Progress, pool, q_full, empty, done, lengths, band, work, split, q_outs, scale, batches, batch,
                       query_items, program, KIND, D, TILES, SUM_SLOTS, STRIPED)  # fmt: skip
@@ -319,7 +319,8 @@ def attention_backward_hopper(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, STRIPED: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
     (kernels.backward_statistics) as one dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box
@@ -352,7 +353,7 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh), (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, STRIPED)),
+                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
                     kv_full, q_full, do_full, empty, done,
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),

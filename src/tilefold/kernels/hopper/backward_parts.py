@@ -16,6 +16,7 @@ from .gluon import (
     mbarrier,
     opaque,
     reinterpret,
+    schedule_fence_16,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -110,11 +111,11 @@ def wait_tile(bar, parity, pool, slot, tile, live, D: gl.constexpr, Q_SIZED: gl.
 @jit
 def key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
               LAST: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr,
-              Q_SIZED: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
+              Q_SIZED: gl.constexpr, FENCE: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
     """One unit of queries.  On entry its S is there and its dP in flight; on exit so it is for the next unit, unless LAST.
 
     keep_row: the row of keep_desc that takes dS.  live_k: valid keys of this tile, looked at if MASKED.  live_q: valid queries of
-    the next unit, looked at if Q_SIZED.
+    the next unit, looked at if Q_SIZED.  FENCE: keep the wait for dP behind the exponentials.
 
     -> s, dp_flying, dk, dv, slot, parity"""
     pool, stat_buf, ds_buf = buffers
@@ -128,7 +129,10 @@ def key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, l
     if MASKED:
         dead = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, S_LAYOUT)) >= live_k, 1)
         p = gl.where(dead, 0.0, p)
-    p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
+    p16 = p.to(DTYPE)
+    if FENCE:
+        schedule_fence_16(p16)
+    p16 = gl.convert_layout(p16, A_LAYOUT)
     dp = wgmma_wait(0, deps=(dp_flying,))
     dv_flying = wgmma(p16, tiles.index(SLOTS + slot), dv, is_async=True)
     ds = p * (dp - gl.expand_dims(statistics.slice(UNIT, UNIT).load(COLUMN), 0))

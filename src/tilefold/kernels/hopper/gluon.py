@@ -9,7 +9,7 @@
     wgmma, wgmma_wait, wgmma_init      products of a warpgroup
     reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
     opaque                    keeps the compiler from computing something early and holding it in registers
-    schedule_fence            keeps the assembler from moving a wait up
+    schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
 """
@@ -41,6 +41,7 @@ __all__ = [
     "opaque",
     "reinterpret",
     "schedule_fence",
+    "schedule_fence_16",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
@@ -107,3 +108,26 @@ def schedule_fence(x):
         is_pure=False,
         pack=1,
     )
+
+
+@constexpr_function
+def _fence_text(n):
+    """Of n 16-bit values in n / 2 registers: an event if the high one of some register is negative; n / 4 results of no use."""
+    values = [f"${n // 4 + i}" for i in range(n // 2)]
+    text = f"mov.b32 all, {values[0]}; " + "".join(f"or.b32 all, all, {value}; " for value in values[1:])
+    unused = "".join(f"mov.b32 ${i}, 0; " for i in range(n // 4))
+    return "{ .reg .b32 all; .reg .pred below; " + text + "setp.lt.s32 below, all, 0; @below pmevent 1; " + unused + "}"
+
+
+@constexpr_function
+def _fence_registers(n):
+    return ",".join(["=r"] * (n // 4) + ["r"] * (n // 2))
+
+
+@jit
+def schedule_fence_16(x):
+    """As schedule_fence, of all of x (16 bits, at least 0; four warps, a multiple of 4 elements a thread), which stays as it is."""
+    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    TEXT: gl.constexpr = _fence_text(NUMBER)
+    REGISTERS: gl.constexpr = _fence_registers(NUMBER)
+    gl.inline_asm_elementwise(TEXT, REGISTERS, [x], dtype=gl.int8, is_pure=False, pack=NUMBER)

@@ -151,10 +151,10 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
             ahead = _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
             s, dp_flying, dk, dv, slot, parity = key_tile(
                 s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
-                False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
+                False, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
         s, dp_flying, dk, dv, slot, parity = key_tile(
             s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
-            True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
+            True, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
     finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
 
 
