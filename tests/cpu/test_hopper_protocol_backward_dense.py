@@ -45,8 +45,10 @@ class Sum:
 class Run(Launch):
     """One launch; keys in stripes of stripe_units tiles, batches of batch_heads KV heads."""
 
-    def __init__(self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, left=90, right=30):
+    def __init__(self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, hold=False):
         super().__init__(seed)
+        left, right = 90, 30
+        self.hold = hold  # K and V in registers
         self.kind, self.heads, self.group, self.batch_heads, self.rooms = kind, heads, group, batch_heads, rooms
         self.seq_q, self.seq_k, self.band = seq_q, seq_k, (left, right)
         self.q_units, self.kv_units = -(-seq_q // 64), -(-seq_k // 64)
@@ -165,7 +167,8 @@ class Run(Launch):
             names["_consume"](
                 *(Output(name) for name in ("dq", "dk", "dv")), None, None, "keep", pool, statistics, ds, *bars, lengths,
                 self.band, work, self.split(), self.width, order, self.room_rows, item, zeros[:3], zeros,
-                self.rooms * self.room_rows, 1.0, self.kind, DIM, TILES, SLOTS, SUM_SLOTS, self.stripes > 1)  # fmt: skip
+                self.rooms * self.room_rows, 1.0, self.kind, DIM, TILES, SLOTS, SUM_SLOTS, self.stripes > 1,
+                False, self.hold)  # fmt: skip
 
         return produce, consume
 
@@ -191,7 +194,7 @@ CASES = {  # seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms
 @pytest.mark.parametrize("places", [1, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_protocol(kind, places, case):
-    Run(places, kind, *CASES[case])(places)
+    Run(places, kind, *CASES[case], hold=places == 1)(places)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "HopperBound", "bind", "bound_launches", "example_launch", "run"]
 
 KERNEL = "attention_backward_hopper"
-FENCED = (64,)  # head dims whose wait for dP is kept behind the exponentials, which take as long there as two products
+# Head dims of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
+# have room in registers.
+FENCED, HOLDING = (64,), (64,)
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -144,6 +146,7 @@ def _main(
         "SLOTS": plan.keys.num_stages,
         "STRIPED": stripes > 1,
         "FENCE": n.dim_qk in FENCED,
+        "HOLD": n.dim_qk in HOLDING,
         "LOADER_REGISTERS": LOADER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}

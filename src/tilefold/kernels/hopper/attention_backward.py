@@ -199,8 +199,11 @@ def _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
 @jit
 def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work, split,
                   width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr,
-                  SLOTS: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
-    """dk and dv of 64 keys, over all query heads of their KV head.  base: row of keep_desc where the batch's room begins."""
+                  SLOTS: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+    """dk and dv of 64 keys, over all query heads of their KV head.
+
+    base: row of keep_desc where the batch's room begins.  HOLD: keep K and V in registers, as left operands of S and dP: shared
+    memory is read half as often for them."""
     heads, group, no_unit = work
     seq_q, seq_k, q_units, kv_units = lengths
     room_of_head = lines_of_head(split[0], KIND) * width * UNIT
@@ -209,10 +212,11 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNIT, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
+    K_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, k_width=2)
     i_n, i_b, i_k, local = _key_item(batch, program, heads // group, split)
     head, stripe = _batch_of(batch, split)
-    first, tiles = queries_of_keys(i_n, lengths, band, KIND)
-    last = first + gl.maximum(tiles, 1) - 1
+    first, seen = queries_of_keys(i_n, lengths, band, KIND)
+    last = first + gl.maximum(seen, 1) - 1
     whole = whole_tiles(i_n, lengths, band, KIND)
     place, way = line_of_keys(i_n - stripe * split[0], split[0], width, KIND)
     dk = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))  # written before the first product, or all would wait
@@ -223,20 +227,24 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
     slot = 0
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
+    tiles = tiles_of(pool, TILES, D)
+    own = (tiles.index(2 * SLOTS), tiles.index(2 * SLOTS + 1))
+    if HOLD:
+        own = (own[0].load(K_LAYOUT), own[1].load(K_LAYOUT))
     for g in range(group):
-        s, dp_flying = first_products(pool, bars, slot, parity, UNIT, D, TILES, SLOTS, False, S_LAYOUT)
+        s, dp_flying = first_products(own, pool, bars, slot, parity, UNIT, D, TILES, SLOTS, False, S_LAYOUT)
         s = _cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
         row = base
         for i_m in range(first + 1, last + 1):  # the tile after the one whose S is there
             s, dp_flying, dk, dv, slot, parity = key_tile(
-                s, dp_flying, dk, dv, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
+                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
                 False, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
             row += way * UNIT
             s = _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
         # Keys that nobody sees keep nothing: past the end, where the copy engine writes nothing.
-        row = gl.where(tiles > 0, row, nowhere)
+        row = gl.where(seen > 0, row, nowhere)
         s, dp_flying, dk, dv, slot, parity = key_tile(
-            s, dp_flying, dk, dv, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
+            s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
         base += room_of_head
     finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
@@ -298,7 +306,7 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
 def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths,
              band, work, split, width, order, room_rows, item, q_outs, kv_outs, nowhere, scale, KIND: gl.constexpr,
              D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-             STRIPED: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+             STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     """Make the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -307,7 +315,7 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
     if keys:
         _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work,
                       split, width, kv_outs, batch % rooms * room_rows, nowhere, scale * LOG2E, batch, program,
-                      KIND, D, TILES, SLOTS, FENCE)  # fmt: skip
+                      KIND, D, TILES, SLOTS, FENCE, HOLD)  # fmt: skip
     else:
         _consume_sums(DQ, Partial, Progress, pool, q_full, empty, done, lengths, band, work, split, q_outs, scale, batches, batch,
                       query_items, program, KIND, D, TILES, SUM_SLOTS, STRIPED)  # fmt: skip
@@ -319,7 +327,7 @@ def attention_backward_hopper(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr,
+    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
@@ -353,7 +361,7 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh), (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE)),
+                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE, HOLD)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
                     kv_full, q_full, do_full, empty, done,
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),

@@ -109,13 +109,14 @@ def wait_tile(bar, parity, pool, slot, tile, live, D: gl.constexpr, Q_SIZED: gl.
 
 
 @jit
-def key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
+def key_tile(s, dp_flying, dk, dv, own, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
               LAST: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr,
               Q_SIZED: gl.constexpr, FENCE: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
     """One unit of queries.  On entry its S is there and its dP in flight; on exit so it is for the next unit, unless LAST.
 
-    keep_row: the row of keep_desc that takes dS.  live_k: valid keys of this tile, looked at if MASKED.  live_q: valid queries of
-    the next unit, looked at if Q_SIZED.  FENCE: keep the wait for dP behind the exponentials.
+    own: K and V, as tiles or as left operands in registers.  keep_row: the row of keep_desc that takes dS.  live_k: valid keys
+    of this tile, looked at if MASKED.  live_q: valid queries of the next unit, looked at if Q_SIZED.  FENCE: keep the wait for
+    dP behind the exponentials.
 
     -> s, dp_flying, dk, dv, slot, parity"""
     pool, stat_buf, ds_buf = buffers
@@ -154,30 +155,26 @@ def key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, l
         return s, dp_flying, dk, dv, slot, parity
     else:
         wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
-        k = tiles.index(2 * SLOTS)
-        s_flying = wgmma(k, tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s_flying = wgmma(own[0], tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         dk, dsa = wgmma_wait(1, deps=(dk_flying, dsa))
         mbarrier.arrive(empty.index(done), count=1)
         wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
-        v = tiles.index(2 * SLOTS + 1)
-        dp_flying = wgmma(v, tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        dp_flying = wgmma(own[1], tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = wgmma_wait(1, deps=(s_flying,))
         return s, dp_flying, dk, dv, slot, parity
 
 
 @jit
-def first_products(pool, bars, slot, parity, live_q, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+def first_products(own, pool, bars, slot, parity, live_q, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
                    Q_SIZED: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """-> S of the first unit of queries, and its dP, in flight: what `key_tile` begins with."""
     q_full, do_full, empty = bars
     tiles = tiles_of(pool, TILES, D)
     nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
     wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
-    k = tiles.index(2 * SLOTS)
-    s_flying = wgmma(k, tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s_flying = wgmma(own[0], tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
-    v = tiles.index(2 * SLOTS + 1)
-    dp_flying = wgmma(v, tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    dp_flying = wgmma(own[1], tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = wgmma_wait(1, deps=(s_flying,))
     return s, dp_flying
 

@@ -126,7 +126,7 @@ def _fence_registers(n):
 
 @jit
 def schedule_fence_16(x):
-    """As schedule_fence, of all of x (16 bits, at least 0; four warps, a multiple of 4 elements a thread), which stays as it is."""
+    """As schedule_fence, of all of x (16 bits, at least 0; four warps, a multiple of 4 elements a thread)."""
     NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128
     TEXT: gl.constexpr = _fence_text(NUMBER)
     REGISTERS: gl.constexpr = _fence_registers(NUMBER)

@@ -42,6 +42,7 @@ from .backward_parts import (
     load_queries,
     next_slot,
     produce_sums,
+    tiles_of,
 )
 from .backward_work import count_keys, count_queries, work_of_item
 from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque
@@ -128,6 +129,8 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     slot = 0
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
+    tiles = tiles_of(pool, TILES, D)
+    own = (tiles.index(2 * SLOTS), tiles.index(2 * SLOTS + 1))
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, block, i_b, i_h)
@@ -144,16 +147,16 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
         buffers = (pool, stat_buf, ds_buf)
         bars = (q_full, do_full, empty)
-        s, dp_flying = first_products(pool, bars, slot, parity, live_q, D, TILES, SLOTS, Q_SIZED, S_LAYOUT)
+        s, dp_flying = first_products(own, pool, bars, slot, parity, live_q, D, TILES, SLOTS, Q_SIZED, S_LAYOUT)
         for j in range(1, units):
             live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
             row = ahead
             ahead = _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
             s, dp_flying, dk, dv, slot, parity = key_tile(
-                s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
+                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
                 False, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
         s, dp_flying, dk, dv, slot, parity = key_tile(
-            s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
+            s, dp_flying, dk, dv, own, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
     finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
 
