@@ -16,6 +16,7 @@ DIM, PANELS, SLOTS = 128, 2, 2
 TILES = 2 * SLOTS + 2
 SUM_SLOTS = TILES * PANELS // (PANELS + 1)
 GARBAGE = 77777777  # what lies in memory that nobody wrote
+ZEROS = frozenset(["zeros"])  # what the copy engine gives past the end
 
 
 class Value:
@@ -180,7 +181,7 @@ class Launch:
         def arrive():
             if desc == "kept":
                 with self.memory.changed:
-                    panel.content = self.kept.get(row)
+                    panel.content = self.kept.get(row) if row < self.rooms * self.room_rows else ZEROS
                     self.reading[row] -= 1
             else:
                 panel.fill((desc, *(int(p) for p in place)))
@@ -280,12 +281,13 @@ class Launch:
 
     # ------------------------------------------------------------ threads
 
-    def buffers(self):
+    def buffers(self, sum_slots=SUM_SLOTS):
         """Shared memory of a program: pool, statistics, dS, and the barriers in the kernels' order."""
         memory = self.memory
         pool = Ring([Panel(memory, f"panel {i}") for i in range(TILES * PANELS)], Anything())
         statistics = Ring([Panel(memory, f"statistics {i}") for i in range(SLOTS)])
-        sizes = {"kv_full": 1, "q_full": SUM_SLOTS, "do_full": SLOTS, "empty": SUM_SLOTS, "done": 1}
+        ring = max(SLOTS, sum_slots)
+        sizes = {"kv_full": 1, "q_full": ring, "do_full": SLOTS, "empty": ring, "done": 1}
         bars = [Ring([Barrier(memory, f"{name}[{i}]", 1) for i in range(number)]) for name, number in sizes.items()]
         return pool, statistics, Panel(memory, "dS"), bars
 

@@ -1,6 +1,7 @@
 """Which tiles the dense backward kernel for sm_90 pairs, masks and keeps, and where: its own functions and the plan's, on plain
 integers."""
 
+import itertools
 import random
 import types
 
@@ -85,7 +86,7 @@ def test_stripes_and_places(seed):
         for stripe in range(stripes):
             places = {}
             for m in range(sizes[2]):
-                low, tiles, begins, ends = R.stripe_of_queries(m, stripe, stripe_units, sizes, band, kind)
+                low, tiles, begins, ends = R.stripe_of_queries(m, stripe, stripe_units, sizes, band, kind, 1)
                 begun[m], ended[m] = begun.get(m, 0) + begins, ended.get(m, 0) + ends
                 assert not begins or m not in {q for q, _ in pairs}  # nothing comes before the first stripe
                 for n in range(low, low + tiles):
@@ -98,3 +99,25 @@ def test_stripes_and_places(seed):
                     assert places.setdefault(place, (m, n)) == (m, n)
         assert set(begun.values()) == set(ended.values()) == {1}
         assert pairs == {(m, n) for m in range(sizes[2]) for n in range(*R.keys_of_queries(m, sizes, band, kind))}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_tiles_of_queries_together(seed):
+    """What two tiles see, one after the other, is what they see together; they begin and end once."""
+    seq_q, seq_k, kind, left, right = draw(seed)
+    sizes, band = (seq_q, seq_k, -(-seq_q // 64), -(-seq_k // 64)), (left, right)
+    for stripe_units, m in itertools.product((1, 3, sizes[3]), range(0, sizes[2], 2)):
+        begun = ended = 0
+        for stripe in range(-(-sizes[3] // stripe_units)):
+            low, tiles, begins, ends = R.stripe_of_queries(m, stripe, stripe_units, sizes, band, kind, 2)
+            alone = [
+                R.stripe_of_queries(i, stripe, stripe_units, sizes, band, kind, 1)
+                for i in range(m, min(m + 2, sizes[2]))
+            ]
+            assert set(range(low, low + tiles)) == {
+                n for first, number, *_ in alone for n in range(first, first + number)
+            }
+            assert begins or begun or not tiles
+            assert not (ended and tiles)
+            begun, ended = begun + begins, ended + ends
+        assert (begun, ended) == (1, 1)

@@ -8,7 +8,7 @@ of keys; every piece of work is done once.
 import pytest
 
 import gluon_threads
-from backward_threads import DIM, SLOTS, SUM_SLOTS, TILES, Launch, Output, Value
+from backward_threads import DIM, PANELS, SLOTS, TILES, ZEROS, Launch, Output, Value
 from gluon_threads import Barrier, Number
 
 pytest.importorskip("triton")
@@ -45,10 +45,13 @@ class Sum:
 class Run(Launch):
     """One launch; keys in stripes of stripe_units tiles, batches of batch_heads KV heads."""
 
-    def __init__(self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, hold=False):
+    def __init__(
+        self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, sum_tiles=2, hold=False
+    ):
         super().__init__(seed)
         left, right = 90, 30
         self.hold = hold  # K and V in registers
+        self.sum_tiles, self.sum_slots = sum_tiles, TILES * PANELS // (PANELS + sum_tiles)
         self.kind, self.heads, self.group, self.batch_heads, self.rooms = kind, heads, group, batch_heads, rooms
         self.seq_q, self.seq_k, self.band = seq_q, seq_k, (left, right)
         self.q_units, self.kv_units = -(-seq_q // 64), -(-seq_k // 64)
@@ -60,7 +63,8 @@ class Run(Launch):
         self.room_rows = batch_heads * group * rules.lines(problem, stripe_units * 64) * self.width * 64
         batch = batch_heads * stripe_units
         self.delay = min(batch + 5, max(1, rooms - 1) * batch)
-        self.items = self.batches * (batch + batch_heads * group * self.q_units)
+        self.query_items = batch_heads * group * -(-self.q_units // sum_tiles)
+        self.items = self.batches * (batch + self.query_items)
         self.sums = {}
 
     functions = (
@@ -69,8 +73,8 @@ class Run(Launch):
                           "finish_keys", "load_kept", "add_kept")),
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),
-        (kernel, ("_batch_of", "_key_item", "_query_item", "_produce_keys", "_produce_sums", "_produce", "_consume_keys",
-                  "_consume_sums", "_consume")),
+        (kernel, ("_batch_of", "_key_item", "_query_item", "_produce_keys", "_kept_row", "_produce_sums", "_produce",
+                  "_consume_keys", "_consume_sums", "_consume")),
     )  # fmt: skip
 
     def names(self):
@@ -132,22 +136,26 @@ class Run(Launch):
 
     def store(self, out, acc, rows, stride, dtype):
         if int(rows) <= 0:
-            return  # tiles of keys past the end, in the last stripe
+            return  # tiles past the end: of keys in the last stripe, of queries in the last pair
         keys, batch, program = self.local.place
-        key = (self.local.names["_key_item"](batch, program, self.heads // self.group, self.split()) if keys else
-               self.local.names["_query_item"](batch, program, self.heads, self.group, self.q_units, self.split()))  # fmt: skip
+        names, split = self.local.names, self.split()
+        if keys:
+            key = names["_key_item"](batch, program, self.heads // self.group, split)
+        else:
+            key = names["_query_item"](batch, program, self.heads, self.group, self.q_units, split, self.sum_tiles)
         with self.memory.changed:
-            key = out.name, int(key[2]), int(key[0])
+            key = out.name, int(key[2]), int(key[0]) + (0 if keys else self.local.stored)
+            self.local.stored += 1
             if key in self.made:
                 self.memory.fail(f"{key} was made before")
-            self.made[key] = acc.log
+            self.made[key] = tuple(pair for pair in acc.log if pair[0] != ZEROS)
 
     # ------------------------------------------------------------ threads
 
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        pool, statistics, ds, bars = self.buffers()
+        pool, statistics, ds, bars = self.buffers(self.sum_slots)
         lengths = self.seq_q, self.seq_k, self.q_units, self.kv_units
         work = self.heads, self.group, self.heads * self.q_units
         order = self.batches, self.delay, self.rooms
@@ -156,18 +164,19 @@ class Run(Launch):
         def produce():
             names["_produce"](
                 "q", "do", "k", "v", "stat", "kept", None, pool, statistics, *bars, lengths, self.band, work, self.split(),
-                self.width, order, self.room_rows, item, self.kind, DIM, SLOTS, SUM_SLOTS)  # fmt: skip
+                self.width, order, self.room_rows, item, self.rooms * self.room_rows, self.kind, DIM, SLOTS, self.sum_slots,
+                self.sum_tiles)  # fmt: skip
 
         def consume():
             self.begin(item)
-            self.local.names = names
-            key_items = self.batch_heads * self.stripe_units
-            query_items = self.batch_heads * self.group * self.q_units
+            self.local.names, self.local.stored = names, 0
+            key_items, query_items = self.batch_heads * self.stripe_units, self.query_items
             self.local.place = names["work_of_item"](item, key_items, query_items, self.batches, self.delay)
             names["_consume"](
                 *(Output(name) for name in ("dq", "dk", "dv")), None, None, "keep", pool, statistics, ds, *bars, lengths,
                 self.band, work, self.split(), self.width, order, self.room_rows, item, zeros[:3], zeros,
-                self.rooms * self.room_rows, 1.0, self.kind, DIM, TILES, SLOTS, SUM_SLOTS, self.stripes > 1,
+                self.rooms * self.room_rows, 1.0, self.kind, DIM, TILES, SLOTS, self.sum_slots, self.sum_tiles,
+                self.stripes > 1,
                 False, self.hold)  # fmt: skip
 
         return produce, consume
@@ -176,7 +185,7 @@ class Run(Launch):
         self.run(places)
         assert self.made == self.expected()
         assert not self.sums
-        key_items, query_items = self.batch_heads * self.stripe_units, self.batch_heads * self.group * self.q_units
+        key_items, query_items = self.batch_heads * self.stripe_units, self.query_items
         assert self.progress[1:] == [key_items] * self.batches + [query_items] * self.batches
 
 
@@ -194,7 +203,8 @@ CASES = {  # seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms
 @pytest.mark.parametrize("places", [1, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_protocol(kind, places, case):
-    Run(places, kind, *CASES[case], hold=places == 1)(places)
+    for sum_tiles in (1, 2):
+        Run(places, kind, *CASES[case], sum_tiles, hold=places == 1)(places)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +217,7 @@ def test_a_missing_wait_is_found(monkeypatch, missing):
         monkeypatch.setattr(Run, missing, lambda self, *args: None)
     else:
         waits = Barrier.wait
-        skipped = [f"{missing}[{i}]" for i in range(SUM_SLOTS)]
+        skipped = [f"{missing}[{i}]" for i in range(TILES)]
         monkeypatch.setattr(Barrier, "wait", lambda self, parity: None if self.name in skipped else waits(self, parity))
 
     def several() -> None:

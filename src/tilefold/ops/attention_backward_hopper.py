@@ -144,13 +144,14 @@ def _main(
         "KIND": kind_of(ranges, window),
         "D": n.dim_qk,
         "SLOTS": plan.keys.num_stages,
+        "SUM_TILES": rules.SUM_TILES,
         "STRIPED": stripes > 1,
         "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
         "LOADER_REGISTERS": LOADER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
-    items = batches * heads * (stripe_units + n.group * q_units)
+    items = batches * (heads * stripe_units + rules.query_items(n, heads))
     launch = Launch(attention_backward_hopper, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     sides = (UNBOUNDED if side < 0 else side for side in window)
     width = rules.line_width(n, keys)

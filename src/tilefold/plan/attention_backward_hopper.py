@@ -32,6 +32,7 @@ __all__ = [
     "lines",
     "partial_bytes",
     "places",
+    "query_items",
     "rooms",
     "tiles",
 ]
@@ -41,6 +42,7 @@ MEASURED = False
 """Whether plans take the kernel by themselves: not before it has been held to fp64 and timed on a device."""
 ROOMS = 8  # of dS, each for one batch; four if whole heads are so few
 HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle
+SUM_TILES = 2  # tiles of queries of one item for dq: they share K on its way from L2
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
 
 
@@ -93,6 +95,11 @@ def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
     return problem.batch * problem.kv_heads // heads * -(-tiles(problem)[1] // (keys // UNIT))
 
 
+def query_items(problem: AttentionProblem, heads: int) -> int:
+    """Items for dq of a batch of `heads` KV heads."""
+    return heads * problem.group * -(-tiles(problem)[0] // SUM_TILES)
+
+
 def lines(problem: AttentionProblem, keys: int) -> int:
     """Lines of a head's room: one for each tile of keys, under a causal mask one for two."""
     return -(-keys // (2 * UNIT)) if _causal(problem) else keys // UNIT
@@ -142,7 +149,8 @@ def partial_bytes(problem: AttentionProblem, keys: int) -> int:
     """Memory for sums of dq between two stripes (bytes); 0 where one stripe has all keys."""
     n = problem
     q_units, kv_units = tiles(n)
-    return 4 * n.batch * n.heads * q_units * UNIT * n.dim_qk if kv_units * UNIT > keys else 0
+    rows = -(-q_units // SUM_TILES) * SUM_TILES * UNIT
+    return 4 * n.batch * n.heads * rows * n.dim_qk if kv_units * UNIT > keys else 0
 
 
 def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
@@ -188,10 +196,10 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     total = n.batch * n.kv_heads
     if type(heads) is not int or heads < 1 or total % heads:
         return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
-    q_units, kv_units = tiles(n)
+    kv_units = tiles(n)[1]
     if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
-    batch, query_items = heads * keys // UNIT, heads * n.group * q_units
+    batch, others = heads * keys // UNIT, query_items(n, heads)
     batches = batches_of(n, heads, keys)
     kept = kept_bytes(n, device, heads, keys)
     if kept > KEPT_LIMIT:
@@ -210,8 +218,8 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
         )
     if kept // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
-    if batch * (batch + query_items) >= 1 << 31:
+    if batch * (batch + others) >= 1 << 31:
         return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
-    if batches * (batch + query_items) > MAX_GRID:
+    if batches * (batch + others) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} pieces of work"
     return None

@@ -69,13 +69,13 @@ def _key_item(batch, program, heads, split):
 
 
 @jit
-def _query_item(batch, program, heads, group, q_units, split):
-    """-> tile of queries, batch entry, head, number of the head within the batch, stripe.  The last queries come first."""
+def _query_item(batch, program, heads, group, q_units, split, SUM_TILES: gl.constexpr):
+    """-> first tile of queries, batch entry, head, number of the head within the batch, stripe.  The last queries come first."""
     head, stripe = _batch_of(batch, split)
     line = program // (split[2] * group)
     local = program - line * (split[2] * group)
     row = head * group + local
-    return q_units - 1 - line, row // heads, row % heads, local, stripe
+    return ((q_units + SUM_TILES - 1) // SUM_TILES - 1 - line) * SUM_TILES, row // heads, row % heads, local, stripe
 
 
 # ---------------------------------------------------------------- the loading warp
@@ -83,7 +83,7 @@ def _query_item(batch, program, heads, group, q_units, split):
 
 @jit
 def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
-                  lengths, band, work, split, order, batch, program, KIND: gl.constexpr, D: gl.constexpr,
+                  lengths, band, work, split, order, batch, query_items, program, KIND: gl.constexpr, D: gl.constexpr,
                   SLOTS: gl.constexpr):  # fmt: skip
     """Bring K and V, then q, dout and statistics of every tile of queries that sees them."""
     heads, group, no_unit = work
@@ -102,48 +102,63 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             unit = gl.where(tiles > 0, first + j, q_units)
             statistics = gl.where(tiles > 0, row + unit, no_unit)
             load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
-                         statistics, g, j, batch, rooms, split[2] * group * q_units, batches, slot, parity, D, SLOTS)  # fmt: skip
+                         statistics, g, j, batch, rooms, query_items, batches, slot, parity, D, SLOTS)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
 
 
 @jit
-def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lengths, band, work, split, width, base, batch, key_items,
-                  program, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Bring K and dS of every pair that a tile of queries has in the stripe.  base: row where the batch's room begins."""
+def _kept_row(
+    i_m, i_n, base, nowhere, stripe, split, width, lengths, band, KIND: gl.constexpr, SUM_TILES: gl.constexpr
+):
+    """Where dS of a pair is kept.  Of two tiles of queries one may not see the keys: past the end, where there are zeros."""
+    first, seen = queries_of_keys(i_n, lengths, band, KIND)
+    place, way = line_of_keys(i_n - stripe * split[0], split[0], width, KIND)
+    row = base + (place + way * (i_m - first)) * UNIT
+    if SUM_TILES > 1:
+        row = gl.where((i_m >= first) & (i_m < first + seen), row, nowhere)
+    return row
+
+
+@jit
+def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lengths, band, work, split, width, base, nowhere, batch,
+                  key_items, program, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
+                  SUM_TILES: gl.constexpr):  # fmt: skip
+    """Bring K and dS of every pair that one or two tiles of queries have in the stripe.  base: row where its room begins."""
     heads, group, no_unit = work
     q_units = lengths[2]
-    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split)
-    low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND)
+    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split, SUM_TILES)
+    low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND, SUM_TILES)
     base += local * (lines_of_head(split[0], KIND) * width * UNIT)
     slot = 0
     parity = 1
     for j in range(tiles):
         i_n = low + j
-        first, others = queries_of_keys(i_n, lengths, band, KIND)
-        place, way = line_of_keys(i_n - stripe * split[0], split[0], width, KIND)
-        row = base + (place + way * (i_m - first)) * UNIT
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n, row, 0, j, batch, key_items, slot,
-                  parity, D, SLOTS)  # fmt: skip
+        row = _kept_row(i_m, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES)
+        rows = (row,)
+        if SUM_TILES > 1:
+            rows = (row, _kept_row(i_m + 1, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES))
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n, rows, 0, j, batch, key_items, slot,
+                  parity, D, SLOTS, SUM_TILES)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 
 
 @jit
 def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
-             done, lengths, band, work, split, width, order, room_rows, item, KIND: gl.constexpr, D: gl.constexpr,
-             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr):  # fmt: skip
+             done, lengths, band, work, split, width, order, room_rows, item, nowhere, KIND: gl.constexpr, D: gl.constexpr,
+             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
     """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
-    query_items = split[2] * work[1] * lengths[2]
+    query_items = split[2] * work[1] * ((lengths[2] + SUM_TILES - 1) // SUM_TILES)
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
         _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
-                      lengths, band, work, split, order, batch, program, KIND, D, SLOTS)  # fmt: skip
+                      lengths, band, work, split, order, batch, query_items, program, KIND, D, SLOTS)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)
     else:
         _produce_sums(k_desc, kept_desc, Progress, pool, q_full, empty, lengths, band, work, split, width,
-                      batch % rooms * room_rows, batch, key_items, program, KIND, D, SUM_SLOTS)  # fmt: skip
+                      batch % rooms * room_rows, nowhere, batch, key_items, program, KIND, D, SUM_SLOTS, SUM_TILES)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_queries(Progress, batch, batches)
 
@@ -254,8 +269,10 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
 
 
 @jit
-def _sum_so_far(Partial, i_m, row_of_head, q_units, LAYOUT: gl.constexpr, D: gl.constexpr):
-    """Pointers to the fp32 sum of a tile of queries; Partial [B * H, q_units * 64, D]."""
+def _sum_so_far(Partial, i_m, row_of_head, q_units, LAYOUT: gl.constexpr, D: gl.constexpr, SUM_TILES: gl.constexpr):
+    """Pointers to the fp32 sum of a tile of queries; Partial [B * H, tiles * 64, D], tiles: q_units or the next multiple of
+    SUM_TILES."""
+    q_units = (q_units + SUM_TILES - 1) // SUM_TILES * SUM_TILES
     o_r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     place = Partial + (row_of_head.to(gl.int64) * q_units + i_m) * (UNIT * D)
@@ -265,52 +282,63 @@ def _sum_so_far(Partial, i_m, row_of_head, q_units, LAYOUT: gl.constexpr, D: gl.
 @jit
 def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band, work, split, outs, scale, batches, batch,
                   query_items, program, KIND: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                  STRIPED: gl.constexpr):  # fmt: skip
-    """64 rows of dq = scale * sum of dS K over the stripe, and what the stripes before made: in the order of the keys."""
+                  SUM_TILES: gl.constexpr, STRIPED: gl.constexpr):  # fmt: skip
+    """One or two tiles of dq = scale * sum of dS K over the stripe, and of what the stripes before made: in the keys' order."""
     heads, group, no_unit = work
     stride_gb, stride_gm, stride_gh = outs
     q_units = lengths[2]
     DTYPE: gl.constexpr = pool.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     k_tiles = tiles_of(pool, TILES, D)
-    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split)
-    low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND)
-    dq = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
+    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split, SUM_TILES)
+    low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND, SUM_TILES)
+    sums = (opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT)),)
+    if SUM_TILES > 1:
+        sums = (sums[0], opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT)))
     slot = 0
     parity = 0
     before = 0
     for j in range(tiles):
         mbarrier.wait(full.index(slot), parity)
-        dq = add_kept(dq, pool, k_tiles, empty, slot, before, j, D, SLOTS)
+        sums = add_kept(sums, pool, k_tiles, empty, slot, before, j, D, SLOTS, SUM_TILES)
         before = slot
         slot, parity = next_slot(slot, parity, SLOTS)
-    dq = wgmma_wait(0, deps=(dq,))
-    row = i_m * UNIT
-    out = DQ + i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh + row.to(gl.int64) * stride_gm
-    if STRIPED:
-        sums = _sum_so_far(Partial, i_m, i_b * heads + i_h, q_units, D_LAYOUT, D)
-        if (tiles > 0) & ~begins:
-            await_queries(Progress, batch - 1, batches, query_items)
-            dq += gl.load(sums)
-        if ends:
-            store_accumulator(out, dq * scale, lengths[0] - row, stride_gm, DTYPE)
-        elif tiles > 0:
-            gl.store(sums, dq)
-        mbarrier.arrive(done.index(0), count=1)  # the sum counts as much as the dS that was read
+    if SUM_TILES > 1:
+        sums = wgmma_wait(0, deps=(sums[0], sums[1]))
     else:
+        sums = (wgmma_wait(0, deps=(sums[0],)),)
+    goes_on = (tiles > 0) & ~begins
+    if not STRIPED:
         mbarrier.arrive(done.index(0), count=1)
-        store_accumulator(out, dq * scale, lengths[0] - row, stride_gm, DTYPE)
+    out = DQ + i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
+    for t in gl.static_range(SUM_TILES):
+        dq = sums[t]
+        row = (i_m + t) * UNIT
+        place = out + row.to(gl.int64) * stride_gm
+        if STRIPED:
+            kept = _sum_so_far(Partial, i_m + t, i_b * heads + i_h, q_units, D_LAYOUT, D, SUM_TILES)
+            if goes_on:
+                await_queries(Progress, batch - 1, batches, query_items)
+                dq += gl.load(kept)
+            if ends:
+                store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE)
+            elif tiles > 0:
+                gl.store(kept, dq)
+        else:
+            store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE)
+    if STRIPED:
+        mbarrier.arrive(done.index(0), count=1)  # the sum counts as much as the dS that was read
 
 
 @jit
 def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths,
              band, work, split, width, order, room_rows, item, q_outs, kv_outs, nowhere, scale, KIND: gl.constexpr,
-             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr,
+             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr,
              STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     """Make the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
-    query_items = split[2] * work[1] * lengths[2]
+    query_items = split[2] * work[1] * ((lengths[2] + SUM_TILES - 1) // SUM_TILES)
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
         _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work,
@@ -318,7 +346,7 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
                       KIND, D, TILES, SLOTS, FENCE, HOLD)  # fmt: skip
     else:
         _consume_sums(DQ, Partial, Progress, pool, q_full, empty, done, lengths, band, work, split, q_outs, scale, batches, batch,
-                      query_items, program, KIND, D, TILES, SUM_SLOTS, STRIPED)  # fmt: skip
+                      query_items, program, KIND, D, TILES, SUM_SLOTS, SUM_TILES, STRIPED)  # fmt: skip
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -327,14 +355,14 @@ def attention_backward_hopper(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr,
+    FENCE: gl.constexpr, HOLD: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
     (kernels.backward_statistics) as one dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box
-    [64, 64]: room for dS.  DQ [B, Sq, H, D], DK, DV [B, Sk, H/group, D] by strides; Partial [B * H, q_units * 64, D] fp32 if
-    STRIPED (stripes > 1).  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; KIND: FULL, CAUSAL or WINDOW (left,
-    right: keys on either side of a query's own place).
+    [64, 64]: room for dS.  DQ [B, Sq, H, D], DK, DV [B, Sk, H/group, D] by strides; Partial: sums of dq, fp32, if STRIPED
+    (stripes > 1).  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; KIND: FULL, CAUSAL or WINDOW (left,
+    right: keys on either side of a query's own place).  SUM_TILES: tiles of queries of an item for dq, which share K: 1 or 2.
 
     Batches of batch_heads KV heads and stripe_units tiles of keys, `stripes` of them one after the other for the same heads:
     batches = B * H/group / batch_heads * stripes.  keep_desc has `rooms` rooms, each for dS of one batch, with
@@ -343,15 +371,16 @@ def attention_backward_hopper(
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     TILES: gl.constexpr = 2 * SLOTS + 2
-    SUM_SLOTS: gl.constexpr = (TILES * PANELS) // (PANELS + 1)  # a tile of K and a panel of dS each
+    SUM_SLOTS: gl.constexpr = (TILES * PANELS) // (PANELS + SUM_TILES)  # a tile of K and SUM_TILES panels of dS each
+    RING: gl.constexpr = max(SLOTS, SUM_SLOTS)
     BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, PANEL], DTYPE)
     pool = gl.allocate_shared_memory(DTYPE, [TILES * PANELS, UNIT, PANEL], BOX)
     stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, STATISTICS], stat_desc.layout)
     ds_buf = gl.allocate_shared_memory(DTYPE, [UNIT, UNIT], BOX)
     kv_full = barriers(1, 1)
-    q_full = barriers(SUM_SLOTS, 1)
+    q_full = barriers(RING, 1)
     do_full = barriers(SLOTS, 1)
-    empty = barriers(SUM_SLOTS, 1)
+    empty = barriers(RING, 1)
     done = barriers(1, 1)
     fence_async_shared()
     item = gl.atomic_add(Progress, 1)
@@ -361,10 +390,10 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh), (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE, HOLD)),
+                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, SUM_TILES, STRIPED, FENCE, HOLD)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
                     kv_full, q_full, do_full, empty, done,
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
-                    KIND, D, SLOTS, SUM_SLOTS)),
+                    nowhere, KIND, D, SLOTS, SUM_SLOTS, SUM_TILES)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip

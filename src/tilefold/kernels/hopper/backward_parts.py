@@ -201,27 +201,37 @@ def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: 
 
 
 @jit
-def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, step, j, batch, key_items, slot, parity,
-              D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Have K of a unit brought to tile `slot`, and the kept dS from row + j * step on to panel `slot` behind the tiles of K.
+def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, rows, step, j, batch, key_items, slot, parity,
+              D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
+    """Have K of a unit brought to tile `slot`, and to the panels of `slot` behind the tiles of K the kept dS from
+    rows[t] + j * step on: of one tile of queries, or of SUM_TILES that share K.
 
     Before the first all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
-    mbarrier.expect(full.index(slot), UNIT * (D + UNIT) * 2)
+    mbarrier.expect(full.index(slot), UNIT * (D + SUM_TILES * UNIT) * 2)
     load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
     if j == 0:
         await_keys(Progress, batch, key_items)  # while K is on its way
-    tma_load(kept_desc, [row + j * step, 0], full.index(slot), pool.index(SLOTS * (D // PANEL) + slot))
+    for t in gl.static_range(SUM_TILES):
+        tma_load(kept_desc, [rows[t] + j * step, 0], full.index(slot),
+                 pool.index(SLOTS * (D // PANEL) + slot * SUM_TILES + t))  # fmt: skip
 
 
 @jit
-def add_kept(dq, pool, k_tiles, empty, slot, before, j, D: gl.constexpr, SLOTS: gl.constexpr):
-    """dq + dS K of a slot, in flight; the buffers of the product before (j > 0) are free."""
-    ds = pool.index(SLOTS * (D // PANEL) + slot)  # [keys, queries]
-    dq = wgmma(ds.permute((1, 0)), k_tiles.index(slot), dq, is_async=True)
-    dq = wgmma_wait(1, deps=(dq,))
+def add_kept(
+    sums, pool, k_tiles, empty, slot, before, j, D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr
+):
+    """sums, one or two, + dS K of a slot, in flight; the buffers of the product before (j > 0) are free."""
+    ds = pool.index(SLOTS * (D // PANEL) + slot * SUM_TILES)  # [keys, queries]
+    dq = wgmma(ds.permute((1, 0)), k_tiles.index(slot), sums[0], is_async=True)
+    if SUM_TILES == 1:
+        sums = (wgmma_wait(1, deps=(dq,)),)
+    else:
+        ds = pool.index(SLOTS * (D // PANEL) + slot * SUM_TILES + 1)
+        others = wgmma(ds.permute((1, 0)), k_tiles.index(slot), sums[1], is_async=True)
+        sums = wgmma_wait(2, deps=(dq, others))
     mbarrier.arrive(empty.index(before), count=1, pred=j > 0)
-    return dq
+    return sums
 
 
 @jit
@@ -242,8 +252,8 @@ def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, ca
     for j in range(count * KV_UNITS):
         unit = ahead * KV_UNITS + j % KV_UNITS
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, row, UNIT, j, batch, key_items, slot,
-                  parity, D, SLOTS)  # fmt: skip
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, (row,), UNIT, j, batch, key_items, slot,
+                  parity, D, SLOTS, 1)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 
 
@@ -273,7 +283,7 @@ def consume_sums(DQ, Sizes, pool, full, empty, done, lists, work, outs, stride_s
             live = gl.load(sizes + gl.load(index + j // KV_UNITS)) - j % KV_UNITS * UNIT
             if live < UNIT:
                 clear_tile(pool, slot, live, D)
-        dq = add_kept(dq, pool, k_tiles, empty, slot, before, j, D, SLOTS)
+        (dq,) = add_kept((dq,), pool, k_tiles, empty, slot, before, j, D, SLOTS, 1)
         before = slot
         slot, parity = next_slot(slot, parity, SLOTS)
     dq = wgmma_wait(0, deps=(dq,))

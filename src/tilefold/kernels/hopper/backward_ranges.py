@@ -51,10 +51,12 @@ def queries_of_keys(i_n, lengths, band, KIND: gl.constexpr):
 
 
 @jit
-def stripe_of_queries(i_m, stripe, stripe_units, lengths, band, KIND: gl.constexpr):
-    """-> first tile of keys of the stripe that query tile i_m sees, how many (0 if none), whether it is the tile's first stripe,
-    and whether it is its last.  A tile that sees no key at all belongs to one stripe, too."""
+def stripe_of_queries(i_m, stripe, stripe_units, lengths, band, KIND: gl.constexpr, SUM_TILES: gl.constexpr):
+    """-> first tile of keys of the stripe that query tile i_m, or one of SUM_TILES from it on, sees; how many (0 if none);
+    whether it is their first stripe; whether it is their last.  Tiles that see no key at all belong to one stripe, too."""
     first, end = keys_of_queries(i_m, lengths, band, KIND)
+    if SUM_TILES > 1:
+        others, end = keys_of_queries(gl.minimum(i_m + SUM_TILES, lengths[2]) - 1, lengths, band, KIND)
     low = gl.maximum(first, stripe * stripe_units)
     high = gl.minimum(end, (stripe + 1) * stripe_units)
     begins = stripe == first // stripe_units
