@@ -50,9 +50,9 @@ JOBS = {
 HOPPER = {
     "d128": problem(128),
     "d128 causal fp16": problem(128, causal=True, dtype="float16"),
-    "d128 causal stripes": problem(128, causal=True),
+    "d128 causal stripes, two tiles": problem(128, causal=True, batch=8),
     "d128 window": problem(128, window=(256, 0)),
-    "d64 stripes": problem(64),
+    "d64 stripes, two tiles": problem(64, batch=8),
     "d64 causal": problem(64, causal=True),
     "d64 window fp16": problem(64, window=(256, 100), dtype="float16"),
 }
@@ -79,7 +79,7 @@ JOBS_HOPPER = {
     for part in ("statistics", "main")
     if part == "main" or name == "d128"
 }
-NEWEST_HOPPER = ("d128 causal stripes", "d128 window", "d64 stripes")
+NEWEST_HOPPER = ("d128 causal stripes, two tiles", "d128 window", "d64 stripes, two tiles")
 pytestmark = pytest.mark.xdist_group(
     "test_aot_attention_backward"
 )  # one process compiles, the others would only repeat it

@@ -8,6 +8,7 @@ import torch
 import tilefold
 from cases import judge, qkv, rand
 from gradient_cases import gradients, oracle
+from tilefold.plan import attention_backward_hopper as rules
 from tilefold.plan.attention_backward_hopper import KERNEL, kept_bytes, rooms
 
 DEVICE = torch.device("cuda")
@@ -55,7 +56,10 @@ def held(q, k, v, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_lengths(options, dim, dtype):
+@pytest.mark.parametrize("together", [1, 2])
+def test_lengths(monkeypatch, together, options, dim, dtype):
+    """With one tile of queries an item for dq, and with two."""
+    monkeypatch.setattr(rules, "PAIRS_FROM", 1 << 30 if together == 1 else 0)
     for sq, sk in LENGTHS:
         held(*qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
 
@@ -216,12 +220,12 @@ def test_one_compilation_serves_all_lengths():
 def test_falls_back_with_a_warning(monkeypatch):
     from tilefold.kernels import hopper
     from tilefold.ops import hopper as ops
-    from tilefold.plan import attention_backward, attention_backward_hopper
+    from tilefold.plan import attention_backward
 
     q, k, v = qkv(1, 321, 333, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     dout, dlse = upstream(q, v)
     wanted = gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, portable=True))
-    monkeypatch.setattr(attention_backward_hopper, "MEASURED", True)
+    monkeypatch.setattr(rules, "MEASURED", True)
     attention_backward.plan_attention_backward.cache_clear()
     try:
         assert tilefold.attention_backward_plan(q, k, v).kernel == KERNEL

@@ -112,7 +112,7 @@ def bound_launches(
     rows = n.batch * n.heads * q_units + 1
     counters = 1 + 2 * rules.batches_of(n, *at_once)
     kept = rules.kept_bytes(n, plan.device, *at_once) // (UNIT * q.element_size())
-    sizes = rows, counters, kept, rules.partial_bytes(n, plan.keys_at_once) // 4
+    sizes = rows, counters, kept, rules.partial_bytes(n, plan.device, plan.keys_at_once) // 4
     return HopperBound(
         plan,
         *statistics_launch(n, out, dout, call.layout, 1, q_units, counters, (0, 0)),
@@ -144,14 +144,14 @@ def _main(
         "KIND": kind_of(ranges, window),
         "D": n.dim_qk,
         "SLOTS": plan.keys.num_stages,
-        "SUM_TILES": rules.SUM_TILES,
+        "SUM_TILES": rules.sum_tiles(n, device),
         "STRIPED": stripes > 1,
         "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
         "LOADER_REGISTERS": LOADER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
-    items = batches * (heads * stripe_units + rules.query_items(n, heads))
+    items = batches * (heads * stripe_units + rules.query_items(n, device, heads))
     launch = Launch(attention_backward_hopper, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     sides = (UNBOUNDED if side < 0 else side for side in window)
     width = rules.line_width(n, keys)

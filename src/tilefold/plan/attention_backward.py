@@ -79,7 +79,9 @@ class AttentionBackwardPlan:
         n = self.problem
         if self.kernel == HOPPER:
             kept = kept_bytes(n, self.device, self.heads_at_once, self.keys_at_once)
-            return kept + partial_bytes(n, self.keys_at_once) + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
+            return (
+                kept + partial_bytes(n, self.device, self.keys_at_once) + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
+            )
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
         return 8 * n.batch * n.heads * n.seq_q + 4 * shares * entries

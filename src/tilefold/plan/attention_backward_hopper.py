@@ -34,6 +34,7 @@ __all__ = [
     "places",
     "query_items",
     "rooms",
+    "sum_tiles",
     "tiles",
 ]
 
@@ -42,7 +43,9 @@ MEASURED = False
 """Whether plans take the kernel by themselves: not before it has been held to fp64 and timed on a device."""
 ROOMS = 8  # of dS, each for one batch; four if whole heads are so few
 HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle
-SUM_TILES = 2  # tiles of queries of one item for dq: they share K on its way from L2
+PAIRS_FROM = (
+    16  # tiles of queries for each running program, from which on an item for dq has two of them, which share K
+)
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
 
 
@@ -95,9 +98,14 @@ def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
     return problem.batch * problem.kv_heads // heads * -(-tiles(problem)[1] // (keys // UNIT))
 
 
-def query_items(problem: AttentionProblem, heads: int) -> int:
+def sum_tiles(problem: AttentionProblem, device: Device) -> int:
+    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count."""
+    return 2 if problem.batch * problem.heads * tiles(problem)[0] >= PAIRS_FROM * places(device) else 1
+
+
+def query_items(problem: AttentionProblem, device: Device, heads: int) -> int:
     """Items for dq of a batch of `heads` KV heads."""
-    return heads * problem.group * -(-tiles(problem)[0] // SUM_TILES)
+    return heads * problem.group * -(-tiles(problem)[0] // sum_tiles(problem, device))
 
 
 def lines(problem: AttentionProblem, keys: int) -> int:
@@ -145,11 +153,12 @@ def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int)
     return rooms(problem, device, heads, keys) * room_bytes(problem, heads, keys)
 
 
-def partial_bytes(problem: AttentionProblem, keys: int) -> int:
+def partial_bytes(problem: AttentionProblem, device: Device, keys: int) -> int:
     """Memory for sums of dq between two stripes (bytes); 0 where one stripe has all keys."""
     n = problem
     q_units, kv_units = tiles(n)
-    rows = -(-q_units // SUM_TILES) * SUM_TILES * UNIT
+    together = sum_tiles(n, device)
+    rows = -(-q_units // together) * together * UNIT
     return 4 * n.batch * n.heads * rows * n.dim_qk if kv_units * UNIT > keys else 0
 
 
@@ -199,7 +208,7 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     kv_units = tiles(n)[1]
     if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
-    batch, others = heads * keys // UNIT, query_items(n, heads)
+    batch, others = heads * keys // UNIT, query_items(n, device, heads)
     batches = batches_of(n, heads, keys)
     kept = kept_bytes(n, device, heads, keys)
     if kept > KEPT_LIMIT:
