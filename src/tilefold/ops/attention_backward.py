@@ -8,7 +8,6 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import attention
-from . import attention_backward_hopper as hopper
 from .attention import boxable, describe_box, kind_of
 from .backward_parts import ROWS, delta_launch, readable, sequence_strides
 from .call import UNBOUNDED, Call, facts_of, window_of
@@ -19,11 +18,13 @@ if TYPE_CHECKING:
     from ..plan.attention import AttentionPlan
     from ..plan.attention_backward import AttentionBackwardPlan
     from ..plan.problem import AttentionProblem
+    from .attention_backward_hopper import HopperBound
 
 __all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
 SINK_ROWS = 1024
+HOPPER = "attention_backward_hopper"
 
 
 @dataclass(slots=True)
@@ -174,8 +175,10 @@ def backward(
         return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
-    if isinstance(bound, hopper.HopperBound):
-        made = hopper.run(bound, (q, k, v, out), dout, lse, dlse)
+    if not isinstance(bound, Bound):
+        from .attention_backward_hopper import run
+
+        made = run(bound, (q, k, v, out), dout, lse, dlse)
         return tuple(t if w else None for t, w in zip((*made, None, None), wanted, strict=True))
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
@@ -258,17 +261,19 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> "Bound | hopper.HopperBound":
+) -> "Bound | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), dlse is None, with_bias
-    found: Bound | hopper.HopperBound | None = prepared.backward.get(key)
+    found: Bound | HopperBound | None = prepared.backward.get(key)
     if found is None:
         from ..plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
-        if plan.kernel == hopper.KERNEL:
-            found = hopper.bind(scale, tensors, dout, call, plan)
+        if plan.kernel == HOPPER:
+            from .attention_backward_hopper import bind
+
+            found = bind(scale, tensors, dout, call, plan)
             plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
         found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found

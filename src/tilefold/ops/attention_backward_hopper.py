@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from ..plan.problem import AttentionProblem
     from .launch import Box
 
-__all__ = ["KERNEL", "HopperBound", "bind", "bound_launches", "example_launch", "run"]
+__all__ = ["HopperBound", "bind", "bound_launches", "example_launch", "run"]
 
-KERNEL = "attention_backward_hopper"
 # Head dims of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
 # have room in registers.
 FENCED, HOLDING = (64,), (64,)
