@@ -20,7 +20,7 @@ from tilefold.kernels import hopper
 
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
-from tilefold.kernels.hopper import backward_parts, backward_work
+from tilefold.kernels.hopper import backward_parts, backward_work, parts
 from tilefold.kernels.hopper import sparse_backward as kernel
 
 
@@ -47,7 +47,8 @@ class Run(Launch):
 
     functions = (
         (backward_work, ("work_of_item",)),
-        (backward_parts, ("next_slot", "load_tile", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
+        (parts, ("load_panels",)),
+        (backward_parts, ("next_slot", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
                           "finish_keys", "load_kept", "add_kept", "produce_sums", "consume_sums")),
         (kernel, ("_produce_keys", "_consume_keys", "_keep_row", "_valid_queries", "_produce", "_consume")),
     )  # fmt: skip
@@ -150,12 +151,12 @@ def test_protocol(per_q, per_k, places, heads, group, batch_heads, rooms):
 
 @pytest.mark.parametrize(
     "missing",
-    ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys"],
+    ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys", "wait_copies"],
 )
 def test_a_missing_wait_is_found(monkeypatch, missing):
     """The check itself: who does not wait for one kind of barrier or counter is caught."""
     monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
-    if missing.startswith("await"):
+    if hasattr(Run, missing):
         monkeypatch.setattr(Run, missing, lambda self, *args: None)
     else:
         waits = Barrier.wait

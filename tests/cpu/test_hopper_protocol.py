@@ -20,6 +20,7 @@ from tilefold.kernels import hopper
 
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
+from tilefold.kernels.hopper import parts
 from tilefold.kernels.hopper import sparse_forward as kernel
 
 
@@ -145,8 +146,13 @@ class Run:
             "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),
             "_write_note": run.write_note, "_read_note": run.read_note,
         }  # fmt: skip
-        for name in ("_load_unit", "_load_branch"):
-            names[name] = types.FunctionType(getattr(kernel, name).fn.__code__, names)
+        for module, name in (
+            (kernel, "_load_unit"),
+            (kernel, "_load_branch"),
+            (parts, "load_panels"),
+            (parts, "load_rows"),
+        ):
+            names[name] = types.FunctionType(getattr(module, name).fn.__code__, names)
         return names
 
     def draw(self):
@@ -242,19 +248,18 @@ class Run:
             for name, (number, count) in shapes.items()
         ]
         names = self.namespace(program, programs)
-        items = len(self.lists)
+        items, rings, sizes = len(self.lists), (q, k, v, *bars), (1 << 20, self.seq_k, self.heads, self.q_blocks)
         produce = types.FunctionType(kernel._produce.fn.__code__, names)
         consume = types.FunctionType(kernel._consume.fn.__code__, names)
 
         def consumer(c):
             self.local.consumer = c
-            zeros = (Number(0),) * 4
-            consume(Number(0), Number(0), Number(0), None, note, q, k, v, *bars, None, zeros[:3], zeros, (), 1 << 20,
-                    self.seq_k, self.heads, self.q_blocks, 1.0, c, self.dim, self.block, groups, k_slots, v_slots,
+            zeros = (Number(0),) * 6
+            consume(note, rings, zeros[:5], None, zeros, (), sizes, 1.0, c, self.dim, self.block, groups, k_slots, v_slots,
                     False, False, False, self.mixed)  # fmt: skip
 
-        yield lambda: produce("q", "k", "v", "branch", None, note, q, k, v, *bars, None, self.seq_k, self.heads, 1, self.q_blocks,
-                              items, self.dim, self.block, groups, k_slots, v_slots, self.mixed)  # fmt: skip
+        yield lambda: produce("q", "k", "v", "branch", None, note, rings, None, sizes, 1, items, self.dim, self.block, groups,
+                              k_slots, v_slots, self.mixed)  # fmt: skip
         for c in range(groups):
             yield lambda c=c: consumer(c)
 
@@ -275,7 +280,7 @@ def test_protocol(warpgroups, block, slots, programs, mixed):
     Run(3, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
 
 
-@pytest.mark.parametrize("barrier", ["q_empty", "k_full", "k_empty", "v_full", "v_empty"])
+@pytest.mark.parametrize("barrier", ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"])
 def test_a_missing_wait_is_found(monkeypatch, barrier):
     """The check itself: who does not wait for one kind of barrier is caught."""
     waits = Barrier.wait

@@ -17,7 +17,7 @@ from tilefold.kernels import hopper
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 from tilefold.kernels.hopper import attention_backward as kernel
-from tilefold.kernels.hopper import backward_parts, backward_ranges, backward_work
+from tilefold.kernels.hopper import backward_parts, backward_ranges, backward_work, parts
 from tilefold.plan import AttentionProblem
 from tilefold.plan import attention_backward_hopper as rules
 
@@ -69,7 +69,8 @@ class Run(Launch):
 
     functions = (
         (backward_work, ("work_of_item",)),
-        (backward_parts, ("next_slot", "load_tile", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
+        (parts, ("load_panels",)),
+        (backward_parts, ("next_slot", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
                           "finish_keys", "load_kept", "add_kept")),
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),

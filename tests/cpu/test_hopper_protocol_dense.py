@@ -20,6 +20,7 @@ from tilefold.kernels import hopper
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 from tilefold.kernels.hopper import attention_forward as kernel
+from tilefold.kernels.hopper import parts
 
 DIM, PANELS = 128, 2
 FULL, CAUSAL, WINDOW = 0, 1, 2
@@ -112,8 +113,12 @@ class Run:
             "rescale": lambda acc, alpha, row: acc, "reciprocal": Anything(), "store_lse": lambda *args: None,
             "store_accumulator": lambda *args: run.made.append((run.local.item, run.local.consumer)),
         }  # fmt: skip
-        for name in ("_block_of_item", "_range_of_block", "_load_rows", "_produce", "_consume"):
-            names[name] = types.FunctionType(getattr(kernel, name).fn.__code__, names)
+        for module, functions in (
+            (kernel, ("_block_of_item", "_range_of_block", "_produce", "_consume")),
+            (parts, ("load_panels", "load_rows")),
+        ):
+            for name in functions:
+                names[name] = types.FunctionType(getattr(module, name).fn.__code__, names)
         places = names["_block_of_item"]
         names["_block_of_item"] = lambda *args: tuple(map(Number, places(*args)))  # scalars, which can be cast
         self.block_of_item, self.range_of_block = names["_block_of_item"], names["_range_of_block"]
@@ -183,13 +188,15 @@ class Run:
             made = [Barrier(memory, f"{name}[{i}]", count) for i in range(number)]
             bars.append(types.SimpleNamespace(index=made.__getitem__))
 
+        rings, sizes = (q, k, v, *bars), (self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right)
+
         def consumer(c):
             self.local.consumer = c
-            names["_consume"](Number(0), Number(0), note, q, k, v, *bars, (Number(0),) * 3, self.seq_q, self.seq_k, self.heads,
-                              self.q_blocks, self.left, self.right, 1.0, c, self.kind, DIM, self.slots, True)  # fmt: skip
+            names["_consume"](note, rings, (Number(0),) * 5, sizes, 1.0, c, self.kind, DIM, self.slots, True)
 
-        yield lambda: names["_produce"]("q", "k", "v", None, note, q, k, v, *bars, self.seq_q, self.seq_k, self.heads, self.group,
-                                        self.q_blocks, self.items, self.left, self.right, self.kind, DIM, self.slots)  # fmt: skip
+        yield lambda: names["_produce"](
+            "q", "k", "v", None, note, rings, sizes, self.group, self.items, self.kind, DIM, self.slots
+        )
         yield from (lambda c=c: consumer(c) for c in range(2))
 
     def __call__(self, programs):

@@ -187,9 +187,9 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         assert refused.kernel != HOPPER
         assert why in " ".join(entry.why for entry in refused.rejected if entry.what == HOPPER)
     for change, why in (
-        ({"block_m": 64}, "block_m must be 128"),
+        ({"block_m": 64}, "plan field block_m: must be 128"),
         ({"num_stages": 4}, "shared memory"),
-        ({"maxnreg": 128}, "maxnreg must be None"),
+        ({"maxnreg": 128}, "plan field maxnreg: must be None"),
     ):
         with pytest.raises(PlanError, match=why):
             plan.with_tile(**change)  # type: ignore[arg-type]

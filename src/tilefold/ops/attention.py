@@ -4,6 +4,7 @@ A call's shapes, strides, dtypes and options make a key; everything that follows
 scalars) is worked out once, kept as a `Prepared` record and reused, so that a repeated call only allocates and launches.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from .call import (
     window_of,
 )
 from .device import device_of, interpreting
+from .records import remember
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ..plan import AttentionPlan, AttentionProblem
@@ -35,6 +37,7 @@ __all__ = [
     "Prepared",
     "boxable",
     "describe_box",
+    "dropout_of",
     "example_call",
     "example_launch",
     "forward",
@@ -46,7 +49,6 @@ __all__ = [
     "problem_of",
 ]
 
-CACHE_LIMIT = 4096
 HOPPER_KERNEL = "attention_forward_hopper"
 
 
@@ -91,10 +93,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 
@@ -118,11 +117,14 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window)
     if call.plan is None:
-        from .hopper import disabled
+        from .hopper import bound_or_none, disabled
 
         plan = plan_attention(problem, device, portable=disabled())
         if plan.kernel == HOPPER_KERNEL:
-            found = _hopper(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            from . import attention_hopper
+
+            made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v))
             if found is not None:
                 return found
             plan = plan_attention(problem, device, portable=True)
@@ -130,28 +132,6 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         plan = call.plan
         plan.check(problem, device)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
-
-
-def _hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    window: tuple[int, int],
-    scale: float,
-    plan: "AttentionPlan",
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Prepared | None:
-    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
-    from ..kernels import hopper
-    from . import attention_hopper
-    from .hopper import warn_portable
-
-    if refusal := hopper.refusal():
-        warn_portable("dense", refusal)
-        return None
-    p = attention_hopper.bind(q, k, v, call, window, scale, plan, shapes)
-    return p if attention_hopper.compiles(p, q, k, v) else None
 
 
 def problem_of(
@@ -171,6 +151,7 @@ def problem_of(
         score_mods=tuple(score),
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
+        dropout=call.dropout_p > 0,
         descriptors=call.packed is None and boxable(k) and boxable(v),
         query_descriptors=call.packed is None and boxable(q),
     )
@@ -303,7 +284,13 @@ def _arguments(
         score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
-    return (*tensors, *p.scalars, *p.strides, score, masks)
+    return (*tensors, *p.scalars, *p.strides, score, masks, dropout_of(call))
+
+
+def dropout_of(call: Call) -> tuple[Any, ...]:
+    """(seed, p, factor of what is kept) for the kernels, () without dropout."""
+    p = call.dropout_p
+    return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
 def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -372,6 +359,8 @@ def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[An
         mask_mod=mods.window if "user" in n.mask_mods else None,
         mask_args=(64, 64) if "user" in n.mask_mods else (),
         packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        dropout_p=0.1 if n.dropout else 0.0,
+        dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
         plan=plan,
     )
     sizes = sizes_of(q, k, v, call)

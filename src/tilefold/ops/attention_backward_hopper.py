@@ -7,10 +7,10 @@ import torch
 
 from .attention import example_call, head_strides, kind_of
 from .call import UNBOUNDED, Call, window_of
+from .hopper import bound_or_none, require
 from .hopper_backward import (
     STATISTICS,
     UNIT,
-    bound_or_none,
     kept_box,
     side_boxes,
     statistics_box,
@@ -52,12 +52,19 @@ def bind(
     """The bound launches; None, after a warning, if this Triton cannot make them, or an error if the caller chose the plan.
 
     tensors: q, k, v, out."""
-    return bound_or_none(  # type: ignore[no-any-return]
-        "dense",
-        plan.kernel if call.backward_plan is not None else None,
-        lambda: bound_launches(scale, tensors, dout, call, plan),
-        lambda bound: bound.main.compile(arguments(bound, tensors, dout, scratch(bound, tensors, "meta"))),
-    )
+
+    def made() -> HopperBound:
+        return bound_launches(scale, tensors, dout, call, plan)
+
+    def compile(bound: HopperBound) -> None:
+        bound.main.compile(arguments(bound, tensors, dout, scratch(bound, tensors, "meta")))
+
+    if call.backward_plan is None:
+        return bound_or_none("dense", made, compile, what="its backward pass")
+    require("backward_plan.kernel", plan.kernel)
+    bound = made()
+    compile(bound)
+    return bound
 
 
 def run(
@@ -130,7 +137,8 @@ def _main(
     from ..device import ranges
     from ..kernels.hopper.attention_backward import attention_backward_hopper
     from ..plan import attention_backward_hopper as rules
-    from ..plan.hopper_backward import LOADER_REGISTERS, REGISTERS
+    from ..plan.hopper import PRODUCER_REGISTERS
+    from ..plan.hopper_backward import REGISTERS
     from .launch import Launch
 
     n, device = plan.problem, plan.device
@@ -147,7 +155,7 @@ def _main(
         "STRIPED": stripes > 1,
         "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
-        "LOADER_REGISTERS": LOADER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
     items = batches * (heads * stripe_units + rules.query_items(n, device, heads))

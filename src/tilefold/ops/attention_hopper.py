@@ -4,15 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import Unsupported
-from .attention import Prepared, head_strides, hooks_of
+from .attention import Prepared, head_strides, hooks_of, kind_of
 from .call import UNBOUNDED, Call
-from .hopper import box_of, tickets, warn_portable
+from .hopper import box_of, require, tickets
 
 if TYPE_CHECKING:
     from ..plan import AttentionPlan
 
-__all__ = ["arguments", "bind", "compiles"]
+__all__ = ["arguments", "bind", "compile"]
 
 
 def bind(
@@ -27,24 +26,22 @@ def bind(
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ..device import mods, ranges
-    from ..kernels import hopper
     from ..plan.attention_hopper import KEYS, REGISTERS, hopper_programs
+    from ..plan.hopper import PRODUCER_REGISTERS
     from .launch import Launch
 
-    if refusal := hopper.refusal():
-        raise Unsupported(f"plan.kernel is {plan.kernel!r}, but {refusal}")
+    require("plan.kernel", plan.kernel)
     from ..kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    kind = ranges.FULL if window == (-1, -1) else ranges.CAUSAL if window == (-1, 0) else ranges.WINDOW
-    at_launch, folding, loading = REGISTERS
+    at_launch, folding = REGISTERS
     constants = {
-        "KIND": kind.value,
+        "KIND": kind_of(ranges, window),
         "D": n.dim_qk,
         "SLOTS": plan.num_stages,
         "FENCE": n.dim_qk == 128,
         "CONSUMER_REGISTERS": folding,
-        "PRODUCER_REGISTERS": loading,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
     sides = (UNBOUNDED if side < 0 else side for side in window)
@@ -71,13 +68,8 @@ def arguments(
     return (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides)
 
 
-def compiles(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Compile the kernel; False, with one warning a process, if this Triton cannot."""
+def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Compile the kernel for this call, without a result; what the compiler raises passes through."""
     out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    try:
-        p.launch.compile(arguments(p, q, k, v, out, lse))
-    except Exception as problem:  # the compiler raises what it likes, and the portable kernel can do without it
-        warn_portable("dense", f"it does not compile: {type(problem).__name__}: {problem}")
-        return False
-    return True
+    p.launch.compile(arguments(p, q, k, v, out, lse))

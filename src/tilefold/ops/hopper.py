@@ -1,22 +1,45 @@
 """What the host does for all Gluon kernels: their boxes, the counter they draw work from, and the way back without them."""
 
+import contextlib
 import os
+import threading
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from ..errors import Unsupported
 from ..types import Layout
 from .attention import describe_box
 
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["DISABLE", "box_of", "disabled", "tickets", "warn_portable"]
+__all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "inside_operator", "require", "tickets"]
+
+Bound = TypeVar("Bound")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"
 _WARNED: set[str] = set()
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
+
+
+class _Place(threading.local):
+    operator = False
+
+
+_PLACE = _Place()
+
+
+@contextlib.contextmanager
+def inside_operator() -> Iterator[None]:
+    """The launches in here were made by torch's dispatcher."""
+    before, _PLACE.operator = _PLACE.operator, True
+    try:
+        yield
+    finally:
+        _PLACE.operator = before
 
 
 def disabled() -> bool:
@@ -37,8 +60,9 @@ def tickets(device: torch.device) -> torch.Tensor:
     """A counter that is 0, from which the programs draw their work; a launch leaves it at 0 again.
 
     One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
-    each captured launch has its own, set to 0 by the graph itself."""
-    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+    each captured launch has its own, set to 0 by the graph itself.  So has one inside an operator: a compiled region may run in
+    a graph's memory pool, in which nothing may be kept."""
+    if device.type == "meta" or _PLACE.operator or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     import triton
 
@@ -49,7 +73,35 @@ def tickets(device: torch.device) -> torch.Tensor:
     return found
 
 
-def warn_portable(kind: str, why: str) -> None:
+def require(field: str, kernel: str) -> None:
+    """Unsupported, naming the plan's field, unless the installed Triton offers what the kernel that it asks for needs."""
+    from ..kernels import hopper
+
+    if refusal := hopper.refusal():
+        raise Unsupported(f"{field} is {kernel!r}, but {refusal}")
+
+
+def bound_or_none(
+    kind: str, bind: Callable[[], Bound], compile: Callable[[Bound], None], what: str = "it"
+) -> Bound | None:
+    """A call bound to a kernel that compiles, or None, after one warning a process, if this Triton cannot make it.
+
+    kind: the attention that is meant, what: the part of it that does not compile, both for the warning."""
+    from ..kernels import hopper
+
+    if refusal := hopper.refusal():
+        _warn_portable(kind, refusal)
+        return None
+    bound = bind()
+    try:
+        compile(bound)
+    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
+        _warn_portable(kind, f"{what} does not compile: {type(problem).__name__}: {problem}")
+        return None
+    return bound
+
+
+def _warn_portable(kind: str, why: str) -> None:
     """Say once a reason that a portable kernel serves; kind: "block-sparse" or "dense"."""
     if why not in _WARNED:
         _WARNED.add(why)

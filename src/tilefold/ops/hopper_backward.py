@@ -1,44 +1,20 @@
-"""What the bindings of both Gluon kernels of the backward pass share: descriptors, statistics, the way back without Gluon."""
+"""What the bindings of both Gluon kernels of the backward pass share: descriptors and statistics."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import Unsupported
 from ..types import Layout
 from .attention import head_strides
-from .hopper import box_of, warn_portable
+from .hopper import box_of
 
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["STATISTICS", "UNIT", "bound_or_none", "kept_box", "side_boxes", "statistics_box", "statistics_launch"]
+__all__ = ["STATISTICS", "UNIT", "kept_box", "side_boxes", "statistics_box", "statistics_launch"]
 
 UNIT = 64  # tokens of a tile
 STATISTICS = 2 * UNIT  # fp32 numbers of a tile of queries
-
-
-def bound_or_none(kind: str, given: str | None, bind: Callable[[], Any], compile_it: Callable[[Any], None]) -> Any:
-    """What `bind` makes, compiled; None, after a warning, if this Triton cannot make it; an error if the caller chose the plan.
-
-    kind: "block-sparse" or "dense".  given: the kernel of the plan that the caller gave, or None."""
-    from ..kernels import hopper
-
-    if refusal := hopper.refusal():
-        if given is not None:
-            raise Unsupported(f"backward_plan.kernel is {given!r}, but {refusal}")
-        warn_portable(kind, refusal)
-        return None
-    bound = bind()
-    try:
-        compile_it(bound)
-    except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
-        if given is not None:
-            raise
-        warn_portable(kind, f"its backward pass does not compile: {type(problem).__name__}: {problem}")
-        return None
-    return bound
 
 
 def side_boxes(

@@ -1,14 +1,16 @@
 """Forward block-sparse attention: check, plan, allocate, launch, merge."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
+from .attention import boxable, describe_box, head_strides, mods_of, problem_of
 from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
+from .records import remember
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 
 if TYPE_CHECKING:
@@ -81,10 +83,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 
@@ -100,7 +99,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     from ..plan.sparse import SparseProblem, plan_sparse
-    from .hopper import disabled
+    from .hopper import bound_or_none, disabled
 
     sizes, scale = check_call(q, k, v, call)
     dense = dense_call(call)
@@ -128,32 +127,14 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         return _bind(q, k, v, call, sizes, scale, given, shapes)
     plan = plan_sparse(problem, device, portable=disabled())
     if plan.kernel == HOPPER_KERNEL:
-        found = _hopper(q, k, v, call, scale, plan, shapes)
+        from . import sparse_hopper
+
+        made = functools.partial(sparse_hopper.bind, q, k, v, call, scale, plan, shapes)
+        found = bound_or_none("block-sparse", made, lambda p: sparse_hopper.compile(p, q, k, v, call))
         if found is not None:
             return found
         plan = plan_sparse(problem, device, portable=True)
     return _bind(q, k, v, call, sizes, scale, plan, shapes)
-
-
-def _hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: SparseCall,
-    scale: float,
-    plan: "SparsePlan",
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Prepared | None:
-    """The call bound to the Hopper kernel, or None, after a warning, if this Triton cannot make it."""
-    from ..kernels import hopper
-    from . import sparse_hopper
-    from .hopper import warn_portable
-
-    if refusal := hopper.refusal():
-        warn_portable("block-sparse", refusal)
-        return None
-    p = sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
-    return p if sparse_hopper.compiles(p, q, k, v, call) else None
 
 
 def _bind(

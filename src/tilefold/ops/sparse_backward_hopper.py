@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .attention import head_strides
+from .hopper import bound_or_none, require
 from .hopper_backward import (
     STATISTICS,
     UNIT,
-    bound_or_none,
     kept_box,
     side_boxes,
     statistics_box,
@@ -57,15 +57,20 @@ def bind(
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> HopperBound | None:
-    """The bound launches; None, after a warning, if this Triton cannot make them, or Unsupported if the caller chose the plan."""
-    return bound_or_none(  # type: ignore[no-any-return]
-        "block-sparse",
-        plan.kernel if call.backward_plan is not None else None,
-        lambda: bound_launches(scale, saved, dout, call, transposed, plan),
-        lambda bound: bound.main.compile(
-            arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta"))
-        ),
-    )
+    """The bound launches; None, after a warning, if this Triton cannot make them; if the caller chose the plan, the error."""
+
+    def made() -> HopperBound:
+        return bound_launches(scale, saved, dout, call, transposed, plan)
+
+    def compile(bound: HopperBound) -> None:
+        bound.main.compile(arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta")))
+
+    if call.backward_plan is None:
+        return bound_or_none("block-sparse", made, compile, what="its backward pass")
+    require("backward_plan.kernel", plan.kernel)
+    bound = made()
+    compile(bound)
+    return bound
 
 
 def run(
@@ -162,7 +167,8 @@ def _main(
     """The launch, and its scalars."""
     from ..kernels.hopper.sparse_backward import sparse_backward_hopper
     from ..plan import sparse_backward_hopper as rules
-    from ..plan.hopper_backward import LOADER_REGISTERS, PROGRAMS_PER_SM, REGISTERS
+    from ..plan.hopper import PRODUCER_REGISTERS
+    from ..plan.hopper_backward import PROGRAMS_PER_SM, REGISTERS
     from .launch import Launch
 
     problem, n = plan.problem, plan.problem.attention
@@ -175,7 +181,7 @@ def _main(
         "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
         "SIZED": problem.masked,
         "Q_SIZED": query_sizes,
-        "LOADER_REGISTERS": LOADER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
     heads = plan.heads_at_once

@@ -1,18 +1,17 @@
-"""Binding of the Gluon kernel for block-sparse attention on sm_90, and the way back to the portable kernels without it."""
+"""Binding of the Gluon kernel for block-sparse attention on sm_90."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import Unsupported
 from .attention import head_strides
-from .hopper import box_of, tickets, warn_portable
+from .hopper import box_of, require, tickets
 from .sparse import Prepared, SparseCall, list_strides
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
 
-__all__ = ["arguments", "bind", "compiles"]
+__all__ = ["arguments", "bind", "compile"]
 
 NOTHING = (0,) * 6  # strides of what is not there
 
@@ -28,18 +27,17 @@ def bind(
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ..device import mods
-    from ..kernels import hopper
+    from ..plan.hopper import PRODUCER_REGISTERS
     from ..plan.sparse_hopper import key_slots, registers
     from .launch import Launch
 
-    if refusal := hopper.refusal():
-        raise Unsupported(f"plan.kernel is {plan.kernel!r}, but {refusal}")
+    require("plan.kernel", plan.kernel)
     from ..kernels.hopper.sparse_forward import sparse_forward_hopper
 
     problem, index = plan.problem, call.lists
     n = problem.attention
     q_blocks = -(-n.seq_q // problem.block_q)
-    at_launch, folding, loading = registers(problem)
+    at_launch, folding = registers(problem)
     constants = {
         "D": n.dim_qk,
         "KV_BLOCK": problem.block_k,
@@ -51,7 +49,7 @@ def bind(
         "Q_SIZED": index.query_sizes is not None,
         "MIXED": 0,
         "CONSUMER_REGISTERS": folding,
-        "PRODUCER_REGISTERS": loading,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
     out_strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
@@ -90,15 +88,8 @@ def arguments(
     return (*sides, branch, out, lse, *lists, counter, *gates[:2], *p.scalars, *p.strides, *gates[2:])
 
 
-def compiles(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> bool:
-    """Compile the kernel; False, with one warning a process, if this Triton cannot."""
-    out, lse = (
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in ((p.out_shape, q.dtype), (p.lse_shape, torch.float32))
-    )
-    try:
-        p.launch.compile(arguments(p, q, k, v, out, lse, call))
-    except Exception as problem:  # the compiler raises what it likes, and the portable kernel can do without it
-        warn_portable("block-sparse", f"it does not compile: {type(problem).__name__}: {problem}")
-        return False
-    return True
+def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> None:
+    """Compile the kernel for this call, without a result; what the compiler raises passes through."""
+    out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
+    p.launch.compile(arguments(p, q, k, v, out, lse, call))

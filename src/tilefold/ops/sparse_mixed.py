@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["attend_and_fuse", "bind"]
 
 Gate = torch.Tensor | None
-BRANCH, BRANCH_GATE, GATE = 1, 2, 4  # bits of the kernel's MIXED
 
 
 def attend_and_fuse(
@@ -52,12 +51,14 @@ def bind(
     p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
 ) -> "tuple[Launch, Box, tuple[int, ...]]":
     """The launch of this combination, the branch as boxes, and the strides (batch, sequence, heads) of both gates."""
+    from ..kernels.hopper import sparse_forward as kernel
     from .hopper import box_of
     from .launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
     made = p.launch
-    bits = BRANCH + (gate_branch is not None) * BRANCH_GATE + (gate is not None) * GATE
+    parts = ((kernel.BRANCH, branch), (kernel.BRANCH_GATE, gate_branch), (kernel.GATE, gate))
+    bits = sum(bit.value for bit, tensor in parts if tensor is not None)
     strides: tuple[int, ...] = ()
     for g in (gate_branch, gate):
         strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)

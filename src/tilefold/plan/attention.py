@@ -149,10 +149,7 @@ class AttentionPlan:
         `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
         device matches if its backend and architecture do and the tile is within its limits.
         """
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and not field.endswith("descriptors"):
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.problem.require_same(problem)
         for field in ("backend", "arch"):
             made, asked = getattr(self.device, field), getattr(device, field)
             if made != asked:

@@ -4,14 +4,15 @@ A batch of its work is some KV heads and one stripe of their keys.  Whole heads,
 head and so many keys of it that eight batches have."""
 
 from tilefold.plan.device import Device
+from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.hopper_backward import (
     KEPT_LIMIT,
     PROGRAMS_PER_SM,
     UNIT,
     backward_delay,
     backward_tile,
+    backward_tile_fault,
     divisors,
-    tile_fault,
 )
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
@@ -52,14 +53,10 @@ LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are fa
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
-    if n.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 and float16, not {n.dtype}"
-    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
-        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
+    if refusal := chip_refusal(n, device):
+        return refusal
     if not n.plain:
-        return "it has no changes of scores, no masks but causal and window, and no sinks"
+        return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
@@ -196,7 +193,7 @@ def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: T
     refusal = hopper_backward_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    return tile_fault(KERNEL, problem.dim_qk, problem.itemsize, device, tile)
+    return backward_tile_fault(KERNEL, problem.dim_qk, problem.itemsize, device, tile)
 
 
 def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import REGISTERS
+from tilefold.plan.attention_hopper import REGISTERS, hopper_programs
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
@@ -131,6 +131,9 @@ def _grid(plan: AttentionPlan) -> str:
     made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
+    if plan.kernel == HOPPER:
+        drawing = hopper_programs(problem, plan.device)
+        return f"{_count(drawing, 'program')}, one per SM, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
     if programs < sms:

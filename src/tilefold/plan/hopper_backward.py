@@ -5,24 +5,24 @@ Both keep the dS of some batches of work at a time, each in a room (kernels/hopp
 from math import isqrt
 
 from tilefold.plan.device import Device
-from tilefold.plan.limits import RESERVED_SHARED, Tile
+from tilefold.plan.hopper import tile_fault
+from tilefold.plan.limits import Tile
 
 __all__ = [
     "KEPT_LIMIT",
-    "LOADER_REGISTERS",
     "PROGRAMS_PER_SM",
     "REGISTERS",
     "UNIT",
     "backward_delay",
     "backward_shared",
     "backward_tile",
+    "backward_tile_fault",
     "divisors",
-    "tile_fault",
 ]
 
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2
-REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at launch; of the loading warp, which leaves its own to the others
+REGISTERS = 128  # of a thread at launch
 SPARE = (
     1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
 )
@@ -56,15 +56,8 @@ def backward_shared(dim: int, itemsize: int, stages: int) -> int:
     return tiles * itemsize + stages * 2 * UNIT * 4 + BARRIER_BYTES
 
 
-def tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:
+def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:
     """(field, sentence) of the first thing about a tile that does not fit, or None."""
-    for name, wanted in (("block_m", UNIT), ("block_n", UNIT), ("num_warps", 4)):
-        if getattr(tile, name) != wanted:
-            return name, f"must be {wanted} with {kernel}, got {getattr(tile, name)}"
-    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
-        return "num_stages", f"must be from 1 to 8, got {tile.num_stages!r}"
-    shared = backward_shared(dim, itemsize, tile.num_stages)
-    if shared > device.smem_per_block - RESERVED_SHARED:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
-    return None
+    fixed = {"block_m": UNIT, "block_n": UNIT, "num_warps": 4}
+    shared = backward_shared(dim, itemsize, tile.num_stages) if type(tile.num_stages) is int else 0
+    return tile_fault(kernel, tile, fixed, shared, device)

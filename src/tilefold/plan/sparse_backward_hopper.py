@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
+from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.hopper_backward import (
     KEPT_LIMIT,
     PROGRAMS_PER_SM,
@@ -10,10 +11,11 @@ from tilefold.plan.hopper_backward import (
     backward_delay,
     backward_shared,
     backward_tile,
+    backward_tile_fault,
     divisors,
-    tile_fault,
 )
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.sparse_hopper import block_refusal
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse import SparseProblem
@@ -40,14 +42,8 @@ ROOMS = 4  # of dS, each for one batch of heads; lists whose heads need more tha
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem.attention
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
-    if n.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 and float16, not {n.dtype}"
-    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
-        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
-    if problem.block_q not in (64, 128) or problem.block_k not in (64, 128):
-        return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+    if refusal := chip_refusal(n, device) or block_refusal(problem):
+        return refusal
     if not n.plain or n.causal or n.window != (-1, -1) or n.varlen or problem.page_size:
         return "it has no masks, no changes of scores inside a block, and no packed or paged keys"
     if not problem.descriptors:
@@ -121,7 +117,7 @@ def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Ti
     refusal = hopper_backward_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    return tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
+    return backward_tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
 
 
 def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:

@@ -3,30 +3,33 @@
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
+from tilefold.plan.hopper import chip_refusal, tile_fault
 from tilefold.plan.limits import RESERVED_SHARED, Tile, box_refusal
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse import SparseProblem
 
-__all__ = ["KERNEL", "hopper_programs", "hopper_refusal", "hopper_tile", "hopper_violation", "key_slots", "registers"]
+__all__ = [
+    "KERNEL",
+    "block_refusal",
+    "hopper_programs",
+    "hopper_refusal",
+    "hopper_tile",
+    "hopper_violation",
+    "key_slots",
+    "registers",
+]
 
 KERNEL = "sparse_forward_hopper"
 UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64
-PRODUCER_REGISTERS = 24
 BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
 
 
 def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem.attention
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
-    if n.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 and float16, not {n.dtype}"
-    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
-        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
-    if problem.block_q not in (64, 128) or problem.block_k not in (64, 128):
-        return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+    if refusal := chip_refusal(n, device) or block_refusal(problem):
+        return refusal
     if not n.plain or n.causal or n.window != (-1, -1):
         return "it has no masks and no changes of scores inside a block"
     if problem.page_size:
@@ -34,6 +37,13 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     return box_refusal(n, device)
+
+
+def block_refusal(problem: "SparseProblem") -> str | None:
+    """Why it has no tiles for blocks of this size, as a sentence, or None if it has."""
+    if problem.block_q in (64, 128) and problem.block_k in (64, 128):
+        return None
+    return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
 
 
 def warpgroups(problem: "SparseProblem") -> int:
@@ -68,9 +78,9 @@ def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
     return (problem.block_q + units * UNIT) * n.dim_qk * n.itemsize + BARRIER_BYTES
 
 
-def registers(problem: "SparseProblem") -> tuple[int, int, int]:
-    """Of a thread at launch, of a folding thread, of the loading warp, which leaves its own to the folding ones."""
-    return (128, 232, PRODUCER_REGISTERS) if warpgroups(problem) == 1 else (168, 240, PRODUCER_REGISTERS)
+def registers(problem: "SparseProblem") -> tuple[int, int]:
+    """Of a thread at launch, of a folding thread."""
+    return (128, 232) if warpgroups(problem) == 1 else (168, 240)
 
 
 def hopper_programs(problem: "SparseProblem", device: Device, items: int) -> int:
@@ -84,15 +94,7 @@ def hopper_violation(problem: "SparseProblem", device: Device, tile: Tile, split
     refusal = hopper_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    for name, wanted in (("block_m", problem.block_q), ("block_n", problem.block_k), ("num_warps", 4)):
-        if getattr(tile, name) != wanted:
-            return name, f"must be {wanted} with {KERNEL}, got {getattr(tile, name)}"
     if splits != 1:
         return "splits", f"must be 1 with {KERNEL}, got {splits}"
-    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
-        return "num_stages", f"num_stages must be from 1 to 8, got {tile.num_stages!r}"
-    shared = shared_bytes(problem, tile)
-    if shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
-    return None
+    fixed = {"block_m": problem.block_q, "block_n": problem.block_k, "num_warps": 4}
+    return tile_fault(KERNEL, tile, fixed, shared_bytes(problem, tile), device)

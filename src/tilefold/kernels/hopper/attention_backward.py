@@ -14,7 +14,6 @@ Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section
 """
 
 from .backward_parts import (
-    PANEL,
     STATISTICS,
     UNIT,
     add_kept,
@@ -39,7 +38,7 @@ from .backward_ranges import (
 )
 from .backward_work import await_queries, count_keys, count_queries, work_of_item
 from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, wgmma_wait
-from .parts import LOG2E, store_accumulator
+from .parts import LOG2E, PANEL, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "left", "right", "stripe_units", "stripes",
            "width", "batch_heads", "batches", "delay", "rooms", "no_unit", "nowhere",
@@ -356,7 +355,7 @@ def attention_backward_hopper(
     rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr,
-    FENCE: gl.constexpr, HOLD: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    FENCE: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
     (kernels.backward_statistics) as one dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box
@@ -396,4 +395,4 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     nowhere, KIND, D, SLOTS, SUM_SLOTS, SUM_TILES)),
-    ], [1], [LOADER_REGISTERS])  # fmt: skip
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip

@@ -23,14 +23,16 @@ from .gluon import (
     opaque,
     reinterpret,
     schedule_fence,
-    tma_load,
     wgmma,
     wgmma_wait,
 )
 from .parts import (
     LOG2E,
     LOWEST,
+    PANEL,
+    columns_of,
     draw_ticket,
+    load_rows,
     place_of_item,
     quad_sums,
     read_ticket,
@@ -43,7 +45,6 @@ from .parts import (
 
 ROWS = gl.constexpr(128)  # queries of a block
 KEYS = gl.constexpr(128)  # of a tile
-PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 FULL = gl.constexpr(0)
 CAUSAL = gl.constexpr(1)
 WINDOW = gl.constexpr(2)
@@ -74,18 +75,11 @@ def _range_of_block(i_q, seq_q, seq_k, left, right, KIND: gl.constexpr):
 
 
 @jit
-def _load_rows(desc, bar, buffers, slot, i_b, i_h, row, NUMBER: gl.constexpr, D: gl.constexpr):
-    """Have NUMBER rows brought; buffers: [slots * panels, NUMBER, 64], which is [slots, NUMBER, D] swizzled."""
-    mbarrier.expect(bar, NUMBER * D * 2)
-    for p in gl.static_range(D // PANEL):
-        tma_load(desc, [i_b, i_h, row, p * PANEL], bar, buffers.index(slot * (D // PANEL) + p))
-
-
-@jit
-def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-             seq_q, seq_k, heads, group, q_blocks, items, left, right, KIND: gl.constexpr, D: gl.constexpr,
+def _produce(q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, KIND: gl.constexpr, D: gl.constexpr,
              SLOTS: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
+    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    seq_q, seq_k, heads, q_blocks, left, right = sizes
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     programs = gl.num_programs(0)
     item = gl.program_id(0)
@@ -100,16 +94,16 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
             mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
         note.store(gl.full([1], item, gl.int32, LAYOUT))
         for c in gl.static_range(2):
-            _load_rows(q_desc, q_full.index(c), q_buf, c, i_b, i_h, i_q * ROWS + c * 64, 64, D)
+            load_rows(q_desc, q_full.index(c), q_buf, c, i_b, i_h, i_q * ROWS + c * 64, 64, D)
         i_k = i_h // group
         for j in range(tiles):
             slot = t % SLOTS
             parity = ((t // SLOTS) & 1) ^ 1
             row = (first + j) * KEYS
             mbarrier.wait(k_empty.index(slot), parity)
-            _load_rows(k_desc, k_full.index(slot), k_buf, slot, i_b, i_k, row, KEYS, D)
+            load_rows(k_desc, k_full.index(slot), k_buf, slot, i_b, i_k, row, KEYS, D)
             mbarrier.wait(v_empty.index(slot), parity)
-            _load_rows(v_desc, v_full.index(slot), v_buf, slot, i_b, i_k, row, KEYS, D)
+            load_rows(v_desc, v_full.index(slot), v_buf, slot, i_b, i_k, row, KEYS, D)
             t += 1
             # As late as hides the answers: who draws early may hold two long blocks while others have none.
             if j == gl.maximum(tiles - 4, 0):
@@ -130,28 +124,19 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full,
 
 @jit
 def _cut(s, row, begin, shift, seq_k, left, right, KIND: gl.constexpr):
-    """Scores [64, 128] of queries from `row` on and keys from `begin` on, -inf where the query does not see the key.
-
-    A column is 8 * group + 2 * thread + e; compared like this the group is a constant of each register (parts.cut_columns)."""
+    """Scores [64, 128] of queries from `row` on and keys from `begin` on, -inf where the query does not see the key."""
     parts = s.reshape([64, 16, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout)))
     query = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 64, layout=ROW), 1), 2), 3) + row
-    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=GROUP), 0), 2), 3)
-    thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
-    element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
-    column = thread * 2 + element
+    group, rest = columns_of(parts)
     if KIND == FULL:
-        live = group * 8 < opaque(seq_k - begin - column)
+        live = group * 8 < opaque(seq_k - begin - rest)
     else:
         own = query + shift  # the key at the query's own place
         end = gl.minimum(own + (right + 1 if KIND == WINDOW else 1), seq_k)
-        live = group * 8 < opaque(end - begin - column)
+        live = group * 8 < opaque(end - begin - rest)
         if KIND == WINDOW:
-            live = live & (group * 8 >= opaque(own - left - begin - column))
+            live = live & (group * 8 >= opaque(own - left - begin - rest))
     return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
 
 
@@ -170,10 +155,14 @@ def _cut_if_needed(s, row, begin, shift, seq_k, left, right, KIND: gl.constexpr)
 
 
 @jit
-def _consume(Out, Lse, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, outs, seq_q, seq_k, heads,
-             q_blocks, left, right, scale, CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
-             FENCE: gl.constexpr):  # fmt: skip
+def _consume(
+    note, rings, outs, sizes, scale,
+    CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
+    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    Out, Lse, stride_ob, stride_om, stride_oh = outs
+    seq_q, seq_k, heads, q_blocks, left, right = sizes
     DTYPE: gl.constexpr = k_buf.dtype
     WARPS: gl.constexpr = gl.num_warps()
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
@@ -186,7 +175,6 @@ def _consume(Out, Lse, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_emp
     k_tiles = reinterpret(k_buf, DTYPE, [SLOTS, KEYS, D], TILE)
     v_tiles = reinterpret(v_buf, DTYPE, [SLOTS, KEYS, D], TILE)
     q = reinterpret(q_buf, DTYPE, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)).index(CID)
-    stride_ob, stride_om, stride_oh = outs
     scale = scale * LOG2E
     shift = seq_k - seq_q
     nothing = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)  # use_acc=False: never read
@@ -275,13 +263,11 @@ def attention_forward_hopper(
     v_full = barriers(SLOTS, 1)
     v_empty = barriers(SLOTS, 2)
     fence_async_shared()
+    rings = (q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    outs = (Out, Lse, stride_ob, stride_om, stride_oh)
+    sizes = (seq_q, seq_k, heads, q_blocks, left, right)
     gl.warp_specialize([
-        (_consume, (Out, Lse, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    (stride_ob, stride_om, stride_oh), seq_q, seq_k, heads, q_blocks, left, right, scale,
-                    0, KIND, D, SLOTS, FENCE)),
-        (_consume, (Out, Lse, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    (stride_ob, stride_om, stride_oh), seq_q, seq_k, heads, q_blocks, left, right, scale,
-                    1, KIND, D, SLOTS, FENCE)),
-        (_produce, (q_desc, k_desc, v_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    seq_q, seq_k, heads, group, q_blocks, items, left, right, KIND, D, SLOTS)),
+        (_consume, (note, rings, outs, sizes, scale, 0, KIND, D, SLOTS, FENCE)),
+        (_consume, (note, rings, outs, sizes, scale, 1, KIND, D, SLOTS, FENCE)),
+        (_produce, (q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, KIND, D, SLOTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -23,9 +23,8 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, clear_rows, list_of_item, place_of_item, store_accumulator
+from .parts import LOG2E, PANEL, clear_rows, list_of_item, load_panels, place_of_item, store_accumulator
 
-PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 UNIT = gl.constexpr(64)  # tokens of a tile
 STATISTICS = gl.constexpr(128)  # numbers of a unit of queries: 64 lse, 64 delta
 
@@ -41,13 +40,6 @@ def next_slot(slot, parity, SLOTS: gl.constexpr):
         slot = 0
         parity ^= 1
     return slot, parity
-
-
-@jit
-def load_tile(desc, bar, pool, tile, i_b, i_h, row, D: gl.constexpr):
-    """Have [64, D] from `row` on brought to a tile of the pool [panels, 64, 64]; `bar` must expect 128 * D bytes for it."""
-    for p in gl.static_range(D // PANEL):
-        tma_load(desc, [i_b, i_h, row, p * PANEL], bar, pool.index(tile * (D // PANEL) + p))
 
 
 @jit
@@ -79,8 +71,8 @@ def list_of_block(lists, block, i_b, i_h):
 def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLOTS: gl.constexpr):
     """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1."""
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
-    load_tile(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
-    load_tile(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
+    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
+    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
 
 
 @jit
@@ -91,12 +83,12 @@ def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, d
     statistics: which row of them.  Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-    load_tile(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
+    load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
     tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
     if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
         await_room(Progress, batch, rooms, query_items, batches)
     mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-    load_tile(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
+    load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
 
 
 @jit
@@ -209,7 +201,7 @@ def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, ro
     Before the first all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(full.index(slot), UNIT * (D + SUM_TILES * UNIT) * 2)
-    load_tile(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
+    load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
     if j == 0:
         await_keys(Progress, batch, key_items)  # while K is on its way
     for t in gl.static_range(SUM_TILES):

@@ -1,14 +1,15 @@
-"""What the Hopper kernels share: the order of work, a list's entries, the softmax step on accumulators, the store of a result.
+"""What the Hopper kernels share: the order of work, a list's entries, loads, the softmax step on accumulators, stores.
 
 Layouts: an accumulator of wgmma gives a thread two rows of 64 and, in each, pairs of neighbouring columns; the four threads of a
 quad share a row.  Statistics of rows that need no exchange inside the loop stay as four partial values a row (one per thread of
 the quad) and are summed once, at the end.
 """
 
-from .gluon import gl, jit, opaque
+from .gluon import gl, jit, mbarrier, opaque, tma_load
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 LOWEST = gl.constexpr(-3.0e38)  # a row's maximum before its first key: finite, so that -inf - LOWEST is no NaN
 
 
@@ -92,6 +93,24 @@ def live_of_entry(index, i, count, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED:
         return gl.where((i >= 0) & (i < count), KV_BLOCK, 0)
 
 
+# ---------------------------------------------------------------- loads
+
+
+@jit
+def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr):
+    """Have as many rows as a buffer has brought, from `row` on; buffers: [slots * panels, rows, 64], which is [slots, rows, D]
+    swizzled.  `bar` must expect their bytes."""
+    for p in gl.static_range(D // PANEL):
+        tma_load(desc, [i_b, i_h, row, p * PANEL], bar, buffers.index(slot * (D // PANEL) + p))
+
+
+@jit
+def load_rows(desc, bar, buffers, slot, i_b, i_h, row, NUMBER: gl.constexpr, D: gl.constexpr):
+    """load_panels of NUMBER rows, which are all that `bar` waits for."""
+    mbarrier.expect(bar, NUMBER * D * 2)
+    load_panels(desc, bar, buffers, slot, i_b, i_h, row, D)
+
+
 # ---------------------------------------------------------------- the fold on accumulators
 
 
@@ -104,14 +123,13 @@ def quad_sums(p):
 
 
 @jit
-def cut_columns(s, live_0, live_1, KV_BLOCK: gl.constexpr):
-    """Scores [M, 128] with -inf in the columns past a block's valid keys; live_1 belongs to the second block, if there are two.
+def columns_of(parts):
+    """-> group, rest: column 8 * group + rest of scores [M, 128], for parts, which is them as [M, 16, 4, 2]; rest is twice the
+    thread of the quad plus 0 or 1.
 
-    A column is 8 * group + 2 * thread + e.  Compared like this, the group is a constant of each register and only
-    live - column varies.  As one number (which the compiler would make of it again, if it could look inside), the columns
-    would stay in 32 registers of each thread throughout the loop."""
-    M: gl.constexpr = s.shape[0]
-    parts = s.reshape([M, 16, 4, 2])
+    Compared as `8 * group < opaque(end - rest)`, the group is a constant of each register and only what is inside varies.  As one
+    number (which the compiler would make of it again, if it could look inside), the columns would stay in 32 registers of each
+    thread throughout the loop."""
     LAYOUT: gl.constexpr = parts.type.layout
     GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
@@ -119,11 +137,18 @@ def cut_columns(s, live_0, live_1, KV_BLOCK: gl.constexpr):
     group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=GROUP), 0), 2), 3)
     thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
     element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
-    column = thread * 2 + element
+    return group, thread * 2 + element
+
+
+@jit
+def cut_columns(s, live_0, live_1, KV_BLOCK: gl.constexpr):
+    """Scores [M, 128] with -inf in the columns past a block's valid keys; live_1: of the second block, if there are two."""
+    parts = s.reshape([s.shape[0], 16, 4, 2])
+    group, rest = columns_of(parts)
     if KV_BLOCK == 64:
-        live = gl.where(group < 8, group * 8 < opaque(live_0 - column), group * 8 < opaque(live_1 + 64 - column))
+        live = gl.where(group < 8, group * 8 < opaque(live_0 - rest), group * 8 < opaque(live_1 + 64 - rest))
     else:
-        live = group * 8 < opaque(live_0 - column)
+        live = group * 8 < opaque(live_0 - rest)
     return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
 
 

@@ -30,7 +30,6 @@ Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section
 """
 
 from .backward_parts import (
-    PANEL,
     STATISTICS,
     UNIT,
     consume_sums,
@@ -46,7 +45,7 @@ from .backward_parts import (
 )
 from .backward_work import count_keys, count_queries, work_of_item
 from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque
-from .parts import LOG2E, list_of_item, place_of_item
+from .parts import LOG2E, PANEL, list_of_item, place_of_item
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
            "rooms", "no_unit", "nowhere",
@@ -213,7 +212,7 @@ def sparse_backward_hopper(
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
     D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
-    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SIZED: gl.constexpr, Q_SIZED: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics as one
     dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box [64, 64]: room for dS.
@@ -257,4 +256,4 @@ def sparse_backward_hopper(
                     (TurnedIndex, TurnedCount, stride_tb, stride_th, stride_tk, stride_ub, stride_uh),
                     (heads, group, q_units, kv_units, no_unit), capacity, (batch_heads, batches, delay, rooms), room_rows, item,
                     D, SLOTS, SUM_SLOTS, Q_UNITS, KV_UNITS)),
-    ], [1], [LOADER_REGISTERS])  # fmt: skip
+    ], [1], [PRODUCER_REGISTERS])  # fmt: skip

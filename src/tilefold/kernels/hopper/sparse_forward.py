@@ -32,6 +32,7 @@ from .gluon import (
 from .parts import (
     LOG2E,
     LOWEST,
+    PANEL,
     clear_rows,
     count_of_item,
     cut_columns,
@@ -40,6 +41,7 @@ from .parts import (
     list_of_item,
     live_keys,
     live_of_entry,
+    load_rows,
     place_of_item,
     quad_sums,
     read_ticket,
@@ -52,7 +54,6 @@ from .parts import (
 )
 
 UNIT = gl.constexpr(128)  # keys a step
-PANEL = gl.constexpr(64)  # columns of a tile in shared memory that lie together: 128 bytes, the widest swizzle
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
            "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph",
            "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh"]  # fmt: skip
@@ -91,12 +92,13 @@ def _load_branch(branch_desc, v_full, v_empty, v_buf, tv, i_q, i_b, i_h, D: gl.c
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full,
-             v_empty, lists, seq_k, heads, group, q_blocks, items, D: gl.constexpr, KV_BLOCK: gl.constexpr,
-             WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
+def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items, D: gl.constexpr,
+             KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+             MIXED: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
+    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    seq_q, seq_k, heads, q_blocks = sizes
     PER: gl.constexpr = UNIT // KV_BLOCK
-    PANELS: gl.constexpr = D // PANEL
     programs = gl.num_programs(0)
     item = gl.program_id(0)
     count = count_of_item(lists, item, q_blocks, heads)
@@ -115,10 +117,7 @@ def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v
             mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
         _write_note(note, item, count)
         for c in gl.static_range(WARPGROUPS):
-            mbarrier.expect(q_full.index(c), 64 * D * 2)
-            for p in gl.static_range(PANELS):
-                tma_load(q_desc, [i_b, i_h, (i_q * WARPGROUPS + c) * 64, p * PANEL], q_full.index(c),
-                         q_buf.index(c * PANELS + p))  # fmt: skip
+            load_rows(q_desc, q_full.index(c), q_buf, c, i_b, i_h, (i_q * WARPGROUPS + c) * 64, 64, D)
         i_k = i_h // group
         for j in range(units):
             # a missing block is read past the end, where the copy engine gives zeros
@@ -211,11 +210,14 @@ def _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_o
 
 
 @jit
-def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty, lists,
-             outs, size_strides, mix, seq_q, seq_k, heads, q_blocks, scale, CID: gl.constexpr, D: gl.constexpr,
+def _consume(note, rings, outs, lists, block_sizes, mix, sizes, scale, CID: gl.constexpr, D: gl.constexpr,
              KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
              MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
+    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    Out, Lse, stride_ob, stride_om, stride_oh = outs
+    Sizes, QuerySizes, stride_sb, stride_sh, stride_pb, stride_ph = block_sizes
+    seq_q, seq_k, heads, q_blocks = sizes
     PER: gl.constexpr = UNIT // KV_BLOCK
     DTYPE: gl.constexpr = k_buf.dtype
     WARPS: gl.constexpr = gl.num_warps()
@@ -229,8 +231,6 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
     k_tiles = reinterpret(k_buf, DTYPE, [K_SLOTS, UNIT, D], TILE)
     v_tiles = reinterpret(v_buf, DTYPE, [V_SLOTS, UNIT, D], TILE)
     q_tiles = reinterpret(q_buf, DTYPE, [WARPGROUPS, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
-    stride_ob, stride_om, stride_oh = outs
-    stride_sb, stride_sh, stride_pb, stride_ph = size_strides
     WHOLE: gl.constexpr = KV_BLOCK * 257 if PER == 2 else KV_BLOCK  # sizes of a unit's blocks, 8 bits each
     scale = scale * LOG2E
     nothing = gl.zeros([64, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
@@ -242,16 +242,16 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
         i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
         index = list_of_item(lists, i_q, i_b, i_h)
         units, missing = units_of_list(count, PER)
-        sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
-        live_0 = live_of_entry(index, 0 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED)
-        live_1 = live_of_entry(index, 1 - missing, count, sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
+        own_sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
+        live_0 = live_of_entry(index, 0 - missing, count, own_sizes, seq_k, KV_BLOCK, MASKED, SIZED)
+        live_1 = live_of_entry(index, 1 - missing, count, own_sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
-            lives_next = live_keys(entry(index, PER - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
+            lives_next = live_keys(entry(index, PER - missing, count), own_sizes, seq_k, KV_BLOCK, SIZED)
             ahead_0 = entry(index, 2 * PER - missing, count)
             ahead_1 = ahead_0
             if PER == 2:
-                lives_next += 256 * live_keys(entry(index, 3 - missing, count), sizes, seq_k, KV_BLOCK, SIZED)
+                lives_next += 256 * live_keys(entry(index, 3 - missing, count), own_sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_1 = entry(index, 5 - missing, count)
         m = gl.full([64], LOWEST, gl.float32, ROW_S)
         l = gl.zeros_like(quad_sums(nothing))
@@ -281,10 +281,10 @@ def _consume(Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_e
                 if lives != WHOLE:
                     _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
                 lives = lives_next
-                lives_next = live_keys(ahead_0, sizes, seq_k, KV_BLOCK, SIZED)
+                lives_next = live_keys(ahead_0, own_sizes, seq_k, KV_BLOCK, SIZED)
                 ahead_0 = entry(index, (j + 2) * PER - missing, count)
                 if PER == 2:
-                    lives_next += 256 * live_keys(ahead_1, sizes, seq_k, KV_BLOCK, SIZED)
+                    lives_next += 256 * live_keys(ahead_1, own_sizes, seq_k, KV_BLOCK, SIZED)
                     ahead_1 = entry(index, (j + 2) * PER + 1 - missing, count)
             mbarrier.wait(k_full.index(ks), (t // K_SLOTS) & 1)
             s_flying = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -413,37 +413,25 @@ def sparse_forward_hopper(
     v_full = barriers(V_SLOTS, 1)
     v_empty = barriers(V_SLOTS, WARPGROUPS)
     fence_async_shared()
+    rings = (q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch)
+    outs = (Out, Lse, stride_ob, stride_om, stride_oh)
+    block_sizes = (Sizes, QuerySizes, stride_sb, stride_sh, stride_pb, stride_ph)
+    mix = (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
+    sizes = (seq_q, seq_k, heads, q_blocks)
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
-                        seq_q, seq_k, heads, q_blocks, scale,
+            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf,
-                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS,
-                        MIXED)),
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
+                        D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
-                        seq_q, seq_k, heads, q_blocks, scale,
+            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_consume, (Out, Lse, Sizes, QuerySizes, note, q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        (stride_ob, stride_om, stride_oh), (stride_sb, stride_sh, stride_pb, stride_ph),
-                        (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh),
-                        seq_q, seq_k, heads, q_blocks, scale,
+            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
                         1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, q_buf, k_buf, v_buf,
-                        q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch),
-                        seq_k, heads, group, q_blocks, items, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS,
-                        MIXED)),
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
+                        D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
