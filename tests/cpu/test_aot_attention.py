@@ -73,9 +73,9 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128 varlen sinks softcap": (problem(128, varlen=True, causal=True, sinks=True, score_mods=("softcap",)), {}),
     "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
     "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "options": ("polynomial 2",)}),
-    "d128 late pin pack tanh": (
+    "d128 late pack tanh": (
         problem(128, causal=True, score_mods=("softcap",)),
-        {"options": ("fence", "late", "pin", "pack", "tanh")},
+        {"options": ("fence", "late", "pack", "tanh")},
     ),
 }
 JOBS |= {

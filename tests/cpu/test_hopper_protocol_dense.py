@@ -174,7 +174,7 @@ class Run:
             "read_ticket": lambda drawn: drawn, "place_of_item": lambda item, blocks, heads: (
                 Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
             "turn_wait": lambda own: run.local.turns[own].sync(), "turn_pass": lambda c: run.local.turns[c].arrive(),
-            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "pin": lambda x: x,
+            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x,
             "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
             "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
             "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
@@ -289,7 +289,7 @@ class Run:
         def consumer(c):
             self.local.consumer, self.local.turns = c, turns
             names["_consume"](note, rings, outs, sizes, 1.0, None, None, None, 0, c, self.kind, *self.dims, self.dims[1], *tile,
-                              self.varlen, 0, True, True, self.late, self.turns, 0, False)  # fmt: skip
+                              self.varlen, 0, True, self.late, self.turns, 0, False)  # fmt: skip
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 

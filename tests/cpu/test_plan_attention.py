@@ -197,7 +197,7 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         ({"block_m": 192}, "need 160 registers, of 160 a thread can spare 128"),
         ({"num_stages": 4}, "shared memory"),
         ({"maxnreg": 128}, "plan field maxnreg: must be None"),
-        ({"options": ("quick",)}, "plan field options: must be among fence, pin, late"),
+        ({"options": ("quick",)}, "plan field options: must be among fence, late, turns"),
         ({"options": ("polynomial 2", "polynomial 4")}, "each version once"),
         ({"options": ("tanh",)}, "a version of softcap, which the problem does not have"),
     ):

@@ -95,7 +95,7 @@ VERSIONS = [
     (96, {"block_m": 192, "block_n": 64}),
     (128, {"options": ("fence", "turns")}),
     (128, {"options": ("fence", "skip")}),
-    (128, {"options": ("fence", "late", "pin")}),
+    (128, {"options": ("fence", "late")}),
     (128, {"options": ("fence", "turns", "skip", "polynomial 2")}),
     (128, {"num_stages": 3, "options": ("fence", "pack")}),
     (192, {"options": ("fence", "turns")}),

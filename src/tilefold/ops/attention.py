@@ -60,6 +60,7 @@ class Prepared:
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
     strides: tuple[int, ...] = ()
+    extras: tuple[Any, ...] = ()  # what follows the strides, where that is the same each time
     softcap: float = 0.0
     boxes: "tuple[Box, ...]" = ()
     plain: bool = True  # no mods and no packed offsets among the arguments

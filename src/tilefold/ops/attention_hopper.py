@@ -42,6 +42,9 @@ def bind(
     items = blocks * rows * n.heads // pack
     sides = (UNBOUNDED if side < 0 else side for side in window)
     strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
+    if call.packed is not None:
+        strides = 0, *strides
+    plain = call.sinks is None and call.packed is None  # the arguments that not every call has are the same each time
     grid = min(plan.device.sms, items), 1, 1
     constants = {"KIND": kind_of(ranges, window), **_constants(plan)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
@@ -50,9 +53,11 @@ def bind(
         out_shape=shapes[0],
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads // pack, n.group // pack, blocks, items, *sides),
-        strides=strides if call.packed is None else (0, *strides),
+        strides=strides,
+        extras=(None, None, float(call.softcap) or None, None, None, None, None) if plain else (),
         softcap=float(call.softcap),
         boxes=_boxes(q, k, v, call, plan, pack),
+        plain=plain,
         launch=Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0),
         mods=mods,
         keep=hooks_of(call),
@@ -76,7 +81,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "PACK": rules.packed_heads(n, plan.options),
         "VARLEN": n.varlen,
         "SOFTCAP": softcap,
-        **{option.upper(): option in plan.options for option in ("fence", "pin", "late", "turns", "skip")},
+        **{option.upper(): option in plan.options for option in ("fence", "late", "turns", "skip")},
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
@@ -101,11 +106,13 @@ def arguments(
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order; None for what the call does not have."""
     boxes = (box.over(t) for box, t in zip(p.boxes, (q, k, v), strict=True))
+    known = (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *p.extras)
+    if p.plain:
+        return known
     sinks, packed = call.sinks, call.packed
-    extras: tuple[Any, ...] = (None, None) if sinks is None else (sinks, sinks.stride(0))
-    extras += (p.softcap or None,)
-    extras += (None,) * 4 if packed is None else (packed.cu_q, packed.cu_k, packed.cu_q.shape[0] - 1, q.shape[0])
-    return (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *extras)
+    sink: tuple[Any, ...] = (None, None) if sinks is None else (sinks, sinks.stride(0))
+    batch = (None,) * 4 if packed is None else (packed.cu_q, packed.cu_k, packed.cu_q.shape[0] - 1, q.shape[0])
+    return (*known, *sink, p.softcap or None, *batch)
 
 
 def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:

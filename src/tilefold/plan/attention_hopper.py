@@ -39,11 +39,11 @@ MAX_PACKED = 64  # rows of a warpgroup
 MEASURED = frozenset({(64, 64), (128, 128)})  # head dims of QK and V
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
-OPTIONS = ("fence", "pin", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
-"""Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax; pin:
-the rounding of the probabilities stays before it; late: a tile's K is given back with its V; turns: the warpgroups issue their
-products in turns; skip: sums are rescaled only when a maximum has grown by 2^8; tanh: softcap by the instruction; pack: the query
-heads of a KV head are rows of one block; polynomial n: n sixteenths of the exponentials on the FMA units."""
+OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
+"""Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
+late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
+when a maximum has grown by 2^8; tanh: softcap by the instruction; pack: the query heads of a KV head are rows of one block;
+polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
 def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -164,7 +164,7 @@ def hopper_violation(
 def _option_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
     for option in options:
         if option not in OPTIONS:
-            return f"must be among fence, pin, late, turns, skip, tanh, pack, polynomial 1 to 16, got {option!r}"
+            return f"must be among fence, late, turns, skip, tanh, pack, polynomial 1 to 16, got {option!r}"
     if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
         return f"must name each version once, got {options!r}"
     if "tanh" in options and "softcap" not in problem.score_mods:

@@ -38,7 +38,6 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
-    pin,
     schedule_fence,
     turn_pass,
     turn_wait,
@@ -117,7 +116,7 @@ def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, size
 def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, CID: gl.constexpr, KIND: gl.constexpr,
              DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
              CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, FENCE: gl.constexpr,
-             PIN: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
+             LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
              SKIP: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
@@ -195,8 +194,6 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
             p_next, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
             if FENCE:
                 l = schedule_fence(l)
-            if PIN:
-                p_next = pin(p_next)
             acc = wait_values(o_flying)
             if LATE:
                 mbarrier.arrive(k_empty.index(ahead), count=1)
@@ -237,7 +234,7 @@ def attention_forward_hopper(
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
-    FENCE: gl.constexpr, PIN: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
     SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
@@ -252,8 +249,8 @@ def attention_forward_hopper(
     VARLEN: tensors [1, H, T, D], Out [T, H, COLUMNS], Lse [H, T]; sequence b is queries CuQ[b] to CuQ[b+1] and keys CuK[b] to
     CuK[b+1] (int32); q_blocks = T // ROWS + batch places, see `sequence_of_place`; seq_q and seq_k are not read; no PACK.
 
-    FENCE holds the wait for O behind the softmax, PIN the rounding of P before it; LATE gives K back with V; with TURNS
-    the consumers issue their products in turns; POLYNOMIAL, SKIP: see `fold_scores`."""
+    FENCE holds the wait for O behind the softmax; LATE gives K's buffer back with V's; with TURNS the consumers issue their
+    products in turns; POLYNOMIAL, SKIP: see `fold_scores`."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_buf = ring(DTYPE, CONSUMERS, 64, DIM_QK)
     k_buf = ring(DTYPE, SLOTS, KEYS, DIM_QK)
@@ -275,27 +272,27 @@ def attention_forward_hopper(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
                         KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
                         KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, PIN, LATE, TURNS, POLYNOMIAL, SKIP)),
+                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
                         KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

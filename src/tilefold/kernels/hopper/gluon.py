@@ -11,7 +11,6 @@
     KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
     opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence            keeps the assembler from moving a wait up
-    pin                       keeps a conversion from being moved down
     turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
     scale_unless_one          a product that warps leave out where every factor is 1
 
@@ -45,7 +44,6 @@ __all__ = [
     "jit",
     "mbarrier",
     "opaque",
-    "pin",
     "reinterpret",
     "scale_unless_one",
     "schedule_fence",
@@ -118,12 +116,6 @@ def schedule_fence(x):
         is_pure=False,
         pack=1,
     )
-
-
-@jit
-def pin(x):
-    """x (16 bits an element), which is made before what follows."""
-    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @constexpr_function
