@@ -6,7 +6,6 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.attention_backward import Attention, backward_plan_of, split
 from .ops.call import Call, Packed, needs_gradient, refuse_tangents, value_of
 from .ops.library import HOOKS, dispatched, is_traced
 from .types import Constant, Layout, ModArgs, ModFunction, Window
@@ -162,6 +161,8 @@ def attention_backward_plan(
     """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
 
     It makes a gradient of the bias if the given one requires a gradient.  The rest as for `attention_plan`."""
+    from .ops.attention_backward import backward_plan_of
+
     prepared, call = _prepared("attention_backward_plan", q, k, v, options)
     with_bias = call.bias is not None and call.bias.requires_grad
     return backward_plan_of(cast("AttentionPlan", prepared.plan), call, q, with_bias)
@@ -200,6 +201,8 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
         return dispatched(q, k, v, call)
     call = _resolved(call)
     if transformed or (torch.is_grad_enabled() and needs_gradient(q, k, v, call)):
+        from .ops.attention_backward import Attention, split  # here: `import tilefold` stays light
+
         refuse_tangents(q, k, v, call)
         bare, tensors = split(call)
         out, lse = Attention.apply(bare, q, k, v, *tensors)  # type: ignore[no-untyped-call]

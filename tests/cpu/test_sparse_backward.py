@@ -13,8 +13,9 @@ from index_cases import plan_of as forward_plan
 from tilefold import BlockIndex, reference
 from tilefold.ops import sparse as sparse_ops
 from tilefold.ops import sparse_backward as backward_ops
+from tilefold.plan import device_named
 from tilefold.plan.limits import Tile
-from tilefold.plan.sparse_backward import SparseBackwardPlan
+from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
 BOX = "sparse_backward_box"
 NAMES = ("dq", "dk", "dv")
@@ -139,6 +140,20 @@ def test_shared_lists_and_strides(kernel, device):
     q, k, v = rand(2, 48, 3, 4, 32, device=device, dtype=torch.float16).unbind(2)
     check(q, k, v, index, kernel=kernel)
     check(*(t.transpose(1, 2) for t in (q, k, v)), index, kernel=kernel, layout="bhsd")
+
+
+def test_values_whose_rows_are_no_multiples_of_16_bytes(device):
+    """K and V may be readable as boxes where the gradient of out, as narrow as V and without room between its rows, is not."""
+    q, k, v = qkv(1, 33, 50, 2, 2, 16, dtype=torch.float16, device=device)
+    v = torch.cat((v, v), -1)[..., :12]
+    index = lists(1, 2, 33, 50, device=device)
+    check(q, k, v, index)
+    problem = tilefold.sparse_plan(q, k, v, index).problem
+    assert problem.descriptors and problem.attention.descriptors
+    assert plan_sparse_backward(problem, device_named("h200")).kernel == "sparse_backward"
+    plan = tilefold.sparse_plan(*(t.requires_grad_() for t in (q, k, v)), index, direction="backward")
+    with pytest.raises(tilefold.PlanError, match="rows of the gradient of out are not multiples of 16 bytes"):
+        plan.with_tiles(kernel="sparse_backward_box")
 
 
 def test_gradient_of_a_sum(device):

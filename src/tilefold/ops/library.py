@@ -13,7 +13,6 @@ import torch
 from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
-from .attention_backward import backward
 from .call import Call, Packed, check_options, shapes_of
 
 __all__ = [
@@ -129,6 +128,8 @@ def attention_backward_op(
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout)  # fmt: skip
+    from .attention_backward import backward  # here: `import tilefold` stays light
+
     grads = backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), tuple(wanted))
     return cast("Gradients", tuple(q.new_empty(0) if g is None else g for g in grads))
 

@@ -198,6 +198,8 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
         return "fp32 products are not made from shared memory, and boxes would only take registers"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
+    if problem.attention.dim_v * problem.attention.itemsize % 16:
+        return "the rows of the gradient of out are not multiples of 16 bytes"
     if problem.masked or problem.query_masked:
         return "rows past a block's valid tokens may hold anything, and a box would read them"
     return box_refusal(problem.attention, device)
