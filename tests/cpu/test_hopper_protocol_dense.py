@@ -22,6 +22,7 @@ if not hopper.available():
 from tilefold.kernels.hopper import attention_forward, forward_parts, forward_work
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
+STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 REAL = {
     attention_forward: ("_produce_block", "_produce", "_consume"),
     forward_parts: ("load_tile", "_load_panel", "multiply_keys", "multiply_values", "wait_values"),
@@ -138,16 +139,28 @@ class Run:
     lengths: of each sequence, (queries, keys); several make a packed batch."""
 
     def __init__(
-        self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128
+        self,
+        seed,
+        kind,
+        lengths,
+        heads,
+        group,
+        slots,
+        dims=(128, 128),
+        consumers=2,
+        turns=False,
+        late=False,
+        keys=128,
+        pack=1,
     ):
         self.memory, self.kind, self.lengths, self.left, self.right = Memory(seed), kind, lengths, 100, 30
         self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
         self.consumers, self.turns, self.late, self.rows = consumers, turns, late, consumers * 64
-        self.varlen = len(lengths) > 1
+        self.varlen, self.pack = len(lengths) > 1, pack  # heads that make one; `heads` and `group` are what is left
         self.first = [[sum(pair[side] for pair in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1)]
         (seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
         self.seq_q = seq_q
-        self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-seq_q // self.rows)
+        self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-seq_q * pack // self.rows)
         self.items, self.counter, self.made, self.order = self.q_blocks * heads, 0, [], []
         self.local = threading.local()
 
@@ -178,7 +191,7 @@ class Run:
             "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
             "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
             "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
-            "clear_tail": run.clear, "finish_block": lambda *args: run.made.append((run.local.item, run.local.consumer)),
+            "clear_tail": run.clear, "finish_block": run.finish,
         }  # fmt: skip
         for module, functions in REAL.items():
             for name in functions:
@@ -226,18 +239,36 @@ class Run:
             if live >= keys or any(held is None for part in buffers for held in Tile(part, slot).held()):
                 self.memory.fail(f"item {self.local.item}: V is cleared from row {live} before it is there")
 
+    def finish(self, out, lse, acc, m, l, rows, strides, dtype, layout, columns, pack):
+        """Where the block's rows go, worked out in another way."""
+        sequence, head, block = self.place(self.local.item)
+        row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
+        query, total = row // self.pack, self.first[0][-1]
+        if self.varlen:
+            wanted = (self.first[0][sequence] + query) * STRIDES[1], head * total + self.first[0][sequence] + query
+        else:
+            wanted = query * STRIDES[1], head * self.pack * n_q + query
+        wanted = head * self.pack * STRIDES[2] + wanted[0], wanted[1], n_q * self.pack - row, (*STRIDES[1:], n_q)
+        with self.memory.changed:
+            if (out, lse, rows, strides) != wanted:
+                self.memory.fail(f"item {self.local.item}: stored at {out, lse, rows, strides}, not {wanted}")
+            self.made.append((self.local.item, self.local.consumer))
+
     def product(self, a, tile, acc, use_acc=True, is_async=True):
         """Reads its buffers from now until it is waited for; they hold what the item names."""
         side, part = tile.buffers.name, tile.buffers.part
         sequence, head, block = self.place(self.local.item)
         seq_q, seq_k = self.lengths[sequence]
-        first, _ = self.range_of_block(block, seq_q, seq_k, self.left, self.right, self.kind, self.rows, self.keys, 1)
+        first, _ = self.range_of_block(
+            block, seq_q, seq_k, self.left, self.right, self.kind, self.rows, self.keys, self.pack
+        )
         j = self.local.tiles.get((side, part), 0)
         self.local.tiles[side, part] = j + 1
         reads = [tile]
 
         def check(tile, desc, head, row):
-            wanted = [(desc, 0, head, row, column) for column in tile.buffers.columns]
+            packed = (row // self.pack, 0) if desc == "q" and self.pack > 1 else (row,)
+            wanted = [(desc, 0, head, *packed, column) for column in tile.buffers.columns]
             if tile.held() != wanted:
                 self.memory.fail(f"item {self.local.item}: {desc} holds {tile.held()}, not {wanted}")
 
@@ -283,13 +314,13 @@ class Run:
             rings.append(types.SimpleNamespace(index=made.__getitem__))
         turns = [Turn(memory, f"turn {c}") for c in range(n)]
         sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
-        outs = (Number(0),) * 5
-        tile = (self.keys, self.slots, n, 1)
+        outs = (Number(0), Number(0), *map(Number, STRIDES))
+        tile = (self.keys, self.slots, n, self.pack)
 
         def consumer(c):
             self.local.consumer, self.local.turns = c, turns
-            names["_consume"](note, rings, outs, sizes, 1.0, None, None, None, 0, c, self.kind, *self.dims, self.dims[1], *tile,
-                              self.varlen, 0, True, self.late, self.turns, 0, False)  # fmt: skip
+            names["_consume"](note, rings, outs, sizes, 1.0, None, None, None, self.first[0][-1], c, self.kind, *self.dims,
+                              self.dims[1], *tile, self.varlen, 0, True, self.late, self.turns, 0, False)  # fmt: skip
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 
@@ -303,7 +334,7 @@ class Run:
         run_threads(self.memory, [work for p in range(programs) for work in self.program(p, programs)])
         items = [item for item in range(self.items) if self.place(item) is not None]
         assert sorted(self.made) == [(item, c) for item in items for c in range(self.consumers)]
-        blocks = sum(-(-seq_q // self.rows) for seq_q, _ in self.lengths)
+        blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
         assert len(items) == blocks * self.heads
         assert self.counter == 0
         if self.turns and programs == 1:
@@ -352,6 +383,11 @@ def test_protocol(kind, slots, programs):
 def test_versions(version, programs):
     Run(4, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
+
+
+def test_packed_heads():
+    Run(8, CAUSAL, [(21, 700)], 2, 1, 2, pack=8)(2)
+    Run(9, WINDOW, [(100, 300)], 3, 3, 2, pack=4, consumers=3)(1)
 
 
 @pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}], ids=str)

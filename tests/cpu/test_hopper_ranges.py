@@ -3,6 +3,7 @@
 import random
 import types
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -11,6 +12,7 @@ from tilefold.kernels import hopper
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 from tilefold.kernels.hopper import forward_work as kernel
+from tilefold.kernels.hopper import parts
 from tilefold.ops.call import UNBOUNDED
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
@@ -78,6 +80,39 @@ def test_every_pair_is_seen_once_and_masked_where_it_must_be(seed, rows, keys, p
                   if sees(kind, i, j, shift, left, right)]  # fmt: skip
         if needed:  # no tile too many
             assert (first, first + tiles) == (min(needed) // keys, max(needed) // keys + 1)
+
+
+class Scores(np.ndarray):
+    """A tensor whose layout does not matter here."""
+
+    type = types.SimpleNamespace(layout=None)
+
+
+ARRAYS = {
+    **NAMES, "opaque": lambda x: x,
+    "gl": types.SimpleNamespace(
+        where=lambda c, a, b: np.where(c, a, b).view(Scores), minimum=np.minimum, SliceLayout=lambda *args: None,
+        arange=lambda begin, end, layout: np.arange(begin, end), expand_dims=np.expand_dims, constexpr=None,
+        convert_layout=lambda x, layout: x,
+    ),
+}  # fmt: skip
+ARRAYS["columns_of"] = types.FunctionType(parts.columns_of.fn.__code__, ARRAYS)
+cut = types.FunctionType(kernel.cut.fn.__code__, ARRAYS)
+
+
+@pytest.mark.parametrize(("keys", "pack"), [(128, 1), (64, 1), (128, 8), (64, 4)])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_mask_leaves_what_is_seen(seed, keys, pack):
+    seq_q, seq_k, kind, left, right = draw(seed)
+    shift = seq_k - seq_q
+    for row in range(0, seq_q * pack, 64):
+        for begin in range(0, seq_k, keys):
+            left_over = (
+                cut(np.zeros((64, keys)).view(Scores), row, begin, shift, seq_k, left, right, kind, keys, pack) == 0
+            )
+            wanted = [[j < seq_k and sees(kind, (row + r) // pack, j, shift, left, right) for j in range(begin, begin + keys)]
+                      for r in range(64)]  # fmt: skip
+            assert (left_over == np.array(wanted)).all()
 
 
 @pytest.mark.parametrize("rows", [64, 128, 192])

@@ -107,3 +107,46 @@ def test_sums_may_be_relative_to_an_older_maximum(size):
     assert np.allclose(found, exact, rtol=1e-12, atol=1e-12)
     assert np.allclose(found_lse, lse, rtol=1e-12, atol=1e-12)
     assert kept > kept_always  # and it is worth something
+
+
+class Sinks:
+    """A pointer into numbers."""
+
+    def __init__(self, values, places=None):
+        self.values, self.places = values, places
+
+    def __add__(self, offsets):
+        return Sinks(self.values, offsets)
+
+
+class Tensor(np.ndarray):
+    """Any tensor whose layout and dtype do not matter here."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.mark.parametrize("pack", [1, 4])
+def test_a_sink_is_a_key_seen_before_the_first(pack):
+    begin = function(
+        "begin_fold", quad_sums=lambda nothing: np.zeros((64, 4)).view(Tensor), LOWEST=-3e38, LOG2E=np.log2(np.e)
+    )
+    gl = begin.__globals__["gl"]
+    gl.full = lambda shape, value, *rest: np.full(shape, value).view(Tensor)
+    gl.load = lambda pointer: np.asarray(pointer.values)[pointer.places].view(Tensor)
+    gl.arange = lambda first, last, layout: np.arange(first, last).view(Tensor)
+    gl.zeros_like, gl.convert_layout, gl.SliceLayout, gl.int64 = (
+        np.zeros_like,
+        lambda x, layout: x,
+        lambda *args: None,
+        None,
+    )
+    sinks = [0.5, -np.inf, 3.0, 1e-3, -7.0, np.nan, 2.0, 100.0]
+    for head in range(len(sinks) // pack):
+        m, l = begin(None, Sinks(np.repeat(sinks, 3)), 3, np.int64(head), None, pack)
+        mine = np.array([sinks[head * pack + r % pack] for r in range(64)])
+        with np.errstate(divide="ignore"):
+            lse = (np.asarray(m) + np.log2(np.asarray(l).sum(1))) / np.log2(np.e)
+        assert np.allclose(lse, mine, rtol=1e-6, equal_nan=True)
