@@ -38,6 +38,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     schedule_fence,
     turn_pass,
     turn_wait,
@@ -211,6 +212,11 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
                 clear_tail(v_buf, slot, live, KEYS, DIM_V)
         acc = wait_values(multiply_values(p, v_tiles, slot, acc, P_REST))
         mbarrier.arrive(v_empty.index(slot), count=1)
+        if (
+            DIM_V > 128 and not VARLEN
+        ):  # worked out again: numbers that live across the loop take registers that are not there
+            i_q, i_b, i_h, n_q, n_k, first_q = read_place(note, opaque(item), seq_q, seq_k, heads, q_blocks, VARLEN)
+            row = i_q * (CONSUMERS * 64) + CID * 64
         b, h = i_b.to(gl.int64), i_h.to(gl.int64)
         if VARLEN:
             lse = Lse + h * total_q + first_q + row
