@@ -6,8 +6,9 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.call import Call, Packed, needs_gradient, refuse_tangents, value_of
-from .ops.library import HOOKS, dispatched, is_traced
+from .ops.call import Call, Packed, args_of, check_kinds, value_of
+from .ops.library import HOOKS, dispatched
+from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def attention(
     plan: "AttentionPlan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -67,6 +70,11 @@ def attention(
         score_grad: as score_mod, but returns the derivative of the new score by the given one: needed for gradients if there is
             a score_mod.
         backward_plan: an `AttentionBackwardPlan` to follow exactly in the backward pass, made by `attention_backward_plan`.
+        dropout_p: probability, from 0 to less than 1, of dropping each weight of the softmax; those kept are divided by
+            1 - dropout_p, as in flash_attn.  lse is that of all.  Give 0 when not training.
+        dropout_seed: [1] int64 on the same device, not read on the host: what is dropped is a function of it, batch, head, query
+            and key alone.  Default: drawn from torch's generator of the device, as activation checkpoints and CUDA graphs want
+            it.  Not used if dropout_p is 0.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.
@@ -83,8 +91,9 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
+    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, plan, score_grad, backward_plan)  # fmt: skip
+                mask_args, None, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -114,6 +123,8 @@ def attention_varlen(
     plan: "AttentionPlan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -128,7 +139,8 @@ def attention_varlen(
         max_seqlen_k: at least the longest key sequence: planning, and the last dimension of bias and mask.
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].
-        The other arguments are those of `attention`; masks are aligned to the bottom right of each sequence.
+        The other arguments are those of `attention`; masks are aligned to the bottom right of each sequence, dropout goes by the
+        indices in the sequence.
 
     Returns:
         out [total_q, heads, dim_v]; with return_lse (out, lse), lse [heads, total_q] fp32, natural log.  Rows of q that belong to
@@ -139,9 +151,10 @@ def attention_varlen(
 
     Source: the packed layout and its names are flash-attention's (https://github.com/Dao-AILab/flash-attention).
     """
+    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, packed, plan, score_grad, backward_plan)  # fmt: skip
+                mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -174,11 +187,11 @@ def _prepared(
     """The record of a call given by keywords, which has a plan, and the call."""
     options.pop("return_lse", None)
     packed = {key: options.pop(key, None) for key in _PACKED}
+    for option in options:
+        if option not in _OPTIONS:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
     if any(value is not None for value in packed.values()):
         options["packed"] = Packed(*packed.values())
-    for option in options:
-        if option not in Call._fields:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
     call = _resolved(_tidy(Call(**options)))
     prepared = _ops.prepare(q, k, v, call)
     if prepared.plan is None:
@@ -189,25 +202,38 @@ def _prepared(
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = set(Call._fields) - {"packed"}
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager, with a node for autograd if one is needed; through torch's dispatcher when traced."""
-    call = _tidy(call)
+    call = _seeded(_tidy(call), q)
     compiling = torch.compiler.is_compiling()
-    # torch.func takes autograd functions, not the dispatcher's
-    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
-    if compiling or (not transformed and is_traced(q, k, v, call)):
+    transformed = not compiling and is_transformed()
+    tensors: tuple[Any, ...] = (q, k, v, call.alibi_slopes, call.bias, call.sinks)
+    if compiling or (not transformed and is_watched((*tensors, call.mask, call.dropout_seed))):
         return dispatched(q, k, v, call)
     call = _resolved(call)
-    if transformed or (torch.is_grad_enabled() and needs_gradient(q, k, v, call)):
+    if call.score_args != () or call.mask_args != ():
+        tensors += tuple(args_of(call).values())
+    if transformed or (torch.is_grad_enabled() and wants_gradient(tensors)):
         from .ops.attention_backward import Attention, split  # here: `import tilefold` stays light
 
-        refuse_tangents(q, k, v, call)
+        others = {"alibi_slopes": call.alibi_slopes, **args_of(call)}
+        refuse_tangents({"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, **others})
+        refuse_gradients(others.items(), "q, k, v, bias and sinks")
         bare, tensors = split(call)
         out, lse = Attention.apply(bare, q, k, v, *tensors)  # type: ignore[no-untyped-call]
         return out, lse
     return _ops.forward(q, k, v, call)
+
+
+def _seeded(call: Call, q: torch.Tensor) -> Call:
+    """The call with a seed from torch's generator, if it drops anything and has none."""
+    if call.dropout_seed is not None or not isinstance(call.dropout_p, float) or not 0.0 < call.dropout_p < 1.0:
+        return call
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return call._replace(dropout_seed=seed)
 
 
 def _tidy(call: Call) -> Call:

@@ -7,12 +7,13 @@ import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
 from .ops import sparse as _sparse
-from .ops.call import Call, Packed, Paged, needs_gradient, value_of
-from .ops.library import is_traced
+from .ops.call import Packed, Paged, args_of, check_kinds, value_of
+from .ops.library import HOOKS
 from .ops.sparse import Lists, SparseCall
 from .ops.sparse_backward import SparseAttention, backward_plan_of
 from .ops.sparse_call import facts_of_lists
-from .ops.sparse_library import HOOKS, paged_dispatched, sparse_dispatched
+from .ops.sparse_library import paged_dispatched, sparse_dispatched
+from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def sparse_attention(
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
-    _check_kinds(return_lse, backward_plan)
+    check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)
@@ -124,7 +125,7 @@ def sparse_attention_varlen(
     Raises:
         As `sparse_attention`.
     """
-    _check_kinds(return_lse, backward_plan)
+    check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     lists = _lists_of(index)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
@@ -177,17 +178,17 @@ def sparse_attention_paged(
 
     Source: paged K and V are vLLM's (Kwon et al. 2023, arXiv:2309.06180), the names flash-attention's.
     """
-    _check_kinds(return_lse)
+    check_kinds(return_lse)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     paged = Paged(block_table, cache_seqlens)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
-    args = Call(score_args=score_args, mask_args=mask_args)
-    if torch.is_grad_enabled() and needs_gradient(q, k_pages, v_pages, args):
+    tensors = (q, k_pages, v_pages)
+    if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
         raise Unsupported(
             "an input requires a gradient, but attention over pages has no backward pass: call under torch.no_grad(), or "
             "detach() the inputs"
         )
-    run = paged_dispatched if is_traced(q, k_pages, v_pages, args) else _forward
+    run = paged_dispatched if torch.compiler.is_compiling() or is_transformed() or is_watched(tensors) else _forward
     out, lse = run(q, k_pages, v_pages, call)
     return (out, lse) if return_lse else out
 
@@ -269,15 +270,16 @@ def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: SparseCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
-    args = Call(score_args=call.score_args, mask_args=call.mask_args)
-    differentiable = torch.is_grad_enabled() and needs_gradient(q, k, v, args)
+    args = args_of(call)
+    differentiable = torch.is_grad_enabled() and wants_gradient((q, k, v, *args.values()))
     compiling = torch.compiler.is_compiling()
-    # torch.func takes autograd functions, not the dispatcher's
-    transformed = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
-    if compiling or (not transformed and is_traced(q, k, v, args)):
+    transformed = not compiling and is_transformed()
+    if compiling or (not transformed and is_watched((q, k, v))):
         return sparse_dispatched(q, k, v, call, _lists_of(index.transpose()) if differentiable else None)
     if not differentiable and not transformed:
         return _forward(q, k, v, call)
+    refuse_tangents({"q": q, "k": k, "v": v, **args})
+    refuse_gradients(args.items(), "q, k and v")
     call = _resolved(call)
     out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
     return out, lse
@@ -292,17 +294,6 @@ def _resolved(call: SparseCall) -> SparseCall:
     if not any(type(getattr(call, name)) is Constant for name in HOOKS):
         return call
     return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})
-
-
-def _check_kinds(return_lse: object, backward_plan: object = None) -> None:
-    """What no cached record depends on, so that it is looked at in every call."""
-    if return_lse is not True and return_lse is not False:
-        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
-    if backward_plan is not None and not isinstance(backward_plan, Constant):
-        from .plan.sparse_backward import SparseBackwardPlan
-
-        if not isinstance(backward_plan, SparseBackwardPlan):
-            raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(backward_plan).__name__}")
 
 
 def _instead(given: object) -> str:

@@ -24,6 +24,7 @@ PROBLEMS = {
     "d96 odd": problem(40, 96, descriptors=False),
     "d256 causal": problem(256, causal=True),
     "d128 one query": problem(128, seq_q=1),
+    "d128 dropout": problem(128, dropout=True),
     "d128 fp32": problem(128, dtype="float32", causal=True),
 }
 EVERYWHERE = ("d128 causal fp16", "d256 causal")  # for all targets under the newest Triton, too

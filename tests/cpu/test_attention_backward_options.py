@@ -14,12 +14,12 @@ from tilefold.plan.attention_hopper import KERNEL
 BIASES = [(2, 2, 20, 33), (1, 2, 20, 33), (2, 1, 20, 33), (1, 1, 20, 33), (2, 2, 1, 33), (1, 2, 1, 33), (1, 1, 1, 33)]
 
 
-@pytest.mark.parametrize("shape", BIASES)
-def test_bias(shape, device):
+@pytest.mark.parametrize("number", range(len(BIASES)))
+def test_bias(number, device):
     """Every way to share a bias: its gradient is the sum over what shares it, in one share or in three."""
     q, k, v = qkv(2, 20, 33, 2, 1, 16, dtype=torch.float16, device=device)
-    for shares, band in ((1, {"causal": True}), (3, {"window": (14, 9)})):
-        check_gradients(q, k, v, bias=rand(*shape, device=device), shares=shares, **band)
+    shares, band = ((3, {"window": (14, 9)}), (1, {"causal": True}))[number % 2]
+    check_gradients(q, k, v, bias=rand(*BIASES[number], device=device), shares=shares, **band)
 
 
 def test_bias_of_other_dtypes_and_strides(device):
@@ -45,29 +45,30 @@ def test_bias_of_minus_infinity(device):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_softcap_alibi_sinks_mask(dtype, device):
-    q, k, v = qkv(2, 20, 33, 4, 2, 16, dtype=dtype, device=device)
+def test_softcap_alibi_sinks_mask(device):
+    q, k, v = qkv(2, 20, 33, 2, 1, 16, device=device)
+    half = (q.half(), k.half(), v.half())
     check_gradients(q, k, v, softcap=2.0, scale=0.4, causal=True)
-    check_gradients(q, k, v, alibi_slopes=rand(2, 4, device=device).abs(), sinks=rand(4, device=device), causal=True)
-    check_gradients(q, k, v, mask=rand(2, 1, 20, 33, device=device) > -0.5, sinks=rand(4, dtype=dtype, device=device))
+    check_gradients(*half, softcap=2.0)
+    check_gradients(*half, alibi_slopes=rand(2, 2, device=device).abs(), sinks=rand(2, device=device), causal=True)
+    check_gradients(q, k, v, mask=rand(2, 1, 20, 33, device=device) > -0.5, sinks=rand(2, device=device))
 
 
 def test_mods(device):
     """A user's mod comes after the bias: the gradient of the bias goes through its slope."""
-    q, k, v = qkv(2, 20, 33, 4, 2, 16, device=device)
-    hook = {"score_mod": relative, "score_grad": one, "score_args": (rand(4, 9, device=device), 4)}
+    q, k, v = qkv(1, 20, 33, 2, 1, 16, device=device)
+    hook = {"score_mod": relative, "score_grad": one, "score_args": (rand(2, 9, device=device), 4)}
     hook |= {"mask_mod": dilated, "mask_args": (2,), "twins": {"score_mod": relative_twin, "mask_mod": dilated_twin}}
     check_gradients(q, k, v, softcap=3.0, causal=True, **hook)
     from tilefold.device import mods
 
     hook = {"score_mod": mods.softcap_exact, "score_grad": mods.softcap_exact_slope, "score_args": (1.5,)}
     hook |= {"twins": {"score_mod": lambda score, b, h, i, j, args: 1.5 * torch.tanh(score / 1.5)}}
-    every = {"bias": rand(1, 4, 1, 33, device=device), "alibi_slopes": rand(4, device=device).abs(), "softcap": 4.0}
-    check_gradients(q, k, v, sinks=rand(4, device=device), mask=rand(1, 1, 20, 33, device=device) > -1, **every, **hook)
+    every = {"bias": rand(1, 2, 1, 33, device=device), "alibi_slopes": rand(2, device=device).abs(), "softcap": 4.0}
+    check_gradients(q, k, v, sinks=rand(2, device=device), mask=rand(1, 1, 20, 33, device=device) > -1, **every, **hook)
 
 
-LENGTHS = [([20, 0, 33, 1], [10, 30, 0, 5]), ([17], [40]), ([5, 40, 16], [50, 2, 16])]
+LENGTHS = [([20, 0, 33, 1], [10, 30, 0, 5]), ([5, 40, 16], [50, 2, 16])]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -78,12 +79,12 @@ def test_packed_sequences(lengths, device):
 
 
 def test_packed_options(device):
-    tensors, where = packed([20, 0, 33], [10, 30, 25], h=4, hk=2, d=16, dv=16, device=device)
-    check_gradients(*tensors, varlen=where, bias=rand(3, 4, 33, 30, device=device), sinks=rand(4, device=device))
+    tensors, where = packed([20, 0, 33], [10, 30, 25], h=2, hk=1, d=16, dv=16, device=device)
+    check_gradients(*tensors, varlen=where, bias=rand(3, 2, 33, 30, device=device), sinks=rand(2, device=device))
     check_gradients(*tensors, varlen=where, bias=rand(1, 1, 1, 30, device=device), causal=True, shares=2, softcap=2.0)
     check_gradients(*(t.half() for t in tensors), varlen=where, mask=rand(1, 1, 33, 30, device=device) > -0.5)
     loose = (*where[:2], where[2] + 50, where[3] + 50)
-    check_gradients(*tensors, varlen=loose, causal=True, tile=None, alibi_slopes=rand(3, 4, device=device).abs())
+    check_gradients(*tensors, varlen=loose, causal=True, tile=None, alibi_slopes=rand(3, 2, device=device).abs())
 
 
 def test_rows_of_no_sequence(device):
@@ -102,17 +103,16 @@ def test_rows_of_no_sequence(device):
 # ---------------------------------------------------------------- the dispatcher
 
 OPTIONS = {
-    "plain": lambda device: ({}, {}),
     "terms": lambda device: (
-        {"bias": rand(1, 4, 20, 33, device=device), "sinks": rand(4, device=device)},
-        {"causal": True, "mask": rand(2, 1, 20, 33, device=device) > -1, "alibi_slopes": rand(4, device=device).abs()},
+        {"bias": rand(1, 2, 20, 33, device=device), "sinks": rand(2, device=device)},
+        {"causal": True, "mask": rand(1, 1, 20, 33, device=device) > -1, "alibi_slopes": rand(2, device=device).abs()},
     ),
     "hooks": lambda device: (
         {},
         {
             "score_mod": tilefold.constant(relative),
             "score_grad": tilefold.constant(one),
-            "score_args": (rand(4, 9, device=device), 4),
+            "score_args": (rand(2, 9, device=device), 4),
             "window": (9, None),
         },
     ),
@@ -125,7 +125,7 @@ def test_compile_fullgraph(name, device):
     torch._dynamo.reset()
     extra, options = OPTIONS[name](device)
     inputs = [
-        t.requires_grad_() for t in (*qkv(2, 20, 33, 4, 2, 16, dtype=torch.float16, device=device), *extra.values())
+        t.requires_grad_() for t in (*qkv(1, 20, 33, 2, 1, 16, dtype=torch.float16, device=device), *extra.values())
     ]
 
     def layer(q, k, v, *more):
@@ -168,7 +168,10 @@ def test_opcheck_and_refusals_of_the_operator(device):
     torch.library.opcheck(attention_op, (q, k, v, *(None,) * 4, *tail, f"{keys[0]}|||{keys[1]}|", *hooks))
     slopes = rand(2, device=device).requires_grad_()
     for args, match in (
-        ((slopes, None, None, None, *tail, "", [], [], [], "|"), "alibi_slopes of tilefold::attention"),
+        (
+            (slopes, None, None, None, *tail, "", [], [], [], "|"),
+            "alibi_slopes requires a gradient, but only",
+        ),
         ((None,) * 4 + (*tail, f"{keys[0]}||||", *hooks), "also needs score_grad"),
     ):
         out, _ = attention_op(q, k, v, *args)
@@ -194,6 +197,23 @@ def test_functorch_and_fake_tensors(device):
         out = tilefold.attention(*fakes[:3], bias=fakes[3])
         grads = torch.autograd.grad(out.sum(), fakes)
     assert [g.shape for g in grads] == [t.shape for t in fakes]
+
+
+def test_rounding_of_lse(monkeypatch, device):
+    """An error of lse is one of all probabilities of its row: in fp32, where it would show, they are made to sum to 1 again."""
+    forward = attention.forward
+
+    def rounded(q, k, v, call):
+        out, lse = forward(q, k, v, call)
+        return out, lse + 1e-4 * torch.arange(lse.shape[-1], device=lse.device)
+
+    monkeypatch.setattr(attention, "forward", rounded)
+    q, k, v = qkv(2, 20, 33, 2, 1, 16, device=device)
+    check_gradients(q, k, v, bias=rand(2, 1, 20, 33, device=device), sinks=rand(2, device=device), causal=True)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    check_gradients(*heads_first, mask=rand(2, 2, 20, 33, device=device) > 0, window=(15, 9), layout="bhsd")
+    tensors, where = packed([20, 7], [33, 12], h=2, hk=1, d=16, dv=16, device=device)
+    check_gradients(*tensors, varlen=where, causal=True, softcap=3.0)
 
 
 @pytest.mark.interpreter

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import dilated, dilated_twin, one, rand, relative, relative_twin
+from examples import examples
 from gradient_cases import check_gradients
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -44,7 +45,7 @@ def options_of(chosen, b, h, sq, sk, shared, device):
     lse=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@hypothesis.settings(max_examples=12)
+@examples(6)
 def test_problems(packed, lengths, heads, dims, dtype, causal, window, chosen, shared, lse, seed, device):
     torch.manual_seed(seed)
     (h, hk), batch = heads, len(lengths)

@@ -59,7 +59,7 @@ def build(sizes, dtype, causal, window, chosen, device):
     return (q, k, v), options, twins
 
 
-# In shards, so that processes share the work: 5 x 20 dense and 3 x 20 packed problems a run.
+# In shards, so that processes share the work: 5 x 12 dense and 3 x 12 packed problems a run.
 @pytest.mark.parametrize("shard", range(5))
 @hypothesis.given(problem=problems())
 @examples(12)

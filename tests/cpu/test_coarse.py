@@ -1,6 +1,7 @@
 """The coarse stage against its fp64 oracle, forward and backward: kinds, sizes, groups, lengths, strides, refusals."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, 
 from tilefold.ops import coarse as coarse_ops
 from tilefold.plan import coarse as plans
 from tilefold.plan import device_named
-from tilefold.plan.coarse import CoarseProblem, plan_coarse, with_tiles
+from tilefold.plan.coarse import CoarseProblem, plan_coarse
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
@@ -177,7 +178,7 @@ def planned(monkeypatch):
         def plan(problem, device):
             made = plan_coarse(problem, device)
             boxes = fields.get("boxes", made.boxes)
-            return with_tiles(made, **{**fields, "boxes": (*boxes[:2], boxes[2] and not problem.query_masked)})
+            return replace(made, **{**fields, "boxes": (*boxes[:2], boxes[2] and not problem.query_masked)})
 
         monkeypatch.setattr(plans, "plan_coarse", plan)
         monkeypatch.setattr(coarse_ops, "_CACHE", {})

@@ -392,12 +392,12 @@ def test_protocol(per_q, per_k, places, heads, group, batch_heads, rooms):
 
 @pytest.mark.parametrize(
     "missing",
-    ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys"],
+    ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys", "wait_copies"],
 )
 def test_a_missing_wait_is_found(monkeypatch, missing):
     """The check itself: who does not wait for one kind of barrier or counter is caught."""
     monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
-    if missing.startswith("await"):
+    if hasattr(Run, missing):
         monkeypatch.setattr(Run, missing, lambda self, *args: None)
     else:
         waits = Barrier.wait

@@ -280,7 +280,7 @@ def test_protocol(warpgroups, block, slots, programs, mixed):
     Run(3, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
 
 
-@pytest.mark.parametrize("barrier", ["q_empty", "k_full", "k_empty", "v_full", "v_empty"])
+@pytest.mark.parametrize("barrier", ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"])
 def test_a_missing_wait_is_found(monkeypatch, barrier):
     """The check itself: who does not wait for one kind of barrier is caught."""
     waits = Barrier.wait

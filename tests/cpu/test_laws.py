@@ -44,7 +44,7 @@ def fold_kernel(S, V, P, Which, ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.
         if tl.load(Which + 1 + t) == tl.program_id(0):
             s = tl.load(S + t * ROWS * KEYS + o_r[:, None] * KEYS + o_n[None, :])
             v = tl.load(V + t * KEYS * DIM + o_n[:, None] * DIM + o_d[None, :])
-            acc, m, l = state_step(acc, m, l, s, v, 1.0)
+            acc, m, l = state_step(acc, m, l, s, v, 1.0, None)
     store_state(P, tl.program_id(0), acc, m, l, ROWS, DIM)
 
 

@@ -120,7 +120,7 @@ def test_strided_and_cached_keys_are_taken_as_they_lie(name, splits, monkeypatch
     )  # the interpreter's look at values is no part of the call
     monkeypatch.setattr(Launch, "__call__", lambda self, args: launched.append(args))
     monkeypatch.setattr(
-        sparse_api, "is_traced", lambda *args: False
+        sparse_api, "is_watched", lambda *args: False
     )  # straight to the kernels though something watches
     with Allocations() as made:
         run(*tensors, index, **where, plan=plan)

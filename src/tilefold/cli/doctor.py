@@ -170,6 +170,20 @@ def gpu_fault() -> str | None:
     return None
 
 
+def _hopper_fault() -> str | None:
+    """Why the portable kernels serve instead on this GPU, or None."""
+    import torch
+
+    from ..kernels import hopper
+    from ..ops.hopper import DISABLE, disabled
+
+    if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
+        return "need sm_90; the portable kernels serve"
+    if disabled():
+        return f"turned off by {DISABLE}; the portable kernels serve"
+    return hopper.refusal()
+
+
 def support() -> list[Finding]:
     """Which families of kernels run here, and why the others do not."""
     import torch
@@ -188,10 +202,7 @@ def support() -> list[Finding]:
     if boxes is None and (hip or torch.cuda.get_device_capability() < (9, 0)):
         boxes = "K and V by tensor descriptors need sm_90 or newer; pointer loads are used instead"
     lines.append(("descriptor (TMA) loads", boxes, "chosen by the planner where K and V are 16-byte aligned"))
-    hopper = "not in this release; the portable kernels run on Hopper"
-    if importable("tilefold.kernels.hopper"):
-        hopper = gpu or ("" if not hip and torch.cuda.get_device_capability() == (9, 0) else "need sm_90")
-    lines.append(("Hopper kernels (Gluon)", hopper or None, "sm_90"))
+    lines.append(("Hopper kernels (Gluon)", gpu or _hopper_fault(), "dense and block-sparse attention on sm_90"))
     amd = gpu if hip else "no ROCm GPU; the portable kernels are compiled for gfx942 in the tests, not run"
     lines.append(("AMD GPUs", amd, "the portable kernels"))
     return [Finding("runs here", what, NO if fault else YES, fault or fine) for what, fault, fine in lines]

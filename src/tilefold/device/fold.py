@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .dropout import dropout_factor
 from .mods import mask, mask_band, modify
 from .ranges import WINDOW
 from .state import LOG2E, state_step
@@ -32,11 +33,12 @@ def fold_tiles(
     DIM_V: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    dropout,
 ):
     """Fold tiles lo..hi into state = (acc, m, l).  q [M, BLOCK_QK]; place = (batch, head, q_index [M, 1], (seq_q, seq_k)).
 
     EDGE tiles are cut at the sequence's end and by the band (KIND of device.ranges; band = (left, right)); interior tiles are
-    not.  score_mods and mask_mods apply to both."""
+    not.  score_mods and mask_mods apply to both, and dropout of device.dropout, () for none."""
     acc, m, l = state
     for i in tl.range(lo, hi):
         rows, cols, live = LOCATE(i, source, BLOCK_N)
@@ -53,7 +55,11 @@ def fold_tiles(
         s = mask(s, place, kv_index, mask_mods)
         # [N, BLOCK_V]
         v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)
-        acc, m, l = state_step(acc, m, l, s, v, LOG2E if len(score_mods) > 0 else scale * LOG2E)
+        unit = LOG2E if len(score_mods) > 0 else scale * LOG2E
+        if len(dropout) > 0:
+            acc, m, l = state_step(acc, m, l, s, v, unit, dropout_factor(place, kv_index, dropout))
+        else:
+            acc, m, l = state_step(acc, m, l, s, v, unit, None)
     return acc, m, l
 
 
@@ -79,14 +85,15 @@ def fold_range(
     DIM_V: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    dropout,
 ):
     """Edge, interior, edge: the tiles of a range as device.ranges gives it."""
     lo, full_lo, full_hi, hi = tiles
     if KIND == WINDOW:
         state = fold_tiles(q, state, lo, full_lo, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
-                           LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                           LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     state = fold_tiles(q, state, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
-                       LOCATE, FETCH, KIND, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                       LOCATE, FETCH, KIND, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     state = fold_tiles(q, state, full_hi, hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band,
-                       LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                       LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     return state

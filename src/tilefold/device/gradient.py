@@ -12,6 +12,7 @@ again from lse.
 import triton
 import triton.language as tl
 
+from .dropout import dropout_factor
 from .mods import mask, mask_band, modify_with_slope
 from .ranges import FULL, WINDOW
 from .source import fetch_rows, locate_rows
@@ -28,7 +29,8 @@ def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
 
 
 @triton.jit
-def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr):
+def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr,
+                   dropout):  # fmt: skip
     """s = q . k and dp = dout . v -> (p, ds), ds without the factor `scale` that turns it into the gradient of q . k.
 
     s, dp [M, N] with lse, delta, q_index [M, 1] and kv_index [1, N]; or all of it transposed.  lse in base 2.  KIND and band: as
@@ -37,18 +39,26 @@ def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes
         score, slope = modify_with_slope(s * scale, place, kv_index, score_mods, slopes)
         score = mask(mask_band(score, place, kv_index, band, KIND), place, kv_index, mask_mods)
         p = tl.exp2(score * LOG2E - lse)
-        return p, p * (dp - delta) * slope
+        if len(dropout) > 0:
+            factor = dropout_factor(place, kv_index, dropout)
+            return p * factor, p * (dp * factor - delta) * slope
+        else:
+            return p, p * (dp - delta) * slope
     else:
         score = mask(mask_band(s, place, kv_index, band, KIND), place, kv_index, mask_mods)
         p = tl.exp2(score * (scale * LOG2E) - lse)
-        return p, p * (dp - delta)
+        if len(dropout) > 0:
+            factor = dropout_factor(place, kv_index, dropout)
+            return p * factor, p * (dp * factor - delta)
+        else:
+            return p, p * (dp - delta)
 
 
 @triton.jit
 def fold_query_gradient(dq, q, do, lse, delta, lo, hi, place, scale, source, k_side, v_side, score_mods, slopes, mask_mods,
                         band, LOCATE: tl.constexpr, FETCH: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr,
                         EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-                        BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+                        BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, dropout):  # fmt: skip
     """Add to dq [M, BLOCK_QK] fp32 of a query tile (still without `scale`) what tiles lo..hi of keys give; lse (base 2), delta
     [M, 1], place[2] [M, 1]."""
     for i in tl.range(lo, hi):
@@ -58,7 +68,9 @@ def fold_query_gradient(dq, q, do, lse, delta, lo, hi, place, scale, source, k_s
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         kv_index = (tl.minimum(cols, place[3][1] - 1) if EDGE else cols)[None, :]
-        p, ds = score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND)
+        p, ds = score_gradient(
+            s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND, dropout
+        )
         if EDGE:
             ds = tl.where(live[None, :], ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -69,20 +81,20 @@ def fold_query_gradient(dq, q, do, lse, delta, lo, hi, place, scale, source, k_s
 def fold_query_range(q, do, lse, delta, tiles, place, scale, source, k_side, v_side, score_mods, slopes, mask_mods, band,
                      LOCATE: tl.constexpr, FETCH: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-                     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+                     BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, dropout):  # fmt: skip
     """dq [M, BLOCK_QK] fp32, without `scale`, over a range of device.ranges: edge, interior, edge."""
     lo, full_lo, full_hi, hi = tiles
     dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
     if KIND == WINDOW:
         dq = fold_query_gradient(dq, q, do, lse, delta, lo, full_lo, place, scale, source, k_side, v_side, score_mods, slopes,
                                  mask_mods, band, LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
-                                 BLOCK_V)  # fmt: skip
+                                 BLOCK_V, dropout)  # fmt: skip
     dq = fold_query_gradient(dq, q, do, lse, delta, full_lo, full_hi, place, scale, source, k_side, v_side, score_mods, slopes,
                              mask_mods, band, LOCATE, FETCH, FULL, False, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
-                             BLOCK_V)  # fmt: skip
+                             BLOCK_V, dropout)  # fmt: skip
     return fold_query_gradient(dq, q, do, lse, delta, full_hi, hi, place, scale, source, k_side, v_side, score_mods, slopes,
                                mask_mods, band, LOCATE, FETCH, KIND, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
-                               BLOCK_V)  # fmt: skip
+                               BLOCK_V, dropout)  # fmt: skip
 
 
 @triton.jit
@@ -90,7 +102,7 @@ def fold_key_gradient(k, v, dk, dv, live_k, lo, hi, head, kv_index, scale, sourc
                       slopes, mask_mods, batch, extent, band, LOCATE: tl.constexpr, FETCH: tl.constexpr,
                       KIND: tl.constexpr, EDGE: tl.constexpr, PARTIAL: tl.constexpr, EMULATE: tl.constexpr,
                       BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr,
-                      BLOCK_V: tl.constexpr):  # fmt: skip
+                      BLOCK_V: tl.constexpr, dropout):  # fmt: skip
     """Add to dk [N, BLOCK_QK] (still without `scale`) and dv [N, BLOCK_V] what tiles lo..hi of queries of one head give.
 
     The fold over the transposed source: everything is transposed, kv_index [N, 1], so that p^T and ds^T come out as the left
@@ -105,7 +117,19 @@ def fold_key_gradient(k, v, dk, dv, live_k, lo, hi, head, kv_index, scale, sourc
         q_index = (tl.minimum(cols, extent[0] - 1) if EDGE else cols)[None, :]
         place = (batch, head, q_index, extent)
         p, ds = score_gradient(
-            s, dp, lse[None, :], delta[None, :], place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND
+            s,
+            dp,
+            lse[None, :],
+            delta[None, :],
+            place,
+            kv_index,
+            scale,
+            score_mods,
+            slopes,
+            mask_mods,
+            band,
+            KIND,
+            dropout,
         )
         if PARTIAL:
             p = tl.where(live_k[:, None], p, 0.0)
@@ -121,7 +145,7 @@ def fold_key_gradient(k, v, dk, dv, live_k, lo, hi, head, kv_index, scale, sourc
 def fold_score_gradient(acc, k, v, live_k, lo, hi, head, kv_index, scale, source, q_side, do_side, Lse2, Delta, score_mods,
                         slopes, mask_mods, batch, extent, band, KIND: tl.constexpr, EMULATE: tl.constexpr,
                         BLOCK_M: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr,
-                        BLOCK_V: tl.constexpr):  # fmt: skip
+                        BLOCK_V: tl.constexpr, dropout):  # fmt: skip
     """Add to acc [M, N] the gradients of the scores of tiles lo..hi of queries of one head with the keys k, one tile upon the
     other; which scores, before or after which mods, is a matter of `slopes`.  kv_index [1, N], by pointers."""
     for i in tl.range(lo, hi):
@@ -133,7 +157,36 @@ def fold_score_gradient(acc, k, v, live_k, lo, hi, head, kv_index, scale, source
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         place = (batch, head, tl.minimum(cols, extent[0] - 1)[:, None], extent)
         p, ds = score_gradient(
-            s, dp, lse[:, None], delta[:, None], place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND
+            s,
+            dp,
+            lse[:, None],
+            delta[:, None],
+            place,
+            kv_index,
+            scale,
+            score_mods,
+            slopes,
+            mask_mods,
+            band,
+            KIND,
+            dropout,
         )
         acc += tl.where(live_k[None, :], ds, 0.0)
     return acc
+
+
+@triton.jit
+def fold_probabilities(total, q, lse, lo, hi, place, scale, source, k_side, score_mods, mask_mods, band, KIND: tl.constexpr,
+                       EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr, BLOCK_QK: tl.constexpr):  # fmt: skip
+    """Add to total [M] the probabilities of tiles lo..hi of keys, as `score_gradient` makes them; lse (base 2), place[2] [M, 1],
+    keys by pointers."""
+    for i in tl.range(lo, hi):
+        rows, cols, live = locate_rows(i, source, BLOCK_N)
+        k = fetch_rows(k_side, rows, live, True, EMULATE, BLOCK_N, DIM_QK, BLOCK_QK)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        kv_index = tl.minimum(cols, place[3][1] - 1)[None, :]
+        p, _ = score_gradient(
+            s, 0.0, lse, 0.0, place, kv_index, scale, score_mods, score_mods, mask_mods, band, KIND, ()
+        )
+        total += tl.sum(tl.where(live[None, :], p, 0.0), 1)
+    return total

@@ -43,14 +43,17 @@ def state_anchor(m):
 
 
 @triton.jit
-def state_step(acc, m, l, s, v, scale):
-    """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2."""
+def state_step(acc, m, l, s, v, scale, factor):
+    """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2.
+    factor [M, N], or None, is upon what probabilities weigh values with, not upon their sum."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     anchor = state_anchor(m_new)
     alpha = tl.exp2(m - anchor)
     # [M, N]
     p = tl.exp2(s * scale - anchor[:, None])
     l = l * alpha + tl.sum(p, 1)
+    if factor is not None:
+        p = p * factor
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l
 

@@ -27,7 +27,7 @@ def attention_backward_queries(
     scale, seq_q, seq_k, heads, group, left, right,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dm, stride_dh, stride_gb, stride_gm, stride_gh, stride_lb, stride_lh,
-    score_mods, slopes, mask_mods,
+    score_mods, slopes, mask_mods, dropout,
     BOX: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def attention_backward_queries(
     dq = fold_query_range(widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], tiles, place, scale, (seq_k,),
                           k_side, v_side, score_mods, slopes, mask_mods, (left, right), locate_box if BOX else locate_rows,
                           fetch_box if BOX else fetch_rows, KIND, EMULATE, BLOCK_M, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
-                          BLOCK_V)  # fmt: skip
+                          BLOCK_V, dropout)  # fmt: skip
     store_rows(DQ + i_b * stride_gb + first_q * stride_gm + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q,
                dq * scale, DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip
 
@@ -65,13 +65,14 @@ def attention_backward_keys(
     scale, seq_q, seq_k, kv_heads, group, left, right,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dm, stride_dh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, stride_lb, stride_lh,
-    score_mods, slopes, mask_mods,
+    score_mods, slopes, mask_mods, dropout,
     ALONE: tl.constexpr, BOX: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As attention_backward_queries; DK like K, DV like V.  ALONE: the group is one head, and there is no loop over it (20 %
-    faster).  BOX: Q and DOut are descriptors of [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
+    """As attention_backward_queries; DK like K, DV like V.  ALONE: the group is one head, and there is no loop over it (in the
+    block-sparse kernel, of which this is the dense form, that was 20 % faster).  BOX: Q and DOut are descriptors of
+    [B, H, Sq, D], box [1, 1, BLOCK_M, padded D].
     Grid (cdiv(Sk, BLOCK_N) * H/group * B,), the longest tiles of a causal band first.
 
     One loop for edges and interior: with a loop for each, as in attention_backward_queries, dk and dv pass from one to the next
@@ -98,7 +99,7 @@ def attention_backward_keys(
         dk, dv = fold_key_gradient(k, v, dk, dv, None, begin, end, i_h.to(tl.int32), kv_index, scale, (seq_q,), q_side, do_side,
                                    Lse2 + row, Delta + row, score_mods, slopes, mask_mods, i_b.to(tl.int32), (seq_q, seq_k),
                                    (left, right), locate_box if BOX else locate_rows, fetch_box if BOX else fetch_rows, KIND,
-                                   True, False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                                   True, False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     rows = o_n.to(tl.int64)
     store_rows(DK + i_b * stride_xb + first_k * stride_xn + i_k * stride_xh, rows, stride_xn, o_n < seq_k, dk * scale,
                DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip

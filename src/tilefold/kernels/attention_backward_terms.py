@@ -27,7 +27,7 @@ def attention_backward_bias(
     scale, seq_q, seq_k, batch, heads, group, left, right, bias_batch, bias_heads,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dm, stride_dh, stride_lb, stride_lh,
-    score_mods, slopes, mask_mods,
+    score_mods, slopes, mask_mods, dropout,
     ROWS: tl.constexpr, ROUND: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def attention_backward_bias(
         acc = fold_score_gradient(acc, widen(k, EMULATE), widen(v, EMULATE), live_k, begin, end, i_h.to(tl.int32),
                                   tl.minimum(o_n, len_k - 1)[None, :], scale, (len_q,), q_side, do_side, Lse2 + row, Delta + row,
                                   score_mods, slopes, mask_mods, i_b.to(tl.int32), (len_q, len_k), (left, right), KIND, EMULATE,
-                                  BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                                  BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     entry = (share * bias_batch + own_b) * bias_heads + own_h
     if ROWS:
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -54,6 +54,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    dropout,
 ):
     """Query tile i_m of one sequence and head, whose row 0 Q, Out and Lse point at: load, fold, finish, store."""
     q = load_rows(Q, i_m * BLOCK_M, seq_q, stride_q, WIDE, BLOCK_M, DIM_QK, BLOCK_QK)
@@ -66,7 +67,8 @@ def attend(
     place = (i_b.to(tl.int32), i_h.to(tl.int32), q_index, (seq_q, seq_k))
     tiles = range_of_tile(i_m, seq_q, seq_k, band[0], band[1], KIND, BLOCK_M, BLOCK_N)
     acc, m, l = fold_range(widen(q, EMULATE), state, tiles, place, scale, (seq_k,), k_side, v_side, score_mods, mask_mods,
-                           band, LOCATE, FETCH, KIND, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                           band, LOCATE, FETCH, KIND, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V,
+                           dropout)  # fmt: skip
     out, lse = state_finish(acc, m, l)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     store_rows(Out, o_m.to(tl.int64), stride_o, o_m < seq_q, out, DIM_V, BLOCK_V, EMULATE)
@@ -103,6 +105,7 @@ def attention_forward(
     stride_oh,
     score_mods,
     mask_mods,
+    dropout,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -124,7 +127,7 @@ def attention_forward(
     v_side = (V + i_b * stride_vb + i_k * stride_vh, stride_vn)
     attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
            stride_qm, stride_om, score_mods, mask_mods, locate_rows, fetch_rows,
-           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -151,6 +154,7 @@ def attention_forward_box(
     stride_oh,
     score_mods,
     mask_mods,
+    dropout,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -171,7 +175,7 @@ def attention_forward_box(
     v_side = (V, i_b.to(tl.int32), i_k)
     attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
            stride_qm, stride_om, score_mods, mask_mods, locate_box, fetch_box,
-           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -202,6 +206,7 @@ def attention_forward_varlen(
     stride_oh,
     score_mods,
     mask_mods,
+    dropout,
     KIND: tl.constexpr,
     EMULATE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -229,4 +234,4 @@ def attention_forward_varlen(
     v_side = (V + first_k * stride_vn + i_k * stride_vh, stride_vn)
     attend(q, out, lse, Sinks, stride_sinks, k_side, v_side, i_m, i_b, i_h, seq_q, seq_k, scale, (left, right),
            stride_qm, stride_om, score_mods, mask_mods, locate_rows, fetch_rows,
-           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V)  # fmt: skip
+           KIND, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip

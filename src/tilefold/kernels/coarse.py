@@ -113,9 +113,9 @@ def coarse_forward(
     full = rows_before_dead(source) // BLOCK_N
     state = state_init(BLOCK_M, BLOCK_V)
     state = fold_tiles(q, state, 0, full, place, scale, source, k_side, v_side, (), (), (0, 0), LOCATE, FETCH, FULL, False,
-                       EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                       EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, ())  # fmt: skip
     acc, m, l = fold_tiles(q, state, full, tiles, place, scale, source, k_side, v_side, (), (), (0, 0), LOCATE, FETCH, FULL,
-                           True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                           True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, ())  # fmt: skip
     out, lse = state_finish(acc, m, l)
     out = tl.where(live_q[:, None], out, 0.0)
     store_rows(

@@ -63,7 +63,7 @@ def coarse_backward_queries(
     dq = fold_query_gradient(dq, widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], 0, tl.cdiv(seq_k, BLOCK_N),
                              place, scale, source, k_side, v_side, (), (), (), (), locate_live_box if BOX else locate_live,
                              fetch_box if BOX else fetch_rows, FULL, True, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK,
-                             BLOCK_V)  # fmt: skip
+                             BLOCK_V, ())  # fmt: skip
     store_rows(DQ + i_b * stride_gb + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q, dq * scale, DIM_QK,
                BLOCK_QK, EMULATE)  # fmt: skip
 
@@ -99,7 +99,7 @@ def coarse_backward_keys(
                                Lse2 + row, Delta + row, (), (), (), 0, (seq_q, seq_k), (),
                                locate_sized_box if BOX else locate_sized, fetch_box if BOX else fetch_rows, FULL, EDGE,
                                False, EMULATE, BLOCK_M, DIM_QK, DIM_V, BLOCK_QK,
-                               BLOCK_V)  # fmt: skip
+                               BLOCK_V, ())  # fmt: skip
     # A dead row has a column of its own in every product: what came of it is dropped here, not in the loop.
     live = o_n < seq_k
     if Sizes is not None:

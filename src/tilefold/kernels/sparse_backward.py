@@ -69,7 +69,7 @@ def sparse_backward_queries(
                              source, k_side, v_side, score_mods, slopes, mask_mods, (),
                              locate_listed_box if BOX else locate_listed, fetch_box if BOX else fetch_rows, FULL, EDGE,
                              EMULATE, BLOCK_N, DIM_QK, DIM_V,
-                             BLOCK_QK, BLOCK_V)  # fmt: skip
+                             BLOCK_QK, BLOCK_V, ())  # fmt: skip
     store_rows(DQ + i_b * stride_gb + first_q * stride_gm + i_h * stride_gh, o_m.to(tl.int64), stride_gm, o_m < seq_q,
                dq * scale, DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip
 
@@ -119,7 +119,7 @@ def sparse_backward_keys(
                                    source, q_side, do_side, Lse2 + row, Delta + row, score_mods, slopes, mask_mods,
                                    i_b.to(tl.int32), (seq_q, seq_k), (), locate_listed_box if BOX else locate_listed,
                                    fetch_box if BOX else fetch_rows, FULL, EDGE, Sizes is not None, EMULATE, BLOCK_M, DIM_QK,
-                                   DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                                   DIM_V, BLOCK_QK, BLOCK_V, ())  # fmt: skip
     rows = o_n.to(tl.int64)
     store_rows(DK + i_b * stride_xb + first_k * stride_xn + i_k * stride_xh, rows, stride_xn, o_n < seq_k, dk * scale,
                DIM_QK, BLOCK_QK, EMULATE)  # fmt: skip

@@ -77,7 +77,7 @@ def attend_list(
     state = state_init(BLOCK_M, BLOCK_V)
     acc, m, l = fold_tiles(widen(q, EMULATE), state, lo, hi, place, scale, source, k_side, v_side,
                            score_mods, mask_mods, (0, 0), LOCATE, FETCH, FULL, MASKED, EMULATE,
-                           BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V)  # fmt: skip
+                           BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, ())  # fmt: skip
     out, lse = state_finish(acc, m, l)
     live = o_m < rows_live
     out = tl.where(live[:, None], out, 0.0)

@@ -27,6 +27,7 @@ from .call import (
     window_of,
 )
 from .device import device_of, interpreting
+from .records import remember
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ..plan import AttentionPlan, AttentionProblem
@@ -36,6 +37,7 @@ __all__ = [
     "Prepared",
     "boxable",
     "describe_box",
+    "dropout_of",
     "example_call",
     "example_launch",
     "forward",
@@ -47,7 +49,6 @@ __all__ = [
     "problem_of",
 ]
 
-CACHE_LIMIT = 4096
 HOPPER_KERNEL = "attention_forward_hopper"
 
 
@@ -93,10 +94,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 
@@ -154,6 +152,7 @@ def problem_of(
         score_mods=tuple(score),
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
+        dropout=call.dropout_p > 0,
         descriptors=boxable(k) and boxable(v),
         query_descriptors=boxable(q),
     )
@@ -286,7 +285,13 @@ def _arguments(
         score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
         if call.packed is not None:
             tensors += call.packed[:2]
-    return (*tensors, *p.scalars, *p.strides, score, masks)
+    return (*tensors, *p.scalars, *p.strides, score, masks, dropout_of(call))
+
+
+def dropout_of(call: Call) -> tuple[Any, ...]:
+    """(seed, p, factor of what is kept) for the kernels, () without dropout."""
+    p = call.dropout_p
+    return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
 def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -355,6 +360,8 @@ def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[An
         mask_mod=mods.window if "user" in n.mask_mods else None,
         mask_args=(64, 64) if "user" in n.mask_mods else (),
         packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        dropout_p=0.1 if n.dropout else 0.0,
+        dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
         plan=plan,
     )
     sizes = sizes_of(q, k, v, call)

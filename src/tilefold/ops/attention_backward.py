@@ -8,10 +8,12 @@ import torch
 
 from ..errors import DtypeError, Unsupported
 from . import attention
-from .attention import boxable, describe_box, kind_of
-from .backward_parts import ROWS, delta_launch, readable, sequence_strides
+from .attention import kind_of
+from .attention_backward_weights import bind_weights, weighted
+from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
+from .watch import wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.attention import AttentionPlan
@@ -25,21 +27,15 @@ SINK_ROWS = 1024
 
 
 @dataclass(slots=True)
-class Bound:
-    """The launches of a backward pass, each with the arguments that do not change from call to call."""
+class DenseBound(Bound):
+    """And those of the gradients of bias and sinks."""
 
-    plan: "AttentionBackwardPlan"
-    delta: Any
-    delta_tail: tuple[Any, ...]
-    queries: Any
-    queries_tail: tuple[Any, ...]
-    keys: Any
-    keys_tail: tuple[Any, ...]
     bias: Any
     bias_tail: tuple[Any, ...]
     sinks: Any
     sinks_tail: tuple[Any, ...]
-    boxes: tuple[Any, ...]  # of k, v, q, dout where they stream by; or none
+    weights: Any
+    weights_tail: tuple[Any, ...]
 
 
 class Attention(torch.autograd.Function):
@@ -51,7 +47,8 @@ class Attention(torch.autograd.Function):
         bare: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = joined(bare, tensors)
-        check_differentiable(q, k, v, call)
+        if wants_gradient((q, k, v, *tensors)):  # not if only functorch watches: then the backward pass says so
+            check_differentiable(q, k, v, call)
         return attention.forward(q, k, v, call)
 
     @staticmethod
@@ -103,7 +100,7 @@ class AttentionGradient(torch.autograd.Function):
 
 
 def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
-    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, the two offsets, then those of the mods."""
+    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, two offsets, the seed, then those of the mods."""
     args = [a for a in (*call.score_args, *call.mask_args) if isinstance(a, torch.Tensor)]
     packed = call.packed
     offsets = (None, None) if packed is None else packed[:2]
@@ -112,15 +109,16 @@ def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
     )
     bare = call._replace(
         alibi_slopes=None, bias=None, mask=None, sinks=None, score_args=score_args, mask_args=mask_args,
+        dropout_seed=None,
         packed=None if packed is None else packed._replace(cu_q=None, cu_k=None),  # type: ignore[arg-type]
     )  # fmt: skip
-    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, *args)
+    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, call.dropout_seed, *args)
 
 
 def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
     """What `split` took apart."""
-    slopes, bias, mask, sinks, cu_q, cu_k = tensors[:6]
-    left = iter(tensors[6:])
+    slopes, bias, mask, sinks, cu_q, cu_k, seed = tensors[:7]
+    left = iter(tensors[7:])
     score_args, mask_args = (
         tuple(next(left) if a is None else a for a in each) for each in (bare.score_args, bare.mask_args)
     )
@@ -133,6 +131,7 @@ def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
         score_args=score_args,
         mask_args=mask_args,
         packed=packed,
+        dropout_seed=seed,
     )
 
 
@@ -140,17 +139,7 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
-    if call.score_mod is not None and call.score_grad is None:
-        raise Unsupported(
-            "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
-            "arguments that returns the derivative of the new score by the given one"
-        )
-    named = [("alibi_slopes", call.alibi_slopes)]
-    for name, args in (("score_args", call.score_args), ("mask_args", call.mask_args)):
-        named += [(f"{name}[{i}]", arg) for i, arg in enumerate(args)]
-    for name, tensor in named:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise Unsupported(f"{name} requires a gradient, but only q, k, v, bias and sinks get one: detach() it")
+    require_score_grad(call.score_mod, call.score_grad)
     if prepared.plan is not None:
         backward_plan_of(prepared.plan, call, q, call.bias is not None and call.bias.requires_grad)
 
@@ -165,18 +154,28 @@ def backward(
     """Gradients of q, k, v, bias and sinks, each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v,
     out, lse of the forward pass; dout like out, dlse like lse or None."""
     q, k, v, out, lse = saved
+    require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
-    targets = (q, k, v, call.bias, call.sinks)
     grads: list[Any] = [None] * 5
-    if prepared.plan is None:
-        return tuple(None if t is None or not w else torch.zeros_like(t) for t, w in zip(targets, wanted, strict=True))
-    dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    if prepared.plan is None:  # dk and dv come together, as from the kernel
+        targets = (q, k, v, call.bias, call.sinks)
+        made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:])
+        return tuple(
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None
+            for t, w in zip(targets, made, strict=True)
+        )
+    exact, drop = q.dtype == torch.float32, attention.dropout_of(call)
+    dout = dout.contiguous() if exact else readable(dout)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
-    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, q.dtype == torch.float32)
+    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
+    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
+    if exact:
+        rows = q, k, dout, lse2, delta
+        dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
     offsets = (None, None) if call.packed is None else call.packed[:2]
     own = inputs = (q, k, v, dout, lse2, delta)
     if bound.boxes:
@@ -185,13 +184,13 @@ def backward(
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     if wanted[0]:
         grads[0] = new(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks))
+        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks, drop))
     if wanted[1] or wanted[2]:
         grads[1], grads[2] = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
         if bound.keys is not None:
-            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks))
+            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks, drop))
     if wanted[3] and call.bias is not None:
-        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks)
+        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks, drop)
         grads[3] = _bias_gradient(bound, call.bias, *arguments)
     if wanted[4] and call.sinks is not None:
         parts = torch.empty((prepared.plan.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
@@ -201,7 +200,7 @@ def backward(
 
 
 def _bias_gradient(
-    bound: Bound, bias: torch.Tensor, inputs: tuple[Any, ...], offsets: tuple[Any, ...], hooks: tuple[Any, ...]
+    bound: DenseBound, bias: torch.Tensor, inputs: tuple[Any, ...], offsets: tuple[Any, ...], hooks: tuple[Any, ...]
 ) -> torch.Tensor:
     """Straight into the gradient, or through fp32 shares that are added in order."""
     if bound.bias is None:  # there are no keys
@@ -227,22 +226,17 @@ def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple
 
 def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bias: bool) -> "AttentionBackwardPlan":
     """The plan of the backward pass of a call whose forward plan is given; with_bias: the bias gets a gradient."""
-    from dataclasses import replace
-
     from ..plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
-    # dout has the head dim of V, and its copy, if one is made, no other strides than that gives.
-    whole = plan.problem.dim_v * q.element_size() % 16 == 0
-    problem = replace(plan.problem, descriptors=plan.problem.descriptors and boxable(q) and whole)
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(problem, device_of(q.device), bias)
+        return plan_attention_backward(plan.problem, device_of(q.device), bias)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
     # A plan with the gradient of the bias also serves a backward pass that is not asked for it.
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
-    given.check(problem, device_of(q.device), given.bias if spare and not with_bias else bias)
+    given.check(plan.problem, device_of(q.device), given.bias if spare and not with_bias else bias)
     return given
 
 
@@ -253,11 +247,11 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> Bound:
+) -> DenseBound:
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
-    key = facts_of(dout), facts_of(tensors[3]), dlse is None, with_bias
-    found: Bound | None = prepared.backward.get(key)
+    key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias
+    found: DenseBound | None = prepared.backward.get(key)
     if found is None:
         plan = backward_plan_of(prepared.plan, call, tensors[0], with_bias)
         found = prepared.backward[key] = _bind(prepared.scalars[0], tensors, dout, call, plan)
@@ -266,7 +260,7 @@ def _bound(
 
 def _bind(
     scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
-) -> Bound:
+) -> DenseBound:
     from ..kernels import attention_backward as kernels
 
     q, k, v, out = tensors
@@ -283,16 +277,17 @@ def _bind(
     band = tuple(UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     boxed = plan.kernel == "attention_backward_box"
     queries, keys, _ = plan.grids
-    return Bound(
+    return DenseBound(
         plan,
         delta_launch(n, rows * (1 if packed else n.batch), rows, wide, device),
         (rows, n.heads, *sequence_strides(out, call.layout), *strides[3]),
-        _tiled(kernels.attention_backward_queries, plan.queries, queries, {**constants, "BOX": boxed}, device),
+        tiled(kernels.attention_backward_queries, plan.queries, queries, {**constants, "BOX": boxed}, device),
         (scale, n.seq_q, n.seq_k, n.heads, group, *band, *inputs, *grad_strides[0], *lse_strides),
-        _tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
+        tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *band, *inputs, *grad_strides[1], *grad_strides[2], *lse_strides),
+        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
-        _boxes(plan, (q, k, v, dout), call) if boxed else (),
+        *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
     )  # fmt: skip
 
 
@@ -317,7 +312,7 @@ def _bind_terms(
     sinks_tail: tuple[Any, ...] = ()
     if plan.bias:
         chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
-        bias = _tiled(kernels.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
+        bias = tiled(kernels.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
         bias_tail = (scale, n.seq_q, n.seq_k, n.batch, n.heads, n.group, *band, *plan.bias[:2], *inputs, *lse_strides)
     if call.sinks is not None:
         grid = (n.heads * n.batch, 1, 1)
@@ -340,23 +335,6 @@ def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool
     }
 
 
-def _tiled(fn: Any, tile: Any, grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
-    """None for an empty grid: there are no keys."""
-    from .launch import Launch
-
-    constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(fn, grid, constants, options, device) if grid[0] else None
-
-
-def _boxes(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], call: Call) -> tuple[Any, ...]:
-    """Descriptors of q, k, v, dout, each as the kernel that it streams through reads it."""
-    n = plan.problem
-    rows = (plan.keys.block_m, plan.queries.block_n, plan.queries.block_n, plan.keys.block_m)
-    widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
-    return tuple(describe_box(t, call.layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
-
-
 # ---------------------------------------------------------------- without a GPU
 
 
@@ -364,10 +342,10 @@ def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", backward_plan: "AttentionBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
-    ahead: "delta", "queries", "keys", "bias" or "sinks"."""
+    ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
-    exact = problem.dtype == "float32"
+    exact, drop = problem.dtype == "float32", attention.dropout_of(call)
     score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     offsets = (None, None) if call.packed is None else call.packed[:2]
@@ -377,9 +355,10 @@ def example_launch(
         inputs, own = (q, bk, bv, out, lse, lse), (bq, k, v, bdo, lse, lse)
     launch, args = {
         "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
-        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks)),
-        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks)),
-        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks)),
+        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks, drop)),
+        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks, drop)),
+        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks, drop)),
         "sinks": (bound.sinks, (call.sinks, lse, lse, lse, offsets[0], *bound.sinks_tail)),
+        "weights": (bound.weights, (q, k, lse, lse, call.sinks, *offsets, *bound.weights_tail, score, masks)),
     }[part]
     return launch.fn, args, launch.keywords

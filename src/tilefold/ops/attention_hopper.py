@@ -35,11 +35,10 @@ def bind(
 
     n = plan.problem
     pack = rules.packed_heads(n, plan.options)
-    if call.packed is None:  # blocks of each sequence; or places of all (kernels.hopper.forward_work.sequence_of_place)
-        blocks, rows = -(-n.seq_q * pack // plan.block_m), n.batch
-    else:
-        blocks, rows = q.shape[0] // plan.block_m + n.batch, 1
-    items = blocks * rows * n.heads // pack
+    blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
+    if call.packed is not None:  # places of all sequences: kernels.hopper.forward_work.sequence_of_place
+        blocks = q.shape[0] // plan.block_m + n.batch
+        items = blocks * n.heads
     sides = (UNBOUNDED if side < 0 else side for side in window)
     strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
     if call.packed is not None:

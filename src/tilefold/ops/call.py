@@ -20,9 +20,11 @@ __all__ = [
     "Call",
     "Packed",
     "Paged",
+    "args_of",
     "check_heads",
     "check_hooks",
     "check_integer",
+    "check_kinds",
     "check_offsets",
     "check_options",
     "check_pages",
@@ -31,8 +33,6 @@ __all__ = [
     "facts_of_args",
     "is_plain",
     "key_of",
-    "needs_gradient",
-    "refuse_tangents",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -48,6 +48,7 @@ _OPTIONS = (
     TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
     TensorSpec("mask", "batch|1 heads|1 seq_q|1 seq_k", (torch.bool,), optional=True),
     TensorSpec("sinks", "heads", FLOATS, optional=True),
+    TensorSpec("dropout_seed", "seeds", (torch.int64,), optional=True),
 )
 
 
@@ -116,6 +117,8 @@ class Call(NamedTuple):
     plan: "AttentionPlan | Constant | None" = None
     score_grad: ModFunction | Constant | None = None
     backward_plan: "AttentionBackwardPlan | Constant | None" = None
+    dropout_p: float = 0.0
+    dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
 
 
 # ---------------------------------------------------------------- the key
@@ -141,6 +144,7 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
         (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
         None if packed is None else (facts_of(packed[0]), facts_of(packed[1]), packed[2:], *map(type, packed[2:])),
         (id(call.plan), id(call.score_grad), id(call.backward_plan)),
+        (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
     )
 
 
@@ -155,7 +159,7 @@ def is_plain(call: Call) -> bool:
         and score_mod is None
         and mask_mod is None
         and packed is None
-        and plans == [None, None, None]
+        and plans == [None, None, None, 0.0, None]
         and score_args == ()
         and mask_args == ()
     )
@@ -178,32 +182,10 @@ def value_of(hook: Any) -> Any:
     return hook.value if isinstance(hook, Constant) else hook
 
 
-def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    """Whether a tensor of the call requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
-    args = call.score_args if type(call.score_args) is tuple else ()
-    for t in (q, k, v, call.bias, call.sinks, call.alibi_slopes, *args):
-        if isinstance(t, torch.Tensor) and (t.requires_grad or (_in_forward_mode() and _has_tangent(t))):
-            return True
-    return False
-
-
-def refuse_tangents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
-    """Unsupported if a tensor carries a forward-mode tangent."""
-    if not _in_forward_mode():
-        return
-    named = {"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, "alibi_slopes": call.alibi_slopes}
-    named |= {f"score_args[{i}]": a for i, a in enumerate(call.score_args if type(call.score_args) is tuple else ())}
-    for name, t in named.items():
-        if isinstance(t, torch.Tensor) and _has_tangent(t):
-            raise Unsupported(f"{name} carries a forward-mode tangent, but there are reverse-mode gradients only")
-
-
-def _in_forward_mode() -> bool:
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def _has_tangent(t: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+def args_of(call: Any) -> dict[str, Any]:
+    """The args of both mods by name; what is no tuple is for the checks to find."""
+    both = (("score_args", call.score_args), ("mask_args", call.mask_args))
+    return {f"{name}[{i}]": arg for name, args in both if type(args) is tuple for i, arg in enumerate(args)}
 
 
 # ---------------------------------------------------------------- the checks
@@ -227,6 +209,8 @@ def sizes_of(
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
         sizes |= {"batch": sizes["batch+1"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
+    if call.dropout_seed is not None and call.dropout_seed.shape != (1,):
+        raise ShapeError(f"dropout_seed has shape {tuple(call.dropout_seed.shape)}, expected [1]: one seed")
     check_heads(sizes, "k" if paged is None else "k_pages")
     return sizes
 
@@ -263,6 +247,9 @@ def check_options(call: Call) -> None:
     if call.scale is not None:
         check_number("scale", call.scale, above=0.0)
     check_number("softcap", call.softcap, low=0.0)
+    check_number("dropout_p", call.dropout_p, low=0.0)
+    if not call.dropout_p < 1.0:
+        raise ValueRangeError(f"dropout_p must be at least 0 and less than 1, got {call.dropout_p}")
     if call.layout not in ("bshd", "bhsd"):
         raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
     if call.packed is not None:
@@ -274,6 +261,18 @@ def check_options(call: Call) -> None:
                 raise ValueRangeError(f"{name} must be at least 0, got {value}")
     _check_mod("score", call.score_mod, call.score_args)
     _check_mod("mask", call.mask_mod, call.mask_args)
+
+
+def check_kinds(return_lse: object, backward_plan: object = None, plans: str = "") -> None:
+    """What no cached record depends on, so that it is looked at in every call; plans: the class of a backward plan."""
+    if return_lse is not True and return_lse is not False:
+        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    if backward_plan is not None and not isinstance(backward_plan, Constant):
+        from .. import plan
+
+        if not isinstance(backward_plan, getattr(plan, plans)):
+            article = "an" if plans.startswith("A") else "a"
+            raise DtypeError(f"backward_plan must be {article} {plans} or None, got {type(backward_plan).__name__}")
 
 
 def check_integer(name: str, value: object) -> None:

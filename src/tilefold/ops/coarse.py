@@ -13,7 +13,8 @@ from .attention import boxable, describe_box, head_strides
 from .call import SPECS, check_heads
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT, SIZES, facts, size_strides
+from .project import SIZES, facts, size_strides
+from .records import remember
 
 if TYPE_CHECKING:
     from ..plan.coarse import CoarsePlan, CoarseProblem
@@ -83,10 +84,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
     key = *map(facts, (q, k, v, *call[:2])), call[2:], type(call.scale)
     found = _CACHE.get(key)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 

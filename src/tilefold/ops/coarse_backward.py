@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .attention import boxable, describe_box, head_strides
+from .backward_parts import ROWS, delta_launch, readable, tiled
 from .call import facts_of
 from .project import size_strides
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from .coarse import CoarseCall, Prepared
 
 __all__ = ["Bound", "backward", "bind"]
-
-ROWS = 64  # rows of delta that one program makes
 
 
 @dataclass(slots=True)
@@ -44,10 +43,8 @@ def backward(
     """(dq, dk, dv), contiguous, empty where not wanted; saved: q, k, v, out, lse of the forward pass."""
     q, k, v, out, lse = saved
     plan = cast("CoarsePlan", p.plan)
-    if not boxable(dout) or dout.stride(-1) != 1:  # as after sum(): every element at one address
-        dout = dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    key = facts_of(dout), dlse is None
+    dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
+    key = facts_of(dout), None if dlse is None else facts_of(dlse)
     bound: Bound = p.backward.get(key) or bind(plan, (q, k, v, out), dout, call, p.scale)
     p.backward[key] = bound
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
@@ -89,9 +86,7 @@ def bind(
 ) -> Bound:
     """tensors: q, k, v, out."""
     from ..kernels import coarse_backward as kernels
-    from ..kernels.backward_delta import backward_delta
     from .coarse import constants_of
-    from .launch import Launch
 
     q, k, v, out = tensors
     n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0
@@ -104,26 +99,22 @@ def bind(
     strides = *size_strides(call.block_sizes), *size_strides(live_queries(call))
     lengths = scale, n.seq_q, n.seq_k
     edge = live_queries(call) is not None or n.seq_q % plan.keys.block_m != 0
-    delta_grid = (-(-n.seq_q // ROWS) * n.heads * n.batch, 1, 1)
-    delta = {"WIDE": wide, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_M": ROWS}
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
 
-    def tiled(fn: Any, part: str, **more: Any) -> Any:
-        tile = plan.tile(part)
-        given = {**constants, **more, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        return Launch(fn, plan.grid(part), given, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
+    def part(fn: Any, name: str, **more: Any) -> Any:
+        return tiled(fn, plan.tile(name), plan.grid(name), {**constants, **more}, device)
 
     def boxes(wanted: bool, rows: int, *pair: torch.Tensor) -> tuple[Any, ...]:
         widths = n.block_qk, n.block_v
         return tuple(describe_box(t, layout, rows, w) for t, w in zip(pair, widths, strict=True)) if wanted else ()
 
     return Bound(
-        Launch(backward_delta, delta_grid, delta, {"num_warps": 4}, device),
+        delta_launch(n, n.seq_q * n.batch, n.seq_q, wide, device),
         (n.seq_q, n.heads, *out_strides, *sides[3]),
-        tiled(kernels.coarse_backward_queries, "queries", BOX=kv_box),
+        part(kernels.coarse_backward_queries, "queries", BOX=kv_box),
         boxes(kv_box, plan.queries.block_n, k, v),
         (*lengths, n.heads, n.group, *inputs, *dq_strides, *strides),
-        tiled(kernels.coarse_backward_keys, "keys", BOX=q_box, EDGE=edge),
+        part(kernels.coarse_backward_keys, "keys", BOX=q_box, EDGE=edge),
         boxes(q_box, plan.keys.block_m, q, dout),
         (*lengths, n.kv_heads, n.group, n.batch, *inputs, *strides),
     )

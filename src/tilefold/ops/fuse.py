@@ -10,7 +10,8 @@ from ..errors import ShapeError, Unsupported, ValueRangeError
 from .call import MAX_HEAD_DIM
 from .device import device_of, interpreting
 from .operator import Operator
-from .project import CACHE_LIMIT, facts, readable
+from .project import facts, readable
+from .records import remember
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
 
@@ -99,10 +100,7 @@ def _readable(gates: Pair) -> Pair:
 
 def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
     device_of(device)  # refuses one where no kernel runs
-    if len(_CACHE) >= CACHE_LIMIT:
-        _CACHE.clear()
-    _CACHE[key] = prepared
-    return prepared
+    return remember(_CACHE, key, prepared)
 
 
 def _bind(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None) -> Prepared:

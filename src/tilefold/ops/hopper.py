@@ -1,8 +1,10 @@
 """What the host does for all Gluon kernels: their boxes, the counter they draw work from, and the way back without them."""
 
+import contextlib
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -14,13 +16,30 @@ from .attention import describe_box, head_strides
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "require", "tickets"]
+__all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "inside_operator", "require", "tickets"]
 
 Bound = TypeVar("Bound")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"
 _WARNED: set[str] = set()
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
+
+
+class _Place(threading.local):
+    operator = False
+
+
+_PLACE = _Place()
+
+
+@contextlib.contextmanager
+def inside_operator() -> Iterator[None]:
+    """The launches in here were made by torch's dispatcher."""
+    before, _PLACE.operator = _PLACE.operator, True
+    try:
+        yield
+    finally:
+        _PLACE.operator = before
 
 
 def disabled() -> bool:
@@ -52,8 +71,9 @@ def tickets(device: torch.device) -> torch.Tensor:
     """A counter that is 0, from which the programs draw their work; a launch leaves it at 0 again.
 
     One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
-    each captured launch has its own, set to 0 by the graph itself."""
-    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+    each captured launch has its own, set to 0 by the graph itself.  So has one inside an operator: a compiled region may run in
+    a graph's memory pool, in which nothing may be kept."""
+    if device.type == "meta" or _PLACE.operator or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     import triton
 

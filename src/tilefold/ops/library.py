@@ -14,6 +14,8 @@ from ..errors import Unsupported
 from ..types import Constant, Layout, ModArgs, constant
 from .attention import forward
 from .call import Call, Packed, check_options, shapes_of
+from .hopper import inside_operator
+from .watch import refuse_gradients
 
 __all__ = [
     "HOOKS",
@@ -21,9 +23,9 @@ __all__ = [
     "attention_op",
     "describe_args",
     "dispatched",
-    "is_traced",
     "named",
     "named_values",
+    "refuse_unserved",
 ]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,13 +56,16 @@ def attention_op(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
     constants, in the order of HOOKS, with | between, an empty name where there is none."""
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                 window_left, window_right, scale, softcap, layout)  # fmt: skip
-    return forward(q, k, v, call._replace(**mods))
+                 window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
+    with inside_operator():
+        return forward(q, k, v, call._replace(**mods))
 
 
 @attention_op.register_fake
@@ -87,9 +92,11 @@ def _(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                 window_left, window_right, scale, softcap, layout)  # fmt: skip
+                 window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
     out_shape, lse_shape = shapes_of(q, k, v, call)
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -123,11 +130,13 @@ def attention_backward_op(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks of `tilefold::attention` from those of out and lse; empty where not wanted."""
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                 window_left, window_right, scale, softcap, layout)  # fmt: skip
+                 window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
     from .attention_backward import backward  # here: `import tilefold` stays light
 
     grads = backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), tuple(wanted))
@@ -147,32 +156,33 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:9], *inputs[18])
-    ctx.rest = inputs[9:18], inputs[19:]
+    ctx.save_for_backward(*output, *inputs[:9], inputs[23], *inputs[18])
+    ctx.rest = inputs[9:18], inputs[19:23]
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
     out, lse, *saved = ctx.saved_tensors
-    tensors, mod_tensors = saved[:9], list(saved[9:])
+    tensors, seed, mod_tensors = saved[:9], saved[9], list(saved[10:])
     need = ctx.needs_input_grad
     options, numbers = ctx.rest
-    refuse_unserved(need[3], options[-1], mod_tensors)
+    refuse_unserved("attention", "q, k, v, bias and sinks", options[-1], mod_tensors, tensors[3])
     wanted = [bool(need[i]) for i in (0, 1, 2, 4, 6)]
-    grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers)
+    grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers, seed)
     dq, dk, dv, dbias, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
     # torch takes an empty list for a list of tensors and wants one back.
     empty: list[Any] = [[] if len(given) == 0 else None for given in numbers[:2]]
-    return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, None
+    return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, None, None, None
 
 
-def refuse_unserved(slopes: bool, hooks: str, mod_tensors: Sequence[torch.Tensor]) -> None:
-    """Unsupported for a gradient that nobody can make."""
-    if slopes or any(t.requires_grad for t in mod_tensors):
-        what = "alibi_slopes" if slopes else "score_args or mask_args"
-        raise Unsupported(f"{what} of tilefold::attention require a gradient, but only q, k, v, bias and sinks get one")
+def refuse_unserved(
+    op: str, served: str, hooks: str, mod_tensors: Sequence[torch.Tensor], slopes: torch.Tensor | None = None
+) -> None:
+    """Unsupported for a gradient that nobody can make; served: what gets one."""
+    args = ((f"a tensor of score_args or mask_args of tilefold::{op}", t) for t in mod_tensors)
+    refuse_gradients((("alibi_slopes", slopes), *args), served)
     keys = dict(zip(HOOKS, hooks.split("|"), strict=True)) if hooks else {}
     if keys.get("score_mod") and not keys.get("score_grad"):
-        raise Unsupported("a gradient of tilefold::attention with score_mod also needs score_grad")
+        raise Unsupported(f"a gradient of tilefold::{op} with score_mod also needs score_grad")
 
 
 attention_op.register_autograd(_differentiate, setup_context=_keep)
@@ -193,11 +203,14 @@ def _call(
     scale: float | None,
     softcap: float,
     layout: str,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> Call:
     packed = None if cu_q is None or cu_k is None else Packed(cu_q, cu_k, max_q, max_k)
     return Call(
-        causal, (left, right), scale, softcap, cast("Layout", layout), alibi_slopes, bias, mask, sinks, packed=packed
-    )
+        causal, (left, right), scale, softcap, cast("Layout", layout), alibi_slopes, bias, mask, sinks, packed=packed,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
+    )  # fmt: skip
 
 
 def named_values(
@@ -237,7 +250,7 @@ def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
     result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, cu_q, cu_k, max_q, max_k, call.causal,
                           left, right, call.scale, call.softcap, call.layout, hooks,
-                          *describe_args(call.score_args, call.mask_args))  # fmt: skip
+                          *describe_args(call.score_args, call.mask_args), float(call.dropout_p), call.dropout_seed)  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
 
@@ -260,18 +273,3 @@ def _named(hook: Any) -> str:
             "inside torch.compile, mod functions and plans have to be passed as tilefold.constant(...), made outside it"
         )
     return constant(hook).key
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
-    """Does something watch this call that has to see an operator: a compiler, a dispatch mode, functorch, a tensor subclass?"""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None or getattr(q, "is_meta", False):
-        return True
-    for t in (q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks):
-        if t is not None and type(t) not in _PLAIN_TENSORS and isinstance(t, torch.Tensor):
-            return True
-    return False

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from .call import _has_tangent, _in_forward_mode
+from .watch import is_transformed, is_watched, wants_gradient
 
 __all__ = ["Operator"]
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Operator:
@@ -61,11 +59,10 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""
-        tensors = [t for t in args if isinstance(t, torch.Tensor)]
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.compiler.is_compiling() or (not transformed and _watched(tensors)):
+        transformed = is_transformed()
+        if torch.compiler.is_compiling() or (not transformed and is_watched(args)):
             return self.op(*args)
-        if transformed or (torch.is_grad_enabled() and any(map(_wants_gradient, tensors))):
+        if transformed or (torch.is_grad_enabled() and wants_gradient(args)):
             return self.function.apply(*args)
         return self.forward(*args)
 
@@ -92,14 +89,3 @@ def _function(
 
     second = made("Gradient", forward=gradient, setup_context=no_context, backward=refuse)
     return made("Differentiable", forward=forward, setup_context=keep, backward=backward)
-
-
-def _wants_gradient(t: torch.Tensor) -> bool:
-    return t.requires_grad or (_in_forward_mode() and _has_tangent(t))
-
-
-def _watched(tensors: list[torch.Tensor]) -> bool:
-    """Does a dispatch mode or a tensor subclass have to see an operator?"""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return any(t.is_meta or type(t) not in _PLAIN_TENSORS for t in tensors)

@@ -11,6 +11,7 @@ from .attention import head_strides
 from .call import MAX_HEAD_DIM, check_integer, facts_of
 from .device import device_of, interpreting
 from .operator import Operator
+from .records import remember
 
 __all__ = [
     "KINDS",
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 MEAN, WEIGHTED, SUM = KINDS = (0, 1, 2)
-CACHE_LIMIT = 4096
 SMALLEST_BLOCK = 16
 
 SIZES = "{1} / batch|1 {1} / batch|1 {0}|1 {1}"
@@ -154,10 +154,7 @@ def facts(t: Any) -> Any:
 
 def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
     device_of(device)  # refuses one where no kernel runs
-    if len(_CACHE) >= CACHE_LIMIT:
-        _CACHE.clear()
-    _CACHE[key] = prepared
-    return prepared
+    return remember(_CACHE, key, prepared)
 
 
 def _bind_gather(x: Any, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str) -> Prepared:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from ..errors import ValueRangeError
-from .attention import CACHE_LIMIT
 from .device import device_of
+from .records import remember
 
 if TYPE_CHECKING:
     from ..plan.select import SelectPlan
@@ -88,7 +88,7 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     found = _CACHE.get(key)
     if found is None:
         check_forced(scores, call)
-        found = _remember(key, _select_launch(_plan(scores, call.forced), call, scores))
+        found = remember(_CACHE, key, _select_launch(_plan(scores, call.forced), call, scores))
     launch, integers = found
     launch((scores, call.block_sizes, call.force, *made, *_settings(call), *integers))
     return made
@@ -102,7 +102,7 @@ def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor
     key = ("gini", scores.shape[3], _key(scores), _key(block_sizes))
     found = _CACHE.get(key)
     if found is None:
-        found = _remember(key, _gini_launch(_plan(scores), scores, block_sizes))
+        found = remember(_CACHE, key, _gini_launch(_plan(scores), scores, block_sizes))
     launch, integers = found
     launch((scores, block_sizes, made, *integers))
     return made
@@ -137,13 +137,6 @@ def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
 
     batch, heads, q_blocks, kv_blocks = scores.shape
     return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
-
-
-def _remember(key: Any, value: Any) -> Any:
-    if len(_CACHE) >= CACHE_LIMIT:
-        _CACHE.clear()
-    _CACHE[key] = value
-    return value
 
 
 def _key(value: Setting | None) -> Any:

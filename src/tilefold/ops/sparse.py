@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import CACHE_LIMIT, boxable, describe_box, head_strides, mods_of, problem_of
+from .attention import boxable, describe_box, head_strides, mods_of, problem_of
 from .call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
 from .device import device_of, interpreting
+from .records import remember
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = _prepare(q, k, v, call)
-        if len(_CACHE) >= CACHE_LIMIT:
-            _CACHE.clear()
-        _CACHE[key] = found
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
     return found
 
 

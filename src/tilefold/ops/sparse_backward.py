@@ -1,18 +1,17 @@
 """Backward block-sparse attention: plan, allocate, launch; and the autograd function around forward and backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import DtypeError, Unsupported
 from . import sparse, sparse_backward_hopper
-from .attention import describe_box
-from .backward_parts import ROWS, delta_launch, readable, sequence_strides
+from .backward_parts import ROWS, Bound, boxes_of, delta_launch, readable, require_score_grad, sequence_strides, tiled
 from .call import facts_of
 from .device import device_of, interpreting
 from .sparse_call import check_unchanged, versions_of
+from .watch import wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -26,20 +25,6 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
 
 
-@dataclass(slots=True)
-class Bound:
-    """The three launches of a backward pass, each with the arguments that do not change from call to call."""
-
-    plan: "SparseBackwardPlan"
-    delta: Any
-    delta_tail: tuple[Any, ...]
-    queries: Any
-    queries_tail: tuple[Any, ...]
-    keys: Any
-    keys_tail: tuple[Any, ...]
-    boxes: tuple[Any, ...]  # of k, v, q, dout where they stream by; or none
-
-
 class SparseAttention(torch.autograd.Function):
     """(out, lse) of sparse attention, differentiable in q, k and v."""
 
@@ -51,7 +36,8 @@ class SparseAttention(torch.autograd.Function):
         call: "SparseCall",
         transposed: "Callable[[], Lists]",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_differentiable(q, k, v, call)
+        if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
+            check_differentiable(q, k, v, call)
         return sparse.forward(q, k, v, call)
 
     @staticmethod
@@ -103,15 +89,7 @@ class SparseGradient(torch.autograd.Function):
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> None:
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
-    if call.score_mod is not None and call.score_grad is None:
-        raise Unsupported(
-            "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
-            "arguments that returns the derivative of the new score by the given one"
-        )
-    for name, args in (("score_args", call.score_args), ("mask_args", call.mask_args)):
-        for i, arg in enumerate(args if isinstance(args, tuple) else ()):
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                raise Unsupported(f"{name}[{i}] requires a gradient, but only q, k and v get one: detach() it")
+    require_score_grad(call.score_mod, call.score_grad)
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is not None:
         _plan(prepared, call, q)
@@ -143,11 +121,16 @@ def backward(
     """(dq, dk, dv), each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v, out, lse of the
     forward pass; dout like out, dlse like lse or None."""
     q, k, v, out, lse = saved
+    require_score_grad(call.score_mod, call.score_grad)
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dout = readable(dout)
-    dlse = None if dlse is None else dlse.contiguous()
+        made = (
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
+            for t, w in zip(saved[:3], wanted, strict=True)
+        )
+        return cast("Gradients", tuple(made))
+    dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    saved = q, k, v, out, lse
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
     if not isinstance(bound, Bound):
         gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
@@ -162,7 +145,8 @@ def backward(
         bound.queries(queries(dq))
     if wanted[1] or wanted[2]:
         dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-        bound.keys(keys(dk, dv))
+        if bound.keys is not None:
+            bound.keys(keys(dk, dv))
     return dq, dk, dv
 
 
@@ -214,7 +198,8 @@ def _bound(
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     hooks = call.score_grad, call.backward_plan
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
-    key = facts_of(dout), dlse is None, facts_of(transposed.indices), facts_of(transposed.counts), *map(id, hooks)
+    given = (dout, saved[3], dlse, transposed.indices, transposed.counts)
+    key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
     found: Bound | HopperBound | None = prepared.backward.get(key)
     if found is None:
         plan = _plan(prepared, call, saved[0])
@@ -281,29 +266,14 @@ def _bind(
         plan,
         delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
         (rows, n.heads, *sequence_strides(out, call.layout), *do_strides),
-        _tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
+        tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
         (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
-        _tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
+        tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
                {**constants, "EDGE": edge_q, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
          *sparse.list_strides(turned)),
-        _boxes(plan, (q, k, v, dout), call) if constants["BOX"] else (),
+        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if constants["BOX"] else (),
     )  # fmt: skip
-
-
-def _boxes(plan: "SparseBackwardPlan", tensors: tuple[torch.Tensor, ...], call: "SparseCall") -> tuple[Any, ...]:
-    """Descriptors of q, k, v, dout, each as the kernel that it streams through reads it."""
-    n = plan.problem.attention
-    rows = (plan.keys.block_m, plan.queries.block_n, plan.queries.block_n, plan.keys.block_m)
-    widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
-    return tuple(describe_box(t, call.layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
-
-
-def _tiled(fn: Any, tile: Any, grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
-    from .launch import Launch
-
-    constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    return Launch(fn, grid, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, device)
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -13,7 +13,8 @@ from ..errors import Unsupported
 from ..types import Layout
 from . import sparse
 from .call import Packed, Paged, check_options, result_shapes, shapes_of, sizes_of
-from .library import describe_args, named, named_values
+from .hopper import inside_operator
+from .library import HOOKS, describe_args, named, named_values, refuse_unserved
 from .sparse import Lists, SparseCall, dense_call
 from .sparse_backward import backward
 
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 
 
 @torch.library.custom_op("tilefold::sparse_attention", mutates_args=())
@@ -59,7 +59,8 @@ def sparse_attention_op(
     lists = (indices, counts, block_sizes, query_sizes)
     call = _call(lists, geometry, causal, scale, softcap, layout, cu_seqlens_q, cu_seqlens_k)
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
-    return sparse.forward(q, k, v, call._replace(**mods))
+    with inside_operator():
+        return sparse.forward(q, k, v, call._replace(**mods))
 
 
 @sparse_attention_op.register_fake
@@ -129,6 +130,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     saved = ctx.saved_tensors
     if saved[9] is None:
         raise Unsupported("a gradient of tilefold::sparse_attention needs the transposed lists: t_indices and t_counts")
+    refuse_unserved("sparse_attention", "q, k and v", ctx.rest[5], saved[13:])
     rest = (*ctx.rest[:6], list(saved[13:]), *ctx.rest[6:])
     grads = sparse_attention_backward_op(dout, dlse, *saved[:13], *rest)
     # torch takes an empty list for a list of tensors and wants one back.

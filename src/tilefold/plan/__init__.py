@@ -1,6 +1,7 @@
 """Plans: pure functions from a problem and a device to a printable decision, without tensors and without a GPU."""
 
 from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
+from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.device import DEVICES, Device, device_named
 from tilefold.plan.limits import Tile
@@ -10,6 +11,7 @@ from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backwa
 
 __all__ = [
     "DEVICES",
+    "AttentionBackwardPlan",
     "AttentionPlan",
     "AttentionProblem",
     "Bound",
@@ -26,6 +28,7 @@ __all__ = [
     "device_named",
     "live_pairs",
     "plan_attention",
+    "plan_attention_backward",
     "plan_sparse",
     "plan_sparse_backward",
 ]

@@ -9,6 +9,7 @@ from tilefold.plan import serialise
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_hopper import (
     hopper_few,
+    hopper_grid,
     hopper_options,
     hopper_refusal,
     hopper_shared_bytes,
@@ -96,7 +97,7 @@ class AttentionPlan:
         fault = _violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        expected = _derived(self.problem, self.tile)
+        expected = _derived(self.problem, Choice(self.kernel, self.tile), self.options)
         for field, value in expected.items():
             if getattr(self, field) != value:
                 raise PlanError(
@@ -163,10 +164,7 @@ class AttentionPlan:
         `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
         device matches if its backend and architecture do and the tile is within its limits.
         """
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and not field.endswith("descriptors"):
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.problem.require_same(problem)
         for field in ("backend", "arch"):
             made, asked = getattr(self.device, field), getattr(device, field)
             if made != asked:
@@ -275,13 +273,19 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     return tuple(found)
 
 
-def _derived(problem: AttentionProblem, tile: Tile) -> dict[str, object]:
+def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> tuple[int, int, int]:
+    return (
+        hopper_grid(problem, choice.tile, options) if choice.kernel == HOPPER else grid_of(problem, choice.tile.block_m)
+    )
+
+
+def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
     """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
     return {
         "block_qk": problem.block_qk,
         "block_v": problem.block_v,
         "splits": 1,
-        "grid": grid_of(problem, tile.block_m),
+        "grid": _grid(problem, choice, options),
         "buffers": _buffers(problem),
         "cost": attention_cost(problem),
     }
@@ -320,7 +324,7 @@ def _plan(
         num_stages=tile.num_stages,
         maxnreg=tile.maxnreg,
         splits=1,
-        grid=grid_of(problem, tile.block_m),
+        grid=_grid(problem, choice, options),
         buffers=_buffers(problem),
         shared_bytes=hopper_shared_bytes(problem, tile)
         if choice.kernel == HOPPER

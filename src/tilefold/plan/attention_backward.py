@@ -1,14 +1,14 @@
 """The plan of the backward pass of dense attention: one tile for dq, one for dk and dv, one for the gradient of a bias."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from tilefold.errors import PlanError, Unsupported
+from tilefold.errors import PlanError
 from tilefold.plan import serialise
-from tilefold.plan.backward import backward_tile_violation
+from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, box_refusal, require_supported
+from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
 __all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
@@ -23,7 +23,7 @@ GRID_Y = 65535
 class AttentionBackwardPlan:
     """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
 
-    problem: that of the forward pass; its `descriptors` say that Q, too, can be read by tensor descriptors. kernel:
+    problem: that of the forward pass. kernel:
     "attention_backward" (pointer loads) or "attention_backward_box" (what streams by comes by tensor descriptors). queries: the
     tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv, block_n
     of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows) of a
@@ -57,24 +57,27 @@ class AttentionBackwardPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias.
+        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
+        call also the weights of the rows, and dout and delta times them.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
-        return 8 * n.batch * n.heads * n.seq_q + 4 * shares * entries
+        numbers = 4 + n.dim_v if n.dtype == "float32" else 2
+        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries
 
     def __str__(self) -> str:
         n = self.problem
         cost = attention_backward_cost(n)
+        made = "eight" if n.dtype == "float32" else "seven"
         lines = [
             f"Attention backward plan for {self.device.title}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}",
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
-            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; seven are made: nothing is added in memory",
+            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {made} are made: nothing is added in memory",
         ]
         if self.bias:
             shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
@@ -118,10 +121,7 @@ class AttentionBackwardPlan:
         """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
 
         The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.problem, field), getattr(problem, field)
-            if made != asked and not field.endswith("descriptors"):
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.problem.require_same(problem)
         if self.bias != bias:
             raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
         if (self.device.backend, self.device.arch) != (device.backend, device.arch):
@@ -146,29 +146,24 @@ def plan_attention_backward(
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  Unsupported if no tile fits."""
     require_supported(problem, device)
-    kernel = POINTERS if device.backend == "interpreter" or _box_refusal(problem, device) else BOX
-    queries, keys, scores = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n", "scores"))
+    kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
+    queries, keys, scores = (
+        first_fit(
+            _tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, kernel, own=own)
+        )
+        for own in ("block_m", "block_n", "scores")
+    )
     shares = _shares(problem, device, scores, bias)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
     return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
-
-
-def _first_fit(problem: AttentionProblem, device: Device, kernel: str, own: str) -> Tile:
-    faults = []
-    for tile in _tiles(problem, device, kernel, own):
-        fault = _tile_violation(problem, device, kernel, tile, own)
-        if fault is None:
-            return tile
-        faults.append(f"{tile}: {fault[1]}")
-    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
     """Best first.  own: "block_m" of dq, "block_n" of dk and dv, "scores" of the bias.
 
     64 x 64 with 4 warps, and 8 past a head dim of 128, were the best of the block-sparse backward pass on an H200, whose steps
-    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: as
-    fast or faster there than spilled registers."""
+    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: in
+    the block-sparse kernels that was no slower than spilled registers; not measured here yet."""
     rows, keys = (min(64, max(16, next_power_of_two(n))) for n in (problem.seq_q, problem.seq_k))
     width = max(problem.block_qk, problem.block_v)
     if device.backend == "interpreter":
@@ -178,16 +173,17 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
         return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
     mods = problem.score_mods + problem.mask_mods
     loading = any(mod in MOD_BYTES for mod in mods)
+    drawing = problem.dropout  # random numbers are made in registers
     warps = 8 if width > 128 else 4
     first = Tile(rows, keys, warps, 2)
     if own != "block_n":  # products with queries as rows: wgmma takes 64
         narrow = Tile(rows, min(keys, 32), warps, 2)
-        crowded = loading
+        crowded = loading or drawing
     else:
         narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
         banded = problem.causal or problem.window != (-1, -1)
-        crowded = kernel != BOX or bool(mods) or problem.group > 1 or banded
-        crowded = crowded and (width <= 128 or loading)
+        crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
+        crowded = crowded and (width <= 128 or loading or drawing)
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
     return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
 
@@ -222,18 +218,14 @@ def _tile_violation(
     return backward_tile_violation(problem, device, tile, own)
 
 
-def _box_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    if problem.dtype == "float32":
-        return "fp32 products are not made from shared memory, and boxes would only take registers"
-    return box_refusal(problem, device)
-
-
 def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     n, device = plan.problem, plan.device
+    if fault := not_a_tile(queries=plan.queries, keys=plan.keys, scores=plan.scores):
+        return fault
     if plan.kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
-    refusal = _box_refusal(n, device) if plan.kernel == BOX else None
+    refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
     if refusal:
         return "kernel", f"{plan.kernel} cannot be used: {refusal}"
     for name, tile, own in (

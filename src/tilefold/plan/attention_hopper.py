@@ -18,6 +18,7 @@ __all__ = [
     "REGISTERS",
     "consumers_of",
     "hopper_few",
+    "hopper_grid",
     "hopper_options",
     "hopper_refusal",
     "hopper_shared_bytes",
@@ -51,6 +52,8 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
     n = problem
     if refusal := type_refusal(n, device):
         return refusal
+    if n.dropout:
+        return "it has no dropout"
     if n.score_mods not in ((), ("softcap",)) or not replace(n, score_mods=(), sinks=False).plain:
         return "it has no changes of scores but softcap, and no masks but causal and window"
     if n.dim_v % 4:
@@ -84,8 +87,10 @@ def hopper_options(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
-    """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block of queries."""
+    """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block, at least half full."""
     rows = hopper_tile(problem, device).block_m
+    if 2 * problem.seq_q < rows:
+        return f"only {problem.seq_q} of the {rows} rows of a block would be used"
     blocks = grid_of(problem, rows)[0]
     if 2 * blocks >= device.sms:
         return None
@@ -129,6 +134,12 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     return Tile(128, 64, 4, 1)
 
 
+def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> tuple[int, int, int]:
+    """Blocks of queries to draw; of a packed batch the most that there can be."""
+    pack = packed_heads(problem, options)
+    return (-(-problem.seq_q * pack // tile.block_m) * problem.batch * problem.heads // pack, 1, 1)
+
+
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, barriers."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
@@ -152,11 +163,9 @@ def hopper_violation(
         return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
     if fault := _option_fault(problem, options):
         return "options", fault
-    if grid_of(problem, tile.block_m)[0] > MAX_GRID:
-        return (
-            "grid",
-            f"grid needs {grid_of(problem, tile.block_m)[0]} blocks of queries, a launch counts at most {MAX_GRID}",
-        )
+    blocks = hopper_grid(problem, tile, options)[0]
+    if blocks > MAX_GRID:
+        return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile), device)
 

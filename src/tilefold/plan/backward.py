@@ -1,10 +1,13 @@
 """What every plan of a backward pass asks of a tile: shared memory, registers, warps; estimated before anything is compiled."""
 
+from collections.abc import Callable, Iterable
+
+from tilefold.errors import Unsupported
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MOD_BYTES, Tile
+from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["backward_shared_bytes", "backward_tile_violation"]
+__all__ = ["backward_box_refusal", "backward_shared_bytes", "backward_tile_violation", "first_fit", "not_a_tile"]
 
 
 def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile, own: str) -> int:
@@ -28,8 +31,12 @@ def backward_tile_violation(
     """The first limit of the device that a tile breaks, as (field, sentence), or None.
 
     held: fp32 accumulators of a program beside two tiles of scores; None: those of dq, or of dk and dv."""
-    if tile.num_warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.num_stages <= 8 or tile.maxnreg is not None:
-        return "num_warps", f"a tile takes 1 to 32 warps, 1 to 8 stages and no maxnreg here, got {tile}"
+    if type(tile.num_warps) is not int or tile.num_warps not in (1, 2, 4, 8, 16, 32):
+        return "num_warps", f"must be a power of two from 1 to 32, got {tile.num_warps!r}"
+    if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
+        return "num_stages", f"must be from 1 to 8, got {tile.num_stages!r}"
+    if tile.maxnreg is not None:
+        return "maxnreg", f"must be None in a backward pass, got {tile.maxnreg!r}"
     if device.backend == "interpreter":
         return None
     shared = backward_shared_bytes(problem, device, tile, own)
@@ -47,3 +54,33 @@ def backward_tile_violation(
             f"accumulators need {registers} registers per thread, a thread has {device.registers_per_thread}",
         )
     return None
+
+
+def not_a_tile(**tiles: object) -> tuple[str, str] | None:
+    """(field, sentence) of the first that is no Tile, or None."""
+    for name, tile in tiles.items():
+        if not isinstance(tile, Tile):
+            return name, f"must be a Tile, got {tile!r} of type {type(tile).__name__}"
+    return None
+
+
+def first_fit(tiles: Iterable[Tile], device: Device, violation: Callable[[Tile], tuple[str, str] | None]) -> Tile:
+    """The first tile that breaks no limit; Unsupported with what each one breaks."""
+    faults = []
+    for tile in tiles:
+        fault = violation(tile)
+        if fault is None:
+            return tile
+        faults.append(f"{tile}: {fault[1]}")
+    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
+
+
+def backward_box_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why q, k, v and the gradient of out cannot stream by as boxes, as a sentence, or None if they can."""
+    if problem.dtype == "float32":
+        return "fp32 products are not made from shared memory, and boxes would only take registers"
+    if problem.dim_v * problem.itemsize % 16:
+        return "the rows of the gradient of out are not multiples of 16 bytes"
+    if not problem.query_descriptors:
+        return "the base or the strides of Q are not multiples of 16 bytes"
+    return box_refusal(problem, device)

@@ -1,7 +1,7 @@
 """The plan of coarse attention: tiles and loads of its forward and backward kernels, and shares of the queries for dk and dv."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
@@ -18,7 +18,7 @@ from tilefold.plan.limits import (
 )
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once", "with_tiles"]
+__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once"]
 
 REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
@@ -203,8 +203,3 @@ def _first_fit(problem: CoarseProblem, device: Device, tiles: tuple[Tile, ...], 
             return tile
         faults.append(f"{tile}: {fault[1] if fault else 'no program fits'}")
     raise Unsupported(f"no tile fits {device.name} for this coarse problem ({'; '.join(faults)})")
-
-
-def with_tiles(plan: CoarsePlan, **fields: object) -> CoarsePlan:
-    """The plan with other tiles, loads or shares."""
-    return replace(plan, **fields)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import REGISTERS, consumers_of, width_of
+from tilefold.plan.attention_hopper import REGISTERS, consumers_of, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
@@ -127,11 +127,15 @@ def _grid(plan: AttentionPlan) -> str:
     problem, programs = plan.problem, plan.grid[0]
     if not programs:
         return "0 programs: there is nothing to compute, so nothing is launched."
-    tiles = -(-problem.seq_q // plan.block_m)
+    pack = packed_heads(problem, plan.options)
+    tiles = -(-problem.seq_q * pack // plan.block_m)
     batch = "" if problem.batch == 1 else f" x {problem.batch} sequences"
-    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads, 'head')}"
+    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads // pack, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
+    if plan.kernel == HOPPER:
+        drawing = min(plan.device.sms, programs)
+        return f"{_count(drawing, 'program')}, one per SM, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
     if programs < sms:

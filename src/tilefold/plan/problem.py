@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+from tilefold.errors import DtypeError, PlanError, ShapeError, ValueRangeError
 
 __all__ = ["DTYPE_BYTES", "MAX_HEAD_DIM", "AttentionProblem", "next_power_of_two", "padded_head_dim"]
 
@@ -10,7 +10,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 
 _SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
-_FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors")
+_FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout")
 
 
 def next_power_of_two(n: int) -> int:
@@ -37,6 +37,7 @@ class AttentionProblem:
         ("softcap", "alibi", "bias", "user") and ("mask", "user").
     sinks: a learned score per head joins each softmax.
     descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides); query_descriptors: Q can.
+    dropout: probabilities are dropped at random.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """
@@ -57,6 +58,7 @@ class AttentionProblem:
     sinks: bool = False
     descriptors: bool = True
     query_descriptors: bool = True
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -94,6 +96,14 @@ class AttentionProblem:
                 f"window must be (left, right) with sides of at least 0, or -1 for unbounded, got {window!r}"
             )
 
+    def require_same(self, other: "AttentionProblem") -> None:
+        """PlanError, naming the field, unless a plan made for this problem serves `other`; what descriptors can read may differ,
+        and is for the kernel's own limits."""
+        for name in self.__dataclass_fields__:
+            made, asked = getattr(self, name), getattr(other, name)
+            if made != asked and not name.endswith("descriptors"):
+                raise PlanError(f"plan was made for {name}={made!r}, the call has {name}={asked!r}")
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""
@@ -122,5 +132,5 @@ class AttentionProblem:
 
     @property
     def plain(self) -> bool:
-        """Whether the scores are only scaled and cut (causal, window): no modification, no sinks."""
-        return not (self.score_mods or self.mask_mods or self.sinks)
+        """Whether the scores are only scaled and cut (causal, window): no modification, no sinks, no dropout."""
+        return not (self.score_mods or self.mask_mods or self.sinks or self.dropout)

@@ -77,10 +77,7 @@ class SparseProblem:
             made, asked = getattr(self, field), getattr(other, field)
             if made != asked:
                 raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
-        for field in AttentionProblem.__dataclass_fields__:
-            made, asked = getattr(self.attention, field), getattr(other.attention, field)
-            if made != asked and field != "descriptors":
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        self.attention.require_same(other.attention)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The plan of the backward pass of block-sparse attention: one tile for dq, one for dk and dv."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from tilefold.errors import PlanError, Unsupported
+from tilefold.errors import PlanError
 from tilefold.plan import serialise
-from tilefold.plan.backward import backward_tile_violation
+from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, require_supported
+from tilefold.plan.limits import MAX_GRID, Tile, require_supported
 from tilefold.plan.sparse import SparseProblem
 from tilefold.plan.sparse_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse_backward_hopper import (
@@ -138,19 +138,12 @@ def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
 
 def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
-    queries, keys = (_first_fit(problem, device, kernel, own) for own in ("block_m", "block_n"))
+    queries, keys = (
+        first_fit(_tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, own=own))
+        for own in ("block_m", "block_n")
+    )
     reason = "Each program owns its rows and follows one list."
     return SparseBackwardPlan(problem, device, kernel, queries, keys, "lists", reason)
-
-
-def _first_fit(problem: SparseProblem, device: Device, kernel: str, own: str) -> Tile:
-    faults = []
-    for tile in _tiles(problem, device, kernel, own):
-        fault = _tile_violation(problem, device, tile, own)
-        if fault is None:
-            return tile
-        faults.append(f"{tile}: {fault[1]}")
-    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
 
 
 def _tiles(problem: SparseProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
@@ -194,21 +187,19 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
 
 
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
-    if problem.attention.dtype == "float32":
-        return "fp32 products are not made from shared memory, and boxes would only take registers"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
-    if problem.attention.dim_v * problem.attention.itemsize % 16:
-        return "the rows of the gradient of out are not multiples of 16 bytes"
     if problem.masked or problem.query_masked:
         return "rows past a block's valid tokens may hold anything, and a box would read them"
-    return box_refusal(problem.attention, device)
+    return backward_box_refusal(problem.attention, device)
 
 
 def _violation(
     problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
+    if fault := not_a_tile(queries=queries, keys=keys):
+        return fault
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
     if kernel == HOPPER:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = ["attention", "attention_varlen", "philox"]
 
 Mod = Callable[..., torch.Tensor]
 
@@ -29,12 +29,16 @@ def attention(
     mask_mod: Mod | None = None,
     mask_args: tuple[Any, ...] = (),
     layout: str = "bshd",
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    first_batch: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) as `tilefold.attention(..., return_lse=True)` defines them, computed in `dtype`.
 
     score_mod and mask_mod are Python functions of (score, batch, head, q_index, kv_index, args) on whole tensors: score
-    [B, H, Sq, Sk], batch [B, 1, 1, 1], head [1, H, 1, 1], q_index [Sq, 1], kv_index [1, Sk]; args ends with seq_q and seq_k."""
+    [B, H, Sq, Sk], batch [B, 1, 1, 1], head [1, H, 1, 1], q_index [Sq, 1], kv_index [1, Sk]; args ends with seq_q and seq_k.
+    first_batch: the number of the first sequence, which decides what is dropped.  Without a seed nothing is."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     batch, heads, seq_q, dim = q.shape
@@ -69,21 +73,49 @@ def attention(
         keep = keep & mask
     if mask_mod is not None:
         keep = keep & mask_mod(s, i_b, i_h, i_q, i_k, (*mask_args, seq_q, seq_k))
-    out, lse = _softmax_times(s.masked_fill(~keep, float("-inf")), v, sinks)
+    factor = None
+    if dropout_p and dropout_seed is not None:
+        numbers = philox(int(dropout_seed), i_q, i_k, i_b + first_batch, i_h) >> 8
+        factor = torch.where(numbers.float() / (1 << 24) < dropout_p, 0.0, 1.0 / (1.0 - dropout_p)).to(dtype)
+    out, lse = _softmax_times(s.masked_fill(~keep, float("-inf")), v, sinks, factor)
     return (out.transpose(1, 2) if layout == "bshd" else out), lse
 
 
-def _softmax_times(s: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(s) v and the row's log-sum-exp; sinks join the sum with value 0; a dead row is 0 and -inf."""
+def _softmax_times(
+    s: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, factor: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(factor * softmax(s)) v and the row's log-sum-exp; sinks join the sum with value 0; a dead row is 0 and -inf."""
     if sinks is not None:
         column = sinks.to(s.dtype)[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
         s = torch.cat([s, column], 3)
+        factor = None if factor is None else torch.cat([factor, torch.zeros_like(factor[..., :1])], 3)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1]) if v.shape[2] else v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
     if s.shape[3] == 0:
         return s.new_zeros(*s.shape[:3], v.shape[3]), s.new_full(s.shape[:3], float("-inf"))
     lse = torch.logsumexp(s, 3)
     p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return torch.einsum("bhqk,bhkd->bhqd", p, v), lse
+    return torch.einsum("bhqk,bhkd->bhqd", p if factor is None else p * factor, v), lse
+
+
+def philox(
+    seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, rounds: int = 7
+) -> torch.Tensor:
+    """The first 32 bits of Philox 4x32 (Salmon et al. 2011) as int64, for a 64-bit seed and a counter of four numbers."""
+    low = 0xFFFFFFFF
+
+    def product(a: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """High and low half of 32 by 32 bits: int64 holds the parts, not the whole."""
+        upper, lower = x * (a >> 16), x * (a & 0xFFFF)
+        middle = (upper & 0xFFFF) * 65536 + lower
+        return (upper >> 16) + (middle >> 32), middle & low
+
+    key0, key1 = seed & low, seed >> 32 & low
+    c0, c1, c2, c3 = c0.long(), c1.long(), c2.long(), c3.long()
+    for _ in range(rounds):
+        (high_b, low_b), (high_a, low_a) = product(0xCD9E8D57, c2), product(0xD2511F53, c0)
+        c0, c1, c2, c3 = high_b ^ c1 ^ key0, low_b, high_a ^ c3 ^ key1, low_a
+        key0, key1 = key0 + 0x9E3779B9 & low, key1 + 0xBB67AE85 & low
+    return c0
 
 
 def attention_varlen(
@@ -116,7 +148,7 @@ def attention_varlen(
         for name in ("score_mod", "mask_mod"):
             if mine.get(name) is not None:
                 mine[name] = _in_batch(mine[name], b)
-        o, e = attention(q[None, rows], k[None, keys], v[None, keys], **mine)
+        o, e = attention(q[None, rows], k[None, keys], v[None, keys], first_batch=b, **mine)
         out[rows], lse[:, rows] = o[0], e[0]
     return out, lse
 

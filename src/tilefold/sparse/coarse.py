@@ -8,7 +8,8 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
 from ..ops.call import SPECS, check_heads, facts_of
 from ..ops.coarse import attend_op
-from ..ops.project import CACHE_LIMIT, KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.records import remember
 from ..types import Layout
 
 __all__ = ["CoarseResult", "attend_rows", "coarse", "project"]
@@ -191,7 +192,7 @@ def attend_rows(
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
-_CHECKED: set[Any] = set()
+_CHECKED: dict[Any, bool] = {}
 
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
@@ -206,9 +207,7 @@ def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Lay
         return
     check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
     if key is not None:
-        if len(_CHECKED) >= CACHE_LIMIT:
-            _CHECKED.clear()
-        _CHECKED.add(key)
+        remember(_CHECKED, key, True)
 
 
 def _rows(

@@ -8,10 +8,9 @@ import torch
 
 from .. import sparse_attention
 from ..errors import DtypeError, ValueRangeError
-from ..ops.call import Call
-from ..ops.library import is_traced
 from ..ops.sparse_call import Lists, SparseCall
 from ..ops.sparse_mixed import attend_and_fuse
+from ..ops.watch import is_transformed, is_watched, wants_gradient
 from ..types import Layout
 from .coarse import coarse as coarse_stage
 from .fuse import fuse
@@ -205,11 +204,12 @@ def sparse_video_attention(
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
 
 
-def _at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _at_once(*tensors: torch.Tensor | None) -> bool:
     """Whether the fine branch may be mixed with the other where it is made: its gradients need it by itself, and who traces
     has to see operators."""
-    tensors = [t for t in (q, k, v, *others) if isinstance(t, torch.Tensor)]
-    return not is_traced(q, k, v, Call()) and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    if torch.compiler.is_compiling() or is_transformed() or is_watched(tensors):
+        return False
+    return not (torch.is_grad_enabled() and wants_gradient(tensors))
 
 
 def _listed(

@@ -68,7 +68,7 @@ class VideoCache:
                 raise ShapeError(f"{name} must be an integer of at least 1, got {value!r}")
         if capacity % block:
             raise ShapeError(f"capacity must be whole blocks of {block} tokens, got {capacity}")
-        if not dtype.is_floating_point:
+        if dtype not in FLOATS:
             raise DtypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
         self.block, self.capacity, self.page_size, self.tokens = block, capacity, page_size, 0
         pages = 0 if page_size is None else -(-capacity // page_size)

@@ -1,0 +1,54 @@
+"""Who watches a call: autograd, a compiler, functorch, a dispatch mode, a tensor subclass; asked before every launch."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+
+__all__ = ["is_transformed", "is_watched", "refuse_gradients", "refuse_tangents", "wants_gradient"]
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def wants_gradient(tensors: Iterable[Any]) -> bool:
+    """Whether one of them requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
+    tangents = _in_forward_mode()
+    return any(isinstance(t, torch.Tensor) and (t.requires_grad or (tangents and _has_tangent(t))) for t in tensors)
+
+
+def refuse_tangents(named: Mapping[str, Any]) -> None:
+    """Unsupported, naming it, if a tensor carries a forward-mode tangent."""
+    if not _in_forward_mode():
+        return
+    for name, t in named.items():
+        if isinstance(t, torch.Tensor) and _has_tangent(t):
+            raise Unsupported(f"{name} carries a forward-mode tangent, but there are reverse-mode gradients only")
+
+
+def refuse_gradients(named: Iterable[tuple[str, Any]], served: str) -> None:
+    """Unsupported, naming it, if a tensor requires a gradient that nobody makes; served: those that get one."""
+    for name, t in named:
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            raise Unsupported(f"{name} requires a gradient, but only {served} get one: detach() it")
+
+
+def is_transformed() -> bool:
+    """Whether functorch (torch.func.grad, vmap) has wrapped the tensors: it takes autograd functions, not the dispatcher's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_watched(tensors: Iterable[Any]) -> bool:
+    """Whether a dispatch mode or a tensor subclass has to see an operator."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(isinstance(t, torch.Tensor) and (t.is_meta or type(t) not in _PLAIN_TENSORS) for t in tensors)
+
+
+def _in_forward_mode() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
