@@ -246,7 +246,11 @@ def test_versions_for_sm_90_are_taken_only_where_they_are_asked_for() -> None:
     assert AttentionPlan.from_json(plan.to_json()) == plan
     packed = forced(replace(LONG, varlen=True, sinks=True, score_mods=("softcap",)), options=("tanh",))
     assert packed.kernel == HOPPER
-    assert forced(replace(LONG, kv_heads=4), options=("pack",)).options == ("pack",)
+    few = forced(replace(LONG, batch=8, seq_q=16, kv_heads=2), options=("pack",))
+    assert few.grid == (16, 1, 1)  # 8 heads x 16 queries are the rows of a block
+    assert "16 blocks = 1 query tile x 8 sequences x 2 heads" in " ".join(str(few).split())
+    with pytest.raises(PlanError, match="turns need two warpgroups"):
+        forced(LONG, block_m=64, options=("turns",))
     with pytest.raises(PlanError, match="pack needs sequences of one length"):
         forced(replace(LONG, varlen=True), options=("pack",))
     with pytest.raises(PlanError, match="divides 64, got 7"):

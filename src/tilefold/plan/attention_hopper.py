@@ -161,7 +161,7 @@ def hopper_violation(
     if held > limit:
         have = REGISTERS[consumers_of(tile)][1]
         return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
-    if fault := _option_fault(problem, options):
+    if fault := _option_fault(problem, tile, options):
         return "options", fault
     blocks = hopper_grid(problem, tile, options)[0]
     if blocks > MAX_GRID:
@@ -170,7 +170,7 @@ def hopper_violation(
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile), device)
 
 
-def _option_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
+def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
     for option in options:
         if option not in OPTIONS:
             return f"must be among fence, late, turns, skip, tanh, pack, polynomial 1 to 16, got {option!r}"
@@ -178,6 +178,8 @@ def _option_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | 
         return f"must name each version once, got {options!r}"
     if "tanh" in options and "softcap" not in problem.score_mods:
         return "tanh is a version of softcap, which the problem does not have"
+    if "turns" in options and consumers_of(tile) == 1:
+        return "turns need two warpgroups that fold, 64 queries a block make one"
     if "pack" not in options:
         return None
     if problem.varlen:

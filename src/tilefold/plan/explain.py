@@ -150,11 +150,12 @@ def _grid(plan: AttentionPlan) -> str:
 
 def _tiles(plan: AttentionPlan) -> str:
     problem = plan.problem
-    visited = visited_tiles(problem, plan.block_m, plan.block_n)
+    rows = plan.block_m // packed_heads(problem, plan.options)  # queries of a block
+    visited = visited_tiles(problem, rows, plan.block_n)
     if not visited:
         return "No key is live, so no tile is visited."
-    all_tiles = -(-problem.seq_q // plan.block_m) * -(-problem.seq_k // plan.block_n)
-    use = live_pairs(problem) / (visited * plan.block_m * plan.block_n)
+    all_tiles = -(-problem.seq_q // rows) * -(-problem.seq_k // plan.block_n)
+    use = live_pairs(problem) / (visited * rows * plan.block_n)
     hopper = plan.kernel == HOPPER
     padded = (width_of(problem.dim_qk), width_of(problem.dim_v)) if hopper else (plan.block_qk, plan.block_v)
     dims = (problem.dim_qk + problem.dim_v) / sum(padded)
