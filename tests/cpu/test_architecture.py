@@ -49,6 +49,8 @@ SHARED_BY_HOPPER = (
     "parts",
     "backward_parts",
     "backward_ranges",
+    "forward_parts",
+    "forward_work",
     "backward_work",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
