@@ -71,7 +71,7 @@ def test_import_costs_little_more_than_torch() -> None:
         if best <= IMPORT_BUDGET_S:
             return
     pytest.fail(
-        f"`import tilefold` takes {best * 1e3:.0f} ms of processor time beyond torch; the budget is {IMPORT_BUDGET_S * 1e3:.0f} ms"
+        f"`import tilefold` takes {best * 1e3:.0f} ms of a processor beyond torch; the budget is {IMPORT_BUDGET_S * 1e3:.0f} ms"
     )
 
 
