@@ -25,15 +25,20 @@ class Results:
 
     def of(self, name: str, target: str) -> JobResult:
         if (name, target) not in self.found:
-            pytest.skip("the newest Triton compiles for sm_90, and little else here, to save time")
+            pytest.skip("the newest Triton compiles each kernel for sm_90, and little else here, to save time")
         return self.found[name, target]
 
 
-def compiled(jobs: Mapping[tuple[str, str], Job], which: str, everywhere: Collection[str] = ()) -> Results:
-    """Compile them under the "installed" Triton, or those for sm_90, and those named, under the "newest" one; skip where there
-    is none."""
+def compiled(
+    jobs: Mapping[tuple[str, str], Job], which: str, newest: Collection[str], everywhere: Collection[str] = ()
+) -> Results:
+    """Compile all under the "installed" Triton, or under the "newest" one those named: `newest` for sm_90, `everywhere` for all
+    targets; skip where there is no second Triton."""
     folder = newest_triton() if which == "newest" else None
     if which == "newest" and folder is None:
         pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
-    chosen = {key: job for key, job in jobs.items() if folder is None or key[1] == "sm_90" or key[0] in everywhere}
+    unknown = {*newest, *everywhere} - {name for name, _ in jobs}
+    assert not unknown, f"no job has a name of {sorted(unknown)}"
+    also = {(name, "sm_90") for name in newest}
+    chosen = {key: job for key, job in jobs.items() if folder is None or key in also or key[0] in everywhere}
     return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder), strict=True)))

@@ -27,7 +27,18 @@ PROBLEMS = {
     "d128 dropout": problem(128, dropout=True),
     "d128 fp32": problem(128, dtype="float32", causal=True),
 }
-EVERYWHERE = ("d128 causal fp16", "d256 causal")  # for all targets under the newest Triton, too
+LIKE_OTHERS = ("d64 causal", "d128", "d128 window", "d128 dropout", "d128 one query")  # compiled for sm_90 only
+EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
+NEWEST = (
+    "d64",
+    "d128",
+    "d128 window",
+    "d128 varlen causal",
+    "d128 every mod",
+    "d128 dropout",
+    "d96 odd",
+    "d256 causal",
+)
 JOBS = {
     (name, target): Job(
         "tilefold.ops.attention:example_launch",
@@ -37,6 +48,7 @@ JOBS = {
     )
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
+    if target == "sm_90" or name not in LIKE_OTHERS
 }
 HOPPER = (
     "d64",
@@ -93,14 +105,15 @@ pytestmark = pytest.mark.xdist_group("test_aot_attention")  # one process compil
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, EVERYWHERE)
+    return compiled(JOBS, request.param, NEWEST, EVERYWHERE)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
-    hopper = target == "sm_90" and name in (*HOPPER, *VERSIONS)
-    assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if hopper else "none") == ()
+    # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
+    spare = (target == "sm_90" and name in (*HOPPER, *VERSIONS)) or "dropout" in name
+    assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if spare else "none") == ()
 
 
 @pytest.mark.parametrize("name", [*HOPPER, *VERSIONS])

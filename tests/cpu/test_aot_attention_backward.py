@@ -93,9 +93,8 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    newest = {key: job for key, job in JOBS.items() if key[0] in NEWEST}
-    newest |= {key: job for key, job in JOBS_HOPPER.items() if key[0].removeprefix("hopper main ") in NEWEST_HOPPER}
-    return compiled(JOBS | JOBS_HOPPER if request.param == "installed" else newest, request.param)
+    newest = (*NEWEST, *(f"hopper main {name}" for name in NEWEST_HOPPER))
+    return compiled(JOBS | JOBS_HOPPER, request.param, newest)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)

@@ -222,7 +222,7 @@ def test_a_missing_wait_is_found(monkeypatch, missing):
         monkeypatch.setattr(Barrier, "wait", lambda self, parity: None if self.name in skipped else waits(self, parity))
 
     def several() -> None:
-        for seed in range(10):  # stripes wait for each other, and so for rooms; whole heads for rooms alone
+        for seed in range(100):  # stripes wait for each other, and so for rooms; whole heads for rooms alone
             Run(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14)
             Run(seed, FULL, 250, 130, 12, 1, 3, 1, 2)(30)
 

@@ -56,8 +56,8 @@ def attention_op(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
     constants, in the order of HOOKS, with | between, an empty name where there is none."""
@@ -92,8 +92,8 @@ def _(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
@@ -130,8 +130,8 @@ def attention_backward_op(
     mod_ints: Sequence[int],
     mod_floats: Sequence[float],
     mod_order: str,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks of `tilefold::attention` from those of out and lse; empty where not wanted."""
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
