@@ -6,6 +6,7 @@ Gluon has no interpreter.  What is checked with these is the protocol: who waits
 import random
 import threading
 import time
+import types
 
 PATIENCE = 20.0  # seconds until a wait counts as a deadlock
 
@@ -89,6 +90,54 @@ class Barrier:
         self.memory.nap()
         with self.memory.changed:
             self.memory.until(lambda: (self.phase & 1) != parity, f"{self.name} at phase {self.phase}, parity {parity}")
+
+
+class Note:
+    """Integers in shared memory."""
+
+    def __init__(self):
+        self.values = {}
+
+    def index(self, i):
+        return types.SimpleNamespace(
+            store=lambda value: self.values.__setitem__(i, value), load=lambda layout: self.values[i]
+        )
+
+    def store(self, value):
+        self.index(0).store(value)
+
+    def load(self, layout):
+        return self.values[0]
+
+
+class Turn:
+    """A named barrier of two warpgroups, of which one waits and one passes by."""
+
+    def __init__(self, memory, name):
+        self.memory, self.name, self.arrived = memory, name, 0
+
+    def arrive(self):
+        with self.memory.changed:
+            self.arrived += 1
+            if self.arrived > 1:
+                self.memory.fail(f"{self.name}: two arrivals without a wait complete it")
+            self.memory.changed.notify_all()
+
+    def sync(self):
+        self.memory.nap()
+        with self.memory.changed:
+            self.memory.until(lambda: self.arrived, self.name)
+            self.arrived = 0
+
+
+class Offsets:
+    """A pointer to packed offsets."""
+
+    def __init__(self, values, i=0):
+        self.values, self.i = values, int(i)
+
+    def __add__(self, offset):
+        return Offsets(self.values, self.i + offset)
 
 
 def run_threads(memory, works):

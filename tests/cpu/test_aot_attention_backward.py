@@ -5,7 +5,9 @@ import pytest
 from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
-from tilefold.plan.attention_backward import plan_attention_backward
+from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.attention_backward_hopper import KERNEL
+from tilefold.plan.hopper_backward import PROGRAMS_PER_SM, backward_shared
 
 PROBLEMS = {
     "d128 causal": problem(128, causal=True),
@@ -51,6 +53,39 @@ JOBS = {
     for part in PARTS.get(name, ("keys",))
     if target == "sm_90" or f"{part} {name}" in EVERYWHERE
 }
+HOPPER = {
+    "d128": problem(128),
+    "d128 causal fp16": problem(128, causal=True, dtype="float16"),
+    "d128 causal stripes, two tiles": problem(128, causal=True, batch=8),
+    "d128 window": problem(128, window=(256, 0)),
+    "d64 stripes, two tiles": problem(64, batch=8),
+    "d64 causal": problem(64, causal=True),
+    "d64 window fp16": problem(64, window=(256, 100), dtype="float16"),
+}
+
+
+def hopper_plan(name: str) -> AttentionBackwardPlan:
+    keys = 1024 if "stripes" in name else None
+    return plan_attention_backward(HOPPER[name], device_named("h200")).with_tiles(kernel=KERNEL, keys_at_once=keys)
+
+
+JOBS_HOPPER = {
+    (f"hopper {part} {name}", "sm_90"): Job(
+        "tilefold.ops.attention_backward_hopper:example_launch",
+        {
+            "problem": made,
+            "plan": plan_attention(made, device_named("h200")),
+            "backward_plan": hopper_plan(name),
+            "part": part,
+        },
+        "sm_90",
+        label=f"hopper {part} {name}",
+    )
+    for name, made in HOPPER.items()
+    for part in ("statistics", "main")
+    if part == "main" or name == "d128"
+}
+NEWEST_HOPPER = ("d128 causal stripes, two tiles", "d128 window", "d64 stripes, two tiles")
 pytestmark = pytest.mark.xdist_group(
     "test_aot_attention_backward"
 )  # one process compiles, the others would only repeat it
@@ -58,7 +93,8 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+    newest = (*NEWEST, *(f"hopper main {name}" for name in NEWEST_HOPPER))
+    return compiled(JOBS | JOBS_HOPPER, request.param, newest)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
@@ -71,3 +107,22 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     assert found.report is not None
     few = 120 if name == "keys d256" else 8  # Triton 3.6 has 17 there, 3.9 has 109
     assert found.report.loop_spills <= few
+
+
+@pytest.mark.parametrize("name", [name for name, _ in JOBS_HOPPER])
+def test_hopper(results: Results, name: str) -> None:
+    """wgmma, nothing in flight that is overwritten, no registers in memory in the loop of either kind of work; two programs share
+    an SM.  Triton 3.9 loads a few numbers that do not change from memory again in every round, of two thousand cycles."""
+    found = results.of(name, "sm_90")
+    if "statistics" in name:
+        assert found.problems(tensor="none") == ()
+        return
+    assert found.problems(spills="any") == ()
+    assert found.report is not None
+    few = 10 if found.report.triton.startswith("3.9") else 0
+    assert all(loop.spills <= few for loop in found.report.loops)
+    assert found.report.spill_store_bytes <= 256  # before and after the loop over the queries
+    plan = hopper_plan(name.removeprefix("hopper main "))
+    shared = backward_shared(plan.problem.dim_qk, plan.problem.itemsize, plan.keys.num_stages)
+    assert 0 <= shared - found.report.shared_bytes < 512
+    assert found.report.occupancy.programs == PROGRAMS_PER_SM

@@ -48,6 +48,9 @@ SHARED_BY_HOPPER = (
     "gluon",
     "parts",
     "backward_parts",
+    "backward_ranges",
+    "forward_parts",
+    "forward_work",
     "backward_work",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels

@@ -15,7 +15,7 @@ from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_violation
+from tilefold.plan.attention_hopper import hopper_options, hopper_tile, hopper_unmeasured, hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
@@ -63,15 +63,15 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
             raise
         return
     if plan.kernel == HOPPER:
-        assert hopper_violation(problem, device, plan.tile) is None
+        assert hopper_violation(problem, device, plan.tile, plan.options) is None
     else:
         assert tile_violation(problem, device, plan.kernel, plan.tile) is None
+        assert plan.kernel in KERNELS
     assert plan.shared_bytes <= device.smem_per_block
     assert plan.programs_per_sm >= 1
     assert plan.block_qk >= problem.dim_qk
     assert plan.block_v >= problem.dim_v
     assert plan.grid == (-(-problem.seq_q // plan.block_m) * problem.batch * problem.heads, 1, 1)
-    assert plan.kernel in KERNELS
     assert plan.kernel != "attention_forward_box" or (problem.descriptors and not problem.varlen)
     assert plan.splits == 1
     plan.check(problem, device)
@@ -178,22 +178,83 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     assert few.kernel != HOPPER
     assert "It would have 64 blocks of 128 queries for 132 SMs" in str(few).replace("\n" + " " * 40, " ")
     for change, why in (
-        ({"dim_v": 64}, "head dims of 64 and 128"),
-        ({"score_mods": ("softcap",)}, "no changes of scores"),
+        ({"dim_v": 64}, "measured yet with head dims of 128 and 64"),
+        ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
+        ({"score_mods": ("softcap",)}, "measured yet with softcap"),
+        ({"sinks": True}, "measured yet with sinks"),
+        ({"score_mods": ("softcap", "alibi")}, "no changes of scores but softcap"),
+        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
         ({"query_descriptors": False}, "base or the strides of Q"),
-        ({"varlen": True}, "packed batch"),
+        ({"descriptors": False}, "base or the strides of K or V"),
+        ({"varlen": True}, "measured yet on a packed batch"),
     ):
         refused = plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
         assert refused.kernel != HOPPER
         assert why in " ".join(entry.why for entry in refused.rejected if entry.what == HOPPER)
     for change, why in (
-        ({"block_m": 64}, "plan field block_m: must be 128"),
+        ({"block_m": 256}, "plan field block_m: must be 64, 128 or 192"),
+        ({"block_n": 32}, "plan field block_n: must be 64 or 128"),
+        ({"block_m": 192}, "need 160 registers, of 160 a thread can spare 128"),
         ({"num_stages": 4}, "shared memory"),
         ({"maxnreg": 128}, "plan field maxnreg: must be None"),
+        ({"options": ("quick",)}, "plan field options: must be among fence, late, turns"),
+        ({"options": ("polynomial 2", "polynomial 4")}, "each version once"),
+        ({"options": ("tanh",)}, "a version of softcap, which the problem does not have"),
     ):
         with pytest.raises(PlanError, match=why):
             plan.with_tile(**change)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="options: attention_forward_box has no versions"):
+        portable(LONG, H200).with_tile(options=("turns",))
     assert plan_attention(LONG, H200, portable=True).kernel == "attention_forward_box"
+
+
+def forced(problem: AttentionProblem, **changes: object) -> AttentionPlan:
+    tile = hopper_tile(problem, H200)
+    asked = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": 4, "num_stages": tile.num_stages, **changes}
+    return portable(problem, H200).with_tile(kernel=HOPPER, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dims", "keys", "stages"),
+    [
+        ((64, 64), 128, 4),
+        ((80, 80), 128, 4),
+        ((96, 96), 128, 4),
+        ((128, 64), 128, 4),
+        ((192, 128), 128, 2),
+        ((192, 192), 64, 3),
+        ((256, 64), 128, 2),
+        ((256, 128), 64, 3),
+        ((256, 256), 64, 2),
+    ],
+)
+def test_tiles_for_sm_90_fit_where_the_kernel_was_not_measured(dims: tuple[int, int], keys: int, stages: int) -> None:
+    problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1])
+    plan = forced(problem)
+    assert plan.tile == Tile(128, keys, 4, stages) == hopper_tile(problem, H200)
+    assert plan.options == hopper_options(problem)
+    assert AttentionPlan.from_json(plan.to_json()) == plan
+    assert (hopper_unmeasured(problem) is None) == (dims == (64, 64))
+    plan.check(problem, H200)
+
+
+def test_versions_for_sm_90_are_taken_only_where_they_are_asked_for() -> None:
+    assert hopper_options(LONG) == ("fence",)
+    assert hopper_options(replace(LONG, dim_qk=64, dim_v=64)) == ()
+    plan = forced(replace(LONG, dim_qk=64, dim_v=64), block_m=192, options=("turns", "skip", "polynomial 4"))
+    assert "three warpgroups fold (turns, skip, polynomial 4)" in " ".join(str(plan).split())
+    assert AttentionPlan.from_json(plan.to_json()) == plan
+    packed = forced(replace(LONG, varlen=True, sinks=True, score_mods=("softcap",)), options=("tanh",))
+    assert packed.kernel == HOPPER
+    few = forced(replace(LONG, batch=8, seq_q=16, kv_heads=2), options=("pack",))
+    assert few.grid == (16, 1, 1)  # 8 heads x 16 queries are the rows of a block
+    assert "16 blocks = 1 query tile x 8 sequences x 2 heads" in " ".join(str(few).split())
+    with pytest.raises(PlanError, match="turns need two warpgroups"):
+        forced(LONG, block_m=64, options=("turns",))
+    with pytest.raises(PlanError, match="pack needs sequences of one length"):
+        forced(replace(LONG, varlen=True), options=("pack",))
+    with pytest.raises(PlanError, match="divides 64, got 7"):
+        forced(replace(LONG, heads=28, kv_heads=4), options=("pack",))
 
 
 def test_few_programs_halve_the_rows() -> None:

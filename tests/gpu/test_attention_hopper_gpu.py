@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, judge, qkv, rand
+from cases import check, judge, packed, qkv, rand
 from tilefold import reference
+from tilefold.plan.attention_hopper import hopper_tile
 
 DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
@@ -20,20 +21,50 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
     ),
 ]
+DIMS = [(32, 32), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100), (128, 64), (160, 160),
+        (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 
 
-def held(q, k, v, **options):
-    """Hold the kernel to the oracle, whether the plan takes it or not."""
-    plan = tilefold.attention_plan(q, k, v, **options)
-    stages = 2 if q.shape[-1] == 128 else 4
-    plan = plan.with_tile(kernel=HOPPER, block_m=128, block_n=128, num_warps=4, num_stages=stages)
+def forced(plan, **changes):
+    """The plan for the kernel, whether it would be taken or not."""
+    tile = hopper_tile(plan.problem, plan.device)
+    asked = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": 4, "num_stages": tile.num_stages, **changes}
+    return plan.with_tile(kernel=HOPPER, **asked)
+
+
+def held(q, k, v, changes=None, **options):
+    """Hold the kernel to the oracle; changes: of the plan."""
+    plan = forced(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
     out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
     oracle = reference.attention(q, k, v, **options)
     plain = reference.attention(q, k, v, dtype=q.dtype, **options)
-    note = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {options}"
+    note = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {q.dtype} {options} {changes}"
     judge(out, oracle[0], plain[0], f"out {note}")
     judge(lse, oracle[1], plain[1].float(), f"lse {note}")
+
+
+def held_packed(lengths_q, lengths_k, changes=None, heads=(4, 2), dims=(128, 128), spoil=False, **options):
+    """As held, for a packed batch.  spoil: what lies before the first sequence and behind the last one is NaN."""
+    (q, k, v), (cu_q, cu_k, *longest) = packed(
+        [5, *lengths_q, 9], [3, *lengths_k, 200], *heads, *dims, dtype=torch.bfloat16, device=DEVICE
+    )
+    batch = (cu_q[1:-1].clone(), cu_k[1:-1].clone(), *(max(lengths) for lengths in (lengths_q, lengths_k)))
+    if spoil:
+        for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+            t[: cu[1]] = math.nan
+            t[cu[-2] :] = math.nan
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    plan = forced(
+        tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **options), **(changes or {})
+    )
+    out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **options)
+    oracle = reference.attention_varlen(q, k, v, *batch, **options)
+    plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **options)
+    rows = slice(int(cu_q[1]), int(cu_q[-2]))
+    note = f"{lengths_q} {lengths_k} {heads} {dims} {options} {changes}"
+    judge(out[rows], oracle[0][rows], plain[0][rows], f"out {note}")
+    judge(lse[:, rows], oracle[1][:, rows], plain[1][:, rows].float(), f"lse {note}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,6 +74,98 @@ def test_lengths(options, dim, dtype):
     for sq, sk in ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000)):
         q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=dtype, device=DEVICE)
         held(q, k, v, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (200, 50)}], ids=str)
+@pytest.mark.parametrize("dims", DIMS)
+def test_head_dims(dims, options):
+    dtype = torch.float16 if dims[0] in (96, 256) else torch.bfloat16
+    for sq, sk in ((1, 1), (333, 1001), (700, 333)):
+        q, k, v = (torch.empty(*t.shape[:-1], -(-t.shape[-1] // 8) * 8, dtype=dtype, device=DEVICE)[..., : t.shape[-1]].copy_(t)
+                   for t in qkv(2, sq, sk, 4, 2, *dims))  # fmt: skip
+        held(q, k, v, **options)
+
+
+VERSIONS = [
+    (64, {"block_m": 192}),
+    (64, {"block_m": 192, "options": ("turns",)}),
+    (64, {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
+    (64, {"block_m": 64}),
+    (64, {"options": ("fence", "polynomial 16")}),
+    (96, {"block_m": 192, "block_n": 64}),
+    (128, {"options": ("fence", "turns")}),
+    (128, {"options": ("fence", "skip")}),
+    (128, {"options": ("fence", "late")}),
+    (128, {"options": ("fence", "turns", "skip", "polynomial 2")}),
+    (128, {"num_stages": 3, "options": ("fence", "pack")}),
+    (192, {"options": ("fence", "turns")}),
+    (256, {"options": ("fence", "turns", "skip")}),
+    (256, {"options": ("fence", "pack", "skip")}),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (130, 5)}], ids=str)
+@pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
+def test_versions(dim, changes, options):
+    for sq, sk in ((1, 77), (13, 2000), (500, 1001), (1001, 333)):
+        q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=torch.float16 if sq == 500 else torch.bfloat16, device=DEVICE)
+        held(q, k, v, changes, **options)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"options": ("skip", "polynomial 4")}, {"options": ("turns", "pack")}], ids=str
+)
+def test_scores_that_grow_along_the_keys(changes):
+    """Every tile has a larger maximum than those before; and a row's first keys may all be masked."""
+    q, k, v = qkv(1, 400, 1500, 4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    k *= torch.linspace(0, 60, 1500, device=DEVICE)[None, :, None, None]
+    held(q, k, v, changes)
+    held(q, k, v, changes, window=(300, 0))
+
+
+@pytest.mark.parametrize("changes", [{}, {"options": ("pack",)}, {"options": ("skip", "turns")}], ids=str)
+def test_sinks(changes):
+    sinks = rand(8, device=DEVICE)
+    sinks[1], sinks[2], sinks[3] = -math.inf, 30.0, -1e30
+    for options in ({}, {"causal": True}):
+        q, k, v = qkv(2, 333, 200, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+        held(q, k, v, changes, sinks=sinks, **options)
+        held(q, k, v, changes, sinks=torch.stack((sinks, sinks), 1)[:, 1], **options)
+
+
+@pytest.mark.parametrize("changes", [{}, {"options": ("tanh",)}], ids=str)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_softcap(changes, dim):
+    for cap, options in ((5.0, {}), (50.0, {"causal": True})):
+        q, k, v = qkv(2, 333, 500, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+        held(q * 4, k, v, changes, softcap=cap, **options)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"block_m": 64}, {"options": ("turns", "skip")}], ids=str)
+def test_packed(options, changes):
+    pairs = ((300, 300), (0, 50), (129, 700), (1, 400), (128, 128), (64, 0), (700, 90))
+    held_packed(*zip(*pairs, strict=True), changes, spoil=True, **options)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)])
+def test_packed_head_dims(dims):
+    held_packed((100, 1, 517), (100, 300, 517), dims=dims, spoil=True, causal=True)
+    held_packed([17] * 150, [17] * 150, heads=(2, 2), dims=dims)
+    held_packed((100, 300), (222, 333), dims=dims, softcap=20.0, sinks=rand(4, device=DEVICE))
+
+
+def test_a_neighbour_full_of_nan_is_not_seen():
+    (q, k, v), batch = packed([200, 150, 99], [200, 150, 99], 4, 4, 128, 128, dtype=torch.bfloat16, device=DEVICE)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    plan = forced(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), causal=True))
+    clean = tilefold.attention_varlen(q, k, v, *batch, causal=True, plan=plan)
+    for t in (q, k, v):
+        t[200:350] = math.nan
+    out = tilefold.attention_varlen(q, k, v, *batch, causal=True, plan=plan)
+    assert out[200:350].isnan().all()
+    assert torch.equal(out[:200], clean[:200])
+    assert torch.equal(out[350:], clean[350:])
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (12, 12), (12, 3), (7, 1)])
@@ -81,14 +204,21 @@ def test_hard_numbers():
 
 def test_nan_stays_in_its_rows():
     q, k, v = qkv(1, 512, 512, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
-    plan = tilefold.attention_plan(q, k, v, causal=True)
-    plan = plan.with_tile(kernel=HOPPER, block_m=128, block_n=128, num_warps=4, num_stages=2)
+    plan = forced(tilefold.attention_plan(q, k, v, causal=True))
     clean = tilefold.attention(q, k, v, causal=True, plan=plan)
     q[0, 100, 0] = math.nan
     out = tilefold.attention(q, k, v, causal=True, plan=plan)
     assert out[0, 100, 0].isnan().all()
     out[0, 100, 0] = clean[0, 100, 0]
     assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
+def test_versions_give_the_same_bits_every_run(dim, changes):
+    q, k, v = qkv(2, 1500, 1500, 16, 4, dim, dtype=torch.bfloat16, device=DEVICE)
+    plan = forced(tilefold.attention_plan(q, k, v, causal=True), **changes)
+    first = tilefold.attention(q, k, v, causal=True, plan=plan)
+    assert all(torch.equal(first, tilefold.attention(q, k, v, causal=True, plan=plan)) for _ in range(20))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])

@@ -61,6 +61,7 @@ class Prepared:
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
     strides: tuple[int, ...] = ()
+    extras: tuple[Any, ...] = ()  # what follows the strides, where that is the same each time
     softcap: float = 0.0
     boxes: "tuple[Box, ...]" = ()
     plain: bool = True  # no mods and no packed offsets among the arguments
@@ -124,7 +125,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
             from . import attention_hopper
 
             made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
-            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v))
+            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call))
             if found is not None:
                 return found
             plan = plan_attention(problem, device, portable=True)
@@ -152,8 +153,8 @@ def problem_of(
         mask_mods=tuple(masks),
         sinks=call.sinks is not None,
         dropout=call.dropout_p > 0,
-        descriptors=call.packed is None and boxable(k) and boxable(v),
-        query_descriptors=call.packed is None and boxable(q),
+        descriptors=boxable(k) and boxable(v),
+        query_descriptors=boxable(q),
     )
 
 
@@ -274,7 +275,7 @@ def _arguments(
     if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
         from . import attention_hopper
 
-        return attention_hopper.arguments(p, q, k, v, out, lse)
+        return attention_hopper.arguments(p, q, k, v, out, lse, call)
     kk: Any = k
     vv: Any = v
     if p.boxes:

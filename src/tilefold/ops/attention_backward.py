@@ -23,17 +23,20 @@ from .backward_parts import (
 )
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
+from .hopper import disabled
 from .watch import wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.attention import AttentionPlan
     from ..plan.attention_backward import AttentionBackwardPlan
     from ..plan.problem import AttentionProblem
+    from .attention_backward_hopper import HopperBound
 
 __all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
 SINK_ROWS = 1024
+HOPPER = "attention_backward_hopper"
 
 
 @dataclass(slots=True)
@@ -176,6 +179,12 @@ def backward(
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
+    if not isinstance(bound, DenseBound):
+        from .attention_backward_hopper import run
+
+        dq, dk, dv = run(bound, (q, k, v, out), dout, lse, dlse)
+        keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
+        return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
@@ -240,7 +249,7 @@ def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bi
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(plan.problem, device_of(q.device), bias)
+        return plan_attention_backward(plan.problem, device_of(q.device), bias, portable=disabled())
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
@@ -257,14 +266,21 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> DenseBound:
+) -> "DenseBound | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias
-    found: DenseBound | None = prepared.backward.get(key)
+    found: DenseBound | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        plan = backward_plan_of(prepared.plan, call, tensors[0], with_bias)
-        found = prepared.backward[key] = _bind(prepared.scalars[0], tensors, dout, call, plan)
+        from ..plan.attention_backward import plan_attention_backward
+
+        plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
+        if plan.kernel == HOPPER:
+            from .attention_backward_hopper import bind
+
+            found = bind(scale, tensors, dout, call, plan)
+            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+        found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
 
 

@@ -10,6 +10,7 @@ from .hopper import box_of, require, tickets
 
 if TYPE_CHECKING:
     from ..plan import AttentionPlan
+    from .launch import Box
 
 __all__ = ["arguments", "bind", "compile"]
 
@@ -26,50 +27,95 @@ def bind(
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ..device import mods
-    from ..plan.attention_hopper import KEYS, REGISTERS, hopper_programs
-    from ..plan.hopper import PRODUCER_REGISTERS
+    from ..plan import attention_hopper as rules
     from .launch import Launch
 
     require("plan.kernel", plan.kernel)
     from ..kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    at_launch, folding = REGISTERS
-    constants = {
-        "KIND": kind_of(window),
-        "D": n.dim_qk,
-        "SLOTS": plan.num_stages,
-        "FENCE": n.dim_qk == 128,
-        "CONSUMER_REGISTERS": folding,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-    }
-    options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
+    pack = rules.packed_heads(n, plan.options)
+    blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
+    if call.packed is not None:  # places of all sequences: kernels.hopper.forward_work.sequence_of_place
+        blocks = q.shape[0] // plan.block_m + n.batch
+        items = blocks * n.heads
     sides = (UNBOUNDED if side < 0 else side for side in window)
-    blocks = -(-n.seq_q // plan.block_m)
-    grid = hopper_programs(n, plan.device), 1, 1
+    strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
+    if call.packed is not None:
+        strides = 0, *strides
+    plain = call.sinks is None and call.packed is None  # the arguments that not every call has are the same each time
+    grid = min(plan.device.sms, items), 1, 1
+    constants = {"KIND": kind_of(window), **_constants(plan)}
+    options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     return Prepared(
         plan=plan,
         out_shape=shapes[0],
         lse_shape=shapes[1],
-        scalars=(scale, n.seq_q, n.seq_k, n.heads, n.group, blocks, plan.grid[0], *sides),
-        strides=head_strides(torch.empty(shapes[0], device="meta"), call.layout),
-        boxes=tuple(box_of(t, call.layout, rows) for t, rows in ((q, 64), (k, KEYS), (v, KEYS))),
+        scalars=(scale, n.seq_q, n.seq_k, n.heads // pack, n.group // pack, blocks, items, *sides),
+        strides=strides,
+        extras=(None, None, float(call.softcap) or None, None, None, None, None) if plain else (),
+        softcap=float(call.softcap),
+        boxes=_boxes(q, k, v, call, plan, pack),
+        plain=plain,
         launch=Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0),
         mods=mods,
         keep=hooks_of(call),
     )
 
 
+def _constants(plan: "AttentionPlan") -> dict[str, Any]:
+    """What the plan's tile and versions make of the kernel."""
+    from ..plan import attention_hopper as rules
+    from ..plan.hopper import PRODUCER_REGISTERS
+
+    n, consumers = plan.problem, rules.consumers_of(plan.tile)
+    softcap = 0 if "softcap" not in n.score_mods else 2 if "tanh" in plan.options else 1
+    return {
+        "DIM_QK": rules.width_of(n.dim_qk),
+        "DIM_V": rules.width_of(n.dim_v),
+        "COLUMNS": n.dim_v,
+        "KEYS": plan.block_n,
+        "SLOTS": plan.num_stages,
+        "CONSUMERS": consumers,
+        "PACK": rules.packed_heads(n, plan.options),
+        "VARLEN": n.varlen,
+        "SOFTCAP": softcap,
+        **{option.upper(): option in plan.options for option in ("fence", "late", "turns", "skip")},
+        "POLYNOMIAL": rules.polynomial_of(plan.options),
+        "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+    }
+
+
+def _boxes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
+) -> "tuple[Box, ...]":
+    """The descriptors; a packed batch is one sequence to the copy engine."""
+    from ..plan.attention_hopper import width_of
+
+    made = []
+    for t, rows, heads in ((q, 64, pack), (k, plan.block_n, 1), (v, plan.block_n, 1)):
+        columns = 64 if width_of(t.shape[-1]) % 64 == 0 else 32
+        made.append(box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows, columns, heads))
+    return tuple(made)
+
+
 def arguments(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order."""
+    """The kernel's run-time arguments, in order; None for what the call does not have."""
     boxes = (box.over(t) for box, t in zip(p.boxes, (q, k, v), strict=True))
-    return (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides)
+    known = (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *p.extras)
+    if p.plain:
+        return known
+    sinks, packed = call.sinks, call.packed
+    sink: tuple[Any, ...] = (None, None) if sinks is None else (sinks, sinks.stride(0))
+    batch = (None,) * 4 if packed is None else (packed.cu_q, packed.cu_k, packed.cu_q.shape[0] - 1, q.shape[0])
+    return (*known, *sink, p.softcap or None, *batch)
 
 
-def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     """Compile the kernel for this call, without a result; what the compiler raises passes through."""
     out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    p.launch.compile(arguments(p, q, k, v, out, lse))
+    p.launch.compile(arguments(p, q, k, v, out, lse, call))

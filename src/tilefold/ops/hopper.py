@@ -11,7 +11,7 @@ import torch
 
 from ..errors import Unsupported
 from ..types import Layout
-from .attention import describe_box
+from .attention import describe_box, head_strides
 
 if TYPE_CHECKING:
     from .launch import Box
@@ -47,13 +47,24 @@ def disabled() -> bool:
     return os.environ.get(DISABLE, "0") not in ("", "0")
 
 
-def box_of(t: torch.Tensor, layout: Layout, rows: int) -> "Box":
-    """Boxes of 64 columns: 128 bytes, the widest that the copy engine swizzles."""
+def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
+    """Boxes of 64 columns (128 bytes, the widest that the copy engine swizzles) or 32.  heads: a divisor of rows; so many are
+    brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
     from ..kernels.hopper.gluon import TensorDescriptor, gl
 
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, 64], dtype)
-    return describe_box(t, layout, rows, 64, TensorDescriptor, shared)
+    if heads == 1:
+        shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+        return describe_box(t, layout, rows, columns, TensorDescriptor, shared)
+    from .launch import Box
+
+    box = [1, 1, rows // heads, heads, columns]
+    b, n, h = head_strides(t, layout)
+    length, all_heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
+    shape = [t.shape[0], all_heads // heads, length, heads, t.shape[-1]]
+    row = -(-t.shape[-1] // 8) * 8  # the stride of a dimension of size 1 means nothing and may be invalid
+    strides = [row if size == 1 else stride for size, stride in zip(shape, (b, heads * h, n, h), strict=False)]
+    return Box(t, shape, [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
 
 
 def tickets(device: torch.device) -> torch.Tensor:

@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .attention import describe_box, head_strides
+from .attention import head_strides
 from .hopper import bound_or_none, require
+from .hopper_backward import (
+    STATISTICS,
+    UNIT,
+    kept_box,
+    side_boxes,
+    statistics_box,
+    statistics_launch,
+)
 from .sparse import list_strides
 
 if TYPE_CHECKING:
@@ -16,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HopperBound", "bind", "example_launch", "run"]
 
-UNIT = 64
-STATISTICS = 2 * UNIT  # fp32 numbers of a unit of queries
 ENTRIES = 128  # of a list, that one step of list_places looks up
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
@@ -35,7 +41,7 @@ class HopperBound:
     main: Any
     scalars: tuple[Any, ...]
     strides: tuple[int, ...]
-    boxes: "tuple[Box, Box, Box, Box]"  # of q, dout, k, v
+    boxes: "tuple[Box, ...]"  # of q, dout, k, v
     statistics_box: "Box"
     kept_box: "Box"
     rows: int  # of the statistics
@@ -129,9 +135,7 @@ def bound_launches(
     plan: "SparseBackwardPlan",
 ) -> HopperBound:
     """Launches, scalars, strides and descriptors of this call under this plan."""
-    from ..kernels.hopper.gluon import TensorDescriptor, gl
     from ..plan import sparse_backward_hopper as rules
-    from .launch import Box
 
     q, k, v, out, _ = saved
     problem, n, lists = plan.problem, plan.problem.attention, call.lists
@@ -139,22 +143,18 @@ def bound_launches(
     rows = n.batch * n.heads * q_units + 1
     total = rules.kept_bytes(problem, plan.heads_at_once) // (UNIT * q.element_size())
     counters = 1 + 2 * (n.batch * n.kv_heads // plan.heads_at_once)
-    dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    statistics = torch.empty(rows * STATISTICS, dtype=torch.float32, device="meta")
-    kept = torch.empty(total, UNIT, dtype=q.dtype, device="meta")
-    layout = gl.NVMMASharedLayout.get_default_for([UNIT, UNIT], dtype)
-    tile = gl.NVMMASharedLayout.get_default_for([1, 1, UNIT, UNIT], dtype)
     strides = [*list_strides(lists)]
     gradients = (s for t in (q, k, v) for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
+    per = problem.block_q // UNIT
     return HopperBound(
         plan,
-        *_statistics(plan, out, dout, call, rows, counters),
+        *statistics_launch(n, out, dout, call.layout, per, q_units, counters, list_strides(lists)[7:]),
         *_places(plan, lists, transposed, q.device.index or 0),
         *_main(plan, scale, total, rows - 1, lists.query_sizes is not None, q.device.index or 0),
         (*gradients, *strides[:5], *list_strides(transposed)[:5], *strides[5:]),
-        tuple(describe_box(t, call.layout, UNIT, UNIT, TensorDescriptor, tile) for t in (q, dout, k, v)),  # type: ignore[arg-type]
-        Box(statistics, [statistics.numel()], [1], [STATISTICS], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1)),
-        Box(kept, [total, UNIT], [UNIT, 1], [UNIT, UNIT], TensorDescriptor, layout),
+        side_boxes(q, dout, k, v, call.layout),
+        statistics_box(rows),
+        kept_box(total, q.dtype),
         rows,
         total,
         counters,
@@ -168,6 +168,7 @@ def _main(
     from ..kernels.hopper.sparse_backward import sparse_backward_hopper
     from ..plan import sparse_backward_hopper as rules
     from ..plan.hopper import PRODUCER_REGISTERS
+    from ..plan.hopper_backward import PROGRAMS_PER_SM, REGISTERS
     from .launch import Launch
 
     problem, n = plan.problem, plan.problem.attention
@@ -182,11 +183,11 @@ def _main(
         "Q_SIZED": query_sizes,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS}
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
     heads = plan.heads_at_once
     batches = n.batch * n.kv_heads // heads
     items = n.batch * n.kv_heads * (kv_units + n.group * q_units)
-    places = min(items, rules.PROGRAMS_PER_SM * plan.device.sms)
+    places = min(items, PROGRAMS_PER_SM * plan.device.sms)
     launch = Launch(sparse_backward_hopper, (items, 1, 1), constants, options, device)
     order = heads, batches, rules.delay(problem, heads, places), rules.rooms(problem, heads)
     return launch, (
@@ -201,34 +202,6 @@ def _main(
         *order,
         no_unit,
         total,
-    )
-
-
-def _statistics(
-    plan: "SparseBackwardPlan", out: torch.Tensor, dout: torch.Tensor, call: "SparseCall", rows: int, counters: int
-) -> tuple[Any, tuple[int, ...]]:
-    from ..kernels.backward_statistics import backward_statistics
-    from ..plan.sparse_backward_hopper import units
-    from .launch import Launch
-
-    problem, n = plan.problem, plan.problem.attention
-    out_strides, do_strides = head_strides(out, call.layout), head_strides(dout, call.layout)
-    constants = {
-        "WIDE": max(out_strides[1], do_strides[1]) * UNIT >= 1 << 31,
-        "DIM": n.dim_v,
-        "BLOCK_D": n.block_v,
-        "UNIT": UNIT,
-        "PER": problem.block_q // UNIT,
-    }
-    launch = Launch(backward_statistics, (rows, 1, 1), constants, {"num_warps": 4}, out.device.index or 0)
-    return launch, (
-        n.seq_q,
-        n.heads,
-        units(problem)[0],
-        counters,
-        *out_strides,
-        *do_strides,
-        *list_strides(call.lists)[7:],
     )
 
 

@@ -7,7 +7,15 @@ from typing import Any
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_few, hopper_refusal, hopper_shared_bytes, hopper_violation
+from tilefold.plan.attention_hopper import (
+    hopper_few,
+    hopper_grid,
+    hopper_options,
+    hopper_refusal,
+    hopper_shared_bytes,
+    hopper_unmeasured,
+    hopper_violation,
+)
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.device import Device
 from tilefold.plan.explain import explain
@@ -50,9 +58,11 @@ class AttentionPlan:
 
     kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
         "attention_forward_varlen" (packed batch, pointer loads) or "attention_forward_hopper" (sm_90: Q, K and V by descriptors,
-        two warpgroups fold, a third loads; as many programs as SMs draw the blocks of `grid` from a counter).
+        a warpgroup folds 64 queries each, one more warp loads; as many programs as SMs draw the blocks of `grid` from a counter;
+        of a packed batch `grid` is the most that there can be).
     block_m, block_n: queries and keys per tile; block_qk, block_v: head dimensions padded to a power of two.
     num_warps, num_stages, maxnreg: launch options. splits: parts of the key range folded apart (1 in this release).
+    options: versions of the kernel that compute the same (attention_hopper.OPTIONS); the others have none.
     grid: programs. buffers: what the host allocates. shared_bytes, programs_per_sm: estimates.
     rule, reason, evidence: which rule decided, why, and what supports it. rejected: the alternatives.
     cost, bound: the work of the problem and the roofline of the device.
@@ -81,12 +91,13 @@ class AttentionPlan:
     cost: Cost
     bound: Bound
     rejected: tuple[Rejected, ...] = ()
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, self.kernel, self.tile)
+        fault = _violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        expected = _derived(self.problem, self.tile)
+        expected = _derived(self.problem, Choice(self.kernel, self.tile), self.options)
         for field, value in expected.items():
             if getattr(self, field) != value:
                 raise PlanError(
@@ -123,8 +134,10 @@ class AttentionPlan:
         num_stages: int | None = None,
         maxnreg: int | None = None,
         kernel: str | None = None,
+        options: tuple[str, ...] | None = None,
     ) -> "AttentionPlan":
-        """The plan with a chosen tile or kernel (None keeps the field); PlanError names the field that does not fit."""
+        """The plan with a chosen tile, kernel or versions of it (None keeps the field); PlanError names the field that does not
+        fit."""
         given = {
             "block_m": block_m,
             "block_n": block_n,
@@ -134,14 +147,16 @@ class AttentionPlan:
         }
         tile = replace(self.tile, **{name: value for name, value in given.items() if value is not None})
         chosen = Choice(self.kernel if kernel is None else kernel, tile)
-        fault = _violation(self.problem, self.device, chosen.kernel, tile)
+        if options is None:
+            options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen.kernel)
+        fault = _violation(self.problem, self.device, chosen, options)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
         replaced = Rejected(
             f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
         )
         why = ("The caller chose this tile.", "None is needed: a tile given by the caller is used as it is.")
-        return _plan(self.problem, self.device, chosen, ("override", *why), (replaced,))
+        return _plan(self.problem, self.device, chosen, options, ("override", *why), (replaced,))
 
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
@@ -154,7 +169,7 @@ class AttentionPlan:
             made, asked = getattr(self.device, field), getattr(device, field)
             if made != asked:
                 raise PlanError(f"plan was made for a device with {field}={made!r}, this device has {field}={asked!r}")
-        fault = _violation(problem, device, self.kernel, self.tile)
+        fault = _violation(problem, device, Choice(self.kernel, self.tile), self.options)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
 
@@ -172,7 +187,7 @@ def plan_attention(problem: AttentionProblem, device: Device, portable: bool = F
         if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
             continue
         for choice in rule.choices(problem, device):
-            fault = _violation(problem, device, choice.kernel, choice.tile)
+            fault = _violation(problem, device, choice, _options(problem, choice.kernel))
             if fault is None:
                 return _decided(problem, device, rule, choice, tuple(rejected))
             if fault[0] == "grid":
@@ -189,14 +204,24 @@ def _decided(
 ) -> AttentionPlan:
     """The plan of the rule that decided, with every alternative that a reader would ask about."""
     alternatives = misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
-    return _plan(problem, device, choice, (rule.name, rule.reason, choice.evidence or rule.evidence), alternatives)
+    why = (rule.name, rule.reason, choice.evidence or rule.evidence)
+    return _plan(problem, device, choice, _options(problem, choice.kernel), why, alternatives)
 
 
-def _violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
+def _options(problem: AttentionProblem, kernel: str) -> tuple[str, ...]:
+    """The versions of a kernel that are taken unless others are asked for."""
+    return hopper_options(problem) if kernel == HOPPER else ()
+
+
+def _violation(
+    problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
+) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that a tile of a kernel breaks, or None."""
-    return (
-        hopper_violation(problem, device, tile) if kernel == HOPPER else tile_violation(problem, device, kernel, tile)
-    )
+    if choice.kernel == HOPPER:
+        return hopper_violation(problem, device, choice.tile, options)
+    if options:
+        return "options", f"{choice.kernel} has no versions, got {options!r}"
+    return tile_violation(problem, device, choice.kernel, choice.tile)
 
 
 def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
@@ -207,7 +232,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
         if later.applies(problem, device):
             behind += [(later, other) for other in later.choices(problem, device)]
     for proposer, other in behind:
-        if other.tile != choice.tile and _violation(problem, device, other.kernel, other.tile) is None:
+        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, other.kernel)) is None:
             return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
     return ()
 
@@ -225,9 +250,8 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
     found = []
     if choice.kernel != HOPPER and device.arch == 90:
-        refusal = hopper_refusal(problem, device)
-        few = hopper_few(problem, device)
-        found.append(Rejected(HOPPER, _sentence(refusal or few or "portable kernels were asked for")))
+        why = hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device)
+        found.append(Rejected(HOPPER, _sentence(why or "portable kernels were asked for")))
     if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
@@ -249,13 +273,19 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     return tuple(found)
 
 
-def _derived(problem: AttentionProblem, tile: Tile) -> dict[str, object]:
+def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> tuple[int, int, int]:
+    return (
+        hopper_grid(problem, choice.tile, options) if choice.kernel == HOPPER else grid_of(problem, choice.tile.block_m)
+    )
+
+
+def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
     """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
     return {
         "block_qk": problem.block_qk,
         "block_v": problem.block_v,
         "splits": 1,
-        "grid": grid_of(problem, tile.block_m),
+        "grid": _grid(problem, choice, options),
         "buffers": _buffers(problem),
         "cost": attention_cost(problem),
     }
@@ -273,7 +303,12 @@ def _buffers(problem: AttentionProblem) -> tuple[Buffer, ...]:
 
 
 def _plan(
-    problem: AttentionProblem, device: Device, choice: Choice, why: tuple[str, str, str], rejected: tuple[Rejected, ...]
+    problem: AttentionProblem,
+    device: Device,
+    choice: Choice,
+    options: tuple[str, ...],
+    why: tuple[str, str, str],
+    rejected: tuple[Rejected, ...],
 ) -> AttentionPlan:
     tile, cost = choice.tile, attention_cost(problem)
     rule, reason, evidence = why
@@ -289,7 +324,7 @@ def _plan(
         num_stages=tile.num_stages,
         maxnreg=tile.maxnreg,
         splits=1,
-        grid=grid_of(problem, tile.block_m),
+        grid=_grid(problem, choice, options),
         buffers=_buffers(problem),
         shared_bytes=hopper_shared_bytes(problem, tile)
         if choice.kernel == HOPPER
@@ -301,6 +336,7 @@ def _plan(
         cost=cost,
         bound=bound(cost, device, problem.dtype),
         rejected=rejected,
+        options=options,
     )
 
 

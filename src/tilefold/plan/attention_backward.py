@@ -5,6 +5,16 @@ from functools import lru_cache, partial
 
 from tilefold.errors import PlanError
 from tilefold.plan import serialise
+from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.attention_backward_hopper import (
+    hopper_backward_tile,
+    hopper_backward_untaken,
+    hopper_backward_violation,
+    kept_at_once,
+    kept_bytes,
+    kept_violation,
+    partial_bytes,
+)
 from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -13,7 +23,8 @@ from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
 __all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
 
-POINTERS, BOX = KERNELS = ("attention_backward", "attention_backward_box")
+POINTERS, BOX = "attention_backward", "attention_backward_box"
+KERNELS = (POINTERS, BOX, HOPPER)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 MAX_SHARES = 64
 GRID_Y = 65535
@@ -24,11 +35,13 @@ class AttentionBackwardPlan:
     """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel:
-    "attention_backward" (pointer loads) or "attention_backward_box" (what streams by comes by tensor descriptors). queries: the
-    tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv, block_n
-    of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows) of a
-    bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares the
-    bias, made apart and added in order; 0 without a bias. Raises PlanError, naming the field, if a tile exceeds a limit.
+    "attention_backward" (pointer loads), "attention_backward_box" (what streams by comes by tensor descriptors) or
+    "attention_backward_hopper" (Gluon, sm_90: one kernel, whose programs for dk and dv keep dS for those that make dq). queries:
+    the tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv,
+    block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
+    of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
+    the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
+    batch of the Hopper kernel's work, 0 with the others. Raises PlanError, naming the field, if a tile exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -41,6 +54,8 @@ class AttentionBackwardPlan:
     bias_shares: int
     rule: str
     reason: str
+    heads_at_once: int = 0
+    keys_at_once: int = 0
 
     def __post_init__(self) -> None:
         fault = _violation(self)
@@ -58,10 +73,16 @@ class AttentionBackwardPlan:
     @property
     def scratch_bytes(self) -> int:
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
-        call also the weights of the rows, and dout and delta times them.
+        call also the weights of the rows, and dout and delta times them; with the Hopper kernel room for dS, and for sums of dq
+        where keys come in stripes.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
+        if self.kernel == HOPPER:
+            kept = kept_bytes(n, self.device, self.heads_at_once, self.keys_at_once)
+            return (
+                kept + partial_bytes(n, self.device, self.keys_at_once) + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
+            )
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
         numbers = 4 + n.dim_v if n.dtype == "float32" else 2
@@ -70,14 +91,13 @@ class AttentionBackwardPlan:
     def __str__(self) -> str:
         n = self.problem
         cost = attention_backward_cost(n)
-        made = "eight" if n.dtype == "float32" else "seven"
         lines = [
             f"Attention backward plan for {self.device.title}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}",
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
-            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {made} are made: nothing is added in memory",
+            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {self._made()}",
         ]
         if self.bias:
             shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
@@ -87,6 +107,15 @@ class AttentionBackwardPlan:
                 f"{self.grids[2][0]} programs{shares}"
             )
         return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
+
+    def _made(self) -> str:
+        if self.kernel != HOPPER:
+            made = "eight" if self.problem.dtype == "float32" else "seven"
+            return f"{made} are made: nothing is added in memory"
+        return (
+            f"as many are made: dS of {self.heads_at_once} KV heads and {self.keys_at_once} of their keys is kept in "
+            f"{self.scratch_bytes / 2**20:.0f} MiB"
+        )
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives an equal plan."""
@@ -104,15 +133,24 @@ class AttentionBackwardPlan:
         scores: Tile | None = None,
         kernel: str | None = None,
         bias_shares: int | None = None,
+        heads_at_once: int | None = None,
+        keys_at_once: int | None = None,
     ) -> "AttentionBackwardPlan":
-        """The plan with other tiles, another kernel or another number of shares; PlanError names the field that does not fit."""
+        """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads or
+        keys at a time; PlanError names the field that does not fit."""
+        base = self
+        if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
+            made = _hopper if kernel == HOPPER else _portable
+            base = made(self.problem, self.device, self.bias)
         return replace(
-            self,
-            queries=queries or self.queries,
-            keys=keys or self.keys,
-            scores=scores or self.scores,
-            kernel=kernel or self.kernel,
-            bias_shares=self.bias_shares if bias_shares is None else bias_shares,
+            base,
+            queries=queries or base.queries,
+            keys=keys or base.keys,
+            scores=scores or base.scores,
+            kernel=kernel or base.kernel,
+            bias_shares=base.bias_shares if bias_shares is None else bias_shares,
+            heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
+            keys_at_once=base.keys_at_once if keys_at_once is None else keys_at_once,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -140,12 +178,25 @@ def attention_backward_cost(problem: AttentionProblem) -> Cost:
 
 @lru_cache(maxsize=4096)
 def plan_attention_backward(
-    problem: AttentionProblem, device: Device, bias: tuple[int, ...] = ()
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...] = (), portable: bool = False
 ) -> AttentionBackwardPlan:
     """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
 
-    bias: (batch, heads, rows) of a bias that gets a gradient.  Unsupported if no tile fits."""
+    bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
+    Unsupported if no tile fits."""
     require_supported(problem, device)
+    if portable:
+        return _portable(problem, device, bias)
+    untaken = hopper_backward_untaken(problem, device)
+    if not untaken:
+        return _hopper(problem, device, bias)
+    plan = _portable(problem, device, bias)
+    if device.backend != "cuda" or device.arch != 90:
+        return plan
+    return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {untaken}.")
+
+
+def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
     kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
     queries, keys, scores = (
         first_fit(
@@ -156,6 +207,14 @@ def plan_attention_backward(
     shares = _shares(problem, device, scores, bias)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
     return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
+
+
+def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+    if fault := hopper_backward_violation(problem, device, hopper_backward_tile(problem)):
+        raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+    tile, at_once = hopper_backward_tile(problem), kept_at_once(problem, device)
+    reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
+    return AttentionBackwardPlan(problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once)
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
@@ -225,6 +284,13 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         return fault
     if plan.kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
+    if plan.kernel == HOPPER:
+        return _hopper_violation(plan)
+    if plan.heads_at_once or plan.keys_at_once:
+        return (
+            "heads_at_once",
+            f"must be 0, as keys_at_once, with {plan.kernel}, which keeps no dS, got {plan.heads_at_once}",
+        )
     refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
     if refusal:
         return "kernel", f"{plan.kernel} cannot be used: {refusal}"
@@ -238,6 +304,19 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             return f"{name}.{fault[0]}", fault[1]
     return _bias_violation(plan) or (
         ("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None
+    )
+
+
+def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    for name in ("queries", "scores"):
+        if getattr(plan, name) != plan.keys:
+            return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
+    n, device = plan.problem, plan.device
+    return (
+        hopper_backward_violation(n, device, plan.keys)
+        or kept_violation(n, device, plan.heads_at_once, plan.keys_at_once)
+        or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
+        or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
     )
 
 

@@ -1,72 +1,194 @@
-"""When the Gluon kernel for sm_90 serves dense attention, and with how many buffers and registers."""
+"""When the Gluon kernel for sm_90 serves dense attention: its tiles, its versions, and which of them were measured.
+
+The kernel does more than calls are given: what was not timed beside the portable kernels is refused by `hopper_unmeasured`
+alone, and the versions of it that `hopper_options` does not name run only where a plan asks for them (`with_tile`).
+"""
+
+from dataclasses import replace
 
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import chip_refusal, tile_fault
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, grid_of
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.hopper import tile_fault, type_refusal
+from tilefold.plan.limits import MAX_GRID, Tile, grid_of
+from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
 __all__ = [
     "KERNEL",
+    "MAX_PACKED",
+    "OPTIONS",
     "REGISTERS",
+    "consumers_of",
     "hopper_few",
-    "hopper_programs",
+    "hopper_grid",
+    "hopper_options",
     "hopper_refusal",
     "hopper_shared_bytes",
     "hopper_tile",
+    "hopper_unmeasured",
     "hopper_violation",
+    "packed_heads",
+    "polynomial_of",
+    "width_of",
 ]
 
 KERNEL = "attention_forward_hopper"
-ROWS, KEYS = 128, 128  # of a block of queries, 64 for each of two warpgroups, and of a tile of keys
-REGISTERS = 168, 240  # of a thread at launch, of a folding thread
-BARRIER_BYTES = 512  # barriers, the note, and what the compiler keeps to start the partitions
+WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; the copy engine fills what a head dim leaves of it with zeros
+REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
+HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
+BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
+MAX_PACKED = 64  # rows of a warpgroup
+
+MEASURED = frozenset({(64, 64), (128, 128)})  # head dims of QK and V
+STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
+POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
+OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
+"""Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
+late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
+when a maximum has grown by 2^8; tanh: softcap by the instruction; pack: the query heads of a KV head are rows of one block;
+polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
 def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
+    """Why the kernel cannot serve this problem, as a sentence, or None if it can."""
     n = problem
-    if refusal := chip_refusal(n, device):
+    if refusal := type_refusal(n, device):
         return refusal
     if n.dropout:
         return "it has no dropout"
-    if not n.plain:
-        return "it has no changes of scores, no masks but causal and window, and no sinks"
+    if n.score_mods not in ((), ("softcap",)) or not replace(n, score_mods=(), sinks=False).plain:
+        return "it has no changes of scores but softcap, and no masks but causal and window"
+    if n.dim_v % 4:
+        return f"it stores 4 columns at a time, V has {n.dim_v}"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
-    return box_refusal(n, device)
+    if not n.descriptors:
+        return "the base or the strides of K or V are not multiples of 16 bytes"
+    return None
+
+
+def hopper_unmeasured(problem: AttentionProblem) -> str | None:
+    """Why the kernel is not taken though it could be, as a sentence, or None where it was measured.
+
+    The one place to change when it has been: MEASURED for head dims, a line here for the rest."""
+    n = problem
+    if (n.dim_qk, n.dim_v) not in MEASURED:
+        return f"not measured yet with head dims of {n.dim_qk} and {n.dim_v}"
+    if n.varlen:
+        return "not measured yet on a packed batch"
+    if n.score_mods:
+        return "not measured yet with softcap"
+    if n.sinks:
+        return "not measured yet with sinks"
+    return None
+
+
+def hopper_options(problem: AttentionProblem) -> tuple[str, ...]:
+    """The versions that are taken: those that were measured to be faster."""
+    return ("fence",) if width_of(problem.dim_v) >= 128 else ()
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block, at least half full."""
-    if 2 * problem.seq_q < ROWS:
-        return f"only {problem.seq_q} of the {ROWS} rows of a block would be used"
-    blocks = grid_of(problem, ROWS)[0]
+    rows = hopper_tile(problem, device).block_m
+    if 2 * problem.seq_q < rows:
+        return f"only {problem.seq_q} of the {rows} rows of a block would be used"
+    blocks = grid_of(problem, rows)[0]
     if 2 * blocks >= device.sms:
         return None
-    return f"it would have {blocks} blocks of {ROWS} queries for {device.sms} SMs"
+    return f"it would have {blocks} blocks of {rows} queries for {device.sms} SMs"
 
 
-def hopper_tile(problem: AttentionProblem) -> Tile:
-    """128 x 128, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V."""
-    return Tile(ROWS, KEYS, 4, 2 if problem.dim_qk == 128 else 4)
+def width_of(dim: int) -> int:
+    """Width of the tile that holds a head dim."""
+    return next(width for width in WIDTHS if width >= dim)
+
+
+def consumers_of(tile: Tile) -> int:
+    """Warpgroups that fold, 64 rows each."""
+    return tile.block_m // 64
+
+
+def packed_heads(problem: AttentionProblem, options: tuple[str, ...]) -> int:
+    """Query heads that are rows of one block."""
+    return problem.group if "pack" in options else 1
+
+
+def polynomial_of(options: tuple[str, ...]) -> int:
+    """How many sixteenths of the exponentials are polynomials."""
+    return sum(POLYNOMIALS.index(option) + 1 for option in options if option in POLYNOMIALS)
+
+
+def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
+    """128 queries, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V.
+
+    128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
+    no room for two buffers."""
+    widths = width_of(problem.dim_qk), width_of(problem.dim_v)
+    for keys in (128, 64):
+        for stages in (STAGES[widths],) if widths in STAGES else (4, 3, 2):
+            tile = Tile(128, keys, 4, stages)
+            if (
+                _registers_held(problem, tile) <= HELD[2]
+                and hopper_shared_bytes(problem, tile) <= device.smem_per_block
+            ):
+                return tile
+    return Tile(128, 64, 4, 1)
+
+
+def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> tuple[int, int, int]:
+    """Blocks of queries to draw; of a packed batch the most that there can be."""
+    pack = packed_heads(problem, options)
+    return (-(-problem.seq_q * pack // tile.block_m) * problem.batch * problem.heads // pack, 1, 1)
 
 
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, barriers."""
-    return (ROWS + 2 * tile.num_stages * KEYS) * problem.dim_qk * problem.itemsize + BARRIER_BYTES
+    qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
+    return (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize + BARRIER_BYTES
 
 
-def hopper_programs(problem: AttentionProblem, device: Device) -> int:
-    """Programs to launch: one for each SM, drawing one block of queries after the other, or fewer if there are fewer blocks."""
-    return min(device.sms, grid_of(problem, ROWS)[0])
-
-
-def hopper_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+def hopper_violation(
+    problem: AttentionProblem, device: Device, tile: Tile, options: tuple[str, ...]
+) -> tuple[str, str] | None:
     """(field, sentence) of the first thing that does not fit, or None."""
     refusal = hopper_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    if grid_of(problem, ROWS)[0] > MAX_GRID:
-        return "grid", f"grid needs {grid_of(problem, ROWS)[0]} blocks of queries, a launch counts at most {MAX_GRID}"
-    fixed = {"block_m": ROWS, "block_n": KEYS, "num_warps": 4, "maxnreg": None}
+    if tile.block_m not in (64, 128, 192):
+        return "block_m", f"must be 64, 128 or 192 with {KERNEL}, got {tile.block_m}"
+    if tile.block_n not in (64, 128):
+        return "block_n", f"must be 64 or 128 with {KERNEL}, got {tile.block_n}"
+    held, limit = _registers_held(problem, tile), HELD[consumers_of(tile)]
+    if held > limit:
+        have = REGISTERS[consumers_of(tile)][1]
+        return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
+    if fault := _option_fault(problem, tile, options):
+        return "options", fault
+    blocks = hopper_grid(problem, tile, options)[0]
+    if blocks > MAX_GRID:
+        return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
+    fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile), device)
+
+
+def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
+    for option in options:
+        if option not in OPTIONS:
+            return f"must be among fence, late, turns, skip, tanh, pack, polynomial 1 to 16, got {option!r}"
+    if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
+        return f"must name each version once, got {options!r}"
+    if "tanh" in options and "softcap" not in problem.score_mods:
+        return "tanh is a version of softcap, which the problem does not have"
+    if "turns" in options and consumers_of(tile) == 1:
+        return "turns need two warpgroups that fold, 64 queries a block make one"
+    if "pack" not in options:
+        return None
+    if problem.varlen:
+        return "pack needs sequences of one length, this is a packed batch"
+    if problem.group == 1 or MAX_PACKED % problem.group:
+        return f"pack needs a number of query heads a KV head that divides {MAX_PACKED}, got {problem.group}"
+    return None
+
+
+def _registers_held(problem: AttentionProblem, tile: Tile) -> int:
+    """Of a folding thread: the output's accumulator, the scores', and the probabilities in 16 bits."""
+    return width_of(problem.dim_v) // 2 + tile.block_n // 2 + tile.block_n // 4

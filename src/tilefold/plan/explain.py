@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import REGISTERS, hopper_programs
+from tilefold.plan.attention_hopper import REGISTERS, consumers_of, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
@@ -118,7 +117,9 @@ def _mask(problem: AttentionProblem) -> list[str]:
 
 def _loads(plan: AttentionPlan) -> str:
     if plan.kernel == HOPPER:
-        return "Q, K and V by descriptor boxes; two warpgroups fold, one warp loads"
+        number = ("one warpgroup folds", "two warpgroups fold", "three warpgroups fold")[consumers_of(plan.tile) - 1]
+        versions = f" ({', '.join(plan.options)})" if plan.options else ""
+        return f"Q, K and V by descriptor boxes; {number}{versions}, one warp loads"
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
 
 
@@ -126,13 +127,14 @@ def _grid(plan: AttentionPlan) -> str:
     problem, programs = plan.problem, plan.grid[0]
     if not programs:
         return "0 programs: there is nothing to compute, so nothing is launched."
-    tiles = -(-problem.seq_q // plan.block_m)
+    pack = packed_heads(problem, plan.options)
+    tiles = -(-problem.seq_q * pack // plan.block_m)
     batch = "" if problem.batch == 1 else f" x {problem.batch} sequences"
-    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads, 'head')}"
+    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads // pack, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     if plan.kernel == HOPPER:
-        drawing = hopper_programs(problem, plan.device)
+        drawing = min(plan.device.sms, programs)
         return f"{_count(drawing, 'program')}, one per SM, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
@@ -148,12 +150,15 @@ def _grid(plan: AttentionPlan) -> str:
 
 def _tiles(plan: AttentionPlan) -> str:
     problem = plan.problem
-    visited = visited_tiles(problem, plan.block_m, plan.block_n)
+    rows = plan.block_m // packed_heads(problem, plan.options)  # queries of a block
+    visited = visited_tiles(problem, rows, plan.block_n)
     if not visited:
         return "No key is live, so no tile is visited."
-    all_tiles = -(-problem.seq_q // plan.block_m) * -(-problem.seq_k // plan.block_n)
-    use = live_pairs(problem) / (visited * plan.block_m * plan.block_n)
-    dims = (problem.dim_qk + problem.dim_v) / (plan.block_qk + plan.block_v)
+    all_tiles = -(-problem.seq_q // rows) * -(-problem.seq_k // plan.block_n)
+    use = live_pairs(problem) / (visited * rows * plan.block_n)
+    hopper = plan.kernel == HOPPER
+    padded = (width_of(problem.dim_qk), width_of(problem.dim_v)) if hopper else (plan.block_qk, plan.block_v)
+    dims = (problem.dim_qk + problem.dim_v) / sum(padded)
     text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
     return f"{text}, {_percent(dims)} of the padded head dims." if dims < 1 else f"{text}."
 
@@ -162,10 +167,10 @@ def _resources(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return "The interpreter has no limits on shared memory or registers."
     if plan.kernel == HOPPER:
-        held = accumulator_registers(plan.problem, plan.device, replace(plan.tile, block_m=plan.block_m // 2))
+        held = (width_of(plan.problem.dim_v) + plan.block_n) // 2
         return (
             f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
-            f"{REGISTERS[1]} registers per folding thread for accumulators, 1 program per SM."
+            f"{REGISTERS[consumers_of(plan.tile)][1]} registers per folding thread for accumulators, 1 program per SM."
         )
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024

@@ -6,7 +6,7 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["PRODUCER_REGISTERS", "chip_refusal", "tile_fault"]
+__all__ = ["PRODUCER_REGISTERS", "chip_refusal", "tile_fault", "type_refusal"]
 
 PRODUCER_REGISTERS = (
     24  # of a thread of the loading warp, which leaves the others its own: the least that can be asked for
@@ -15,14 +15,22 @@ MAX_STAGES = 8
 
 
 def chip_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    """Why none of these kernels serves this chip, dtype or head dim, as a sentence, or None if they can."""
+    """Why the kernels of two widths do not serve this chip, dtype or head dim, as a sentence, or None if they can."""
+    n = problem
+    if refusal := type_refusal(n, device):
+        return refusal
+    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
+        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
+    return None
+
+
+def type_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why none of these kernels serves this chip or dtype, as a sentence, or None if they can."""
     n = problem
     if device.backend != "cuda" or device.arch != 90:
         return f"it is written for sm_90, this is {device.target}"
     if n.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {n.dtype}"
-    if n.dim_qk != n.dim_v or n.dim_qk not in (64, 128):
-        return f"it has head dims of 64 and 128, the same for V, not {n.dim_qk} and {n.dim_v}"
     return None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_few, hopper_refusal, hopper_tile
+from tilefold.plan.attention_hopper import hopper_few, hopper_refusal, hopper_tile, hopper_unmeasured
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
@@ -66,11 +66,11 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
 
 
 def _fits_hopper(problem: AttentionProblem, device: Device) -> bool:
-    return hopper_refusal(problem, device) is None and hopper_few(problem, device) is None
+    return not (hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device))
 
 
 def _hopper(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
-    return (Choice(HOPPER, hopper_tile(problem)),)
+    return (Choice(HOPPER, hopper_tile(problem, device)),)
 
 
 # ---- fp32

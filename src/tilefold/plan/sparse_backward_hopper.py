@@ -1,10 +1,19 @@
 """When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
 
-from math import isqrt
 from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import chip_refusal, tile_fault
+from tilefold.plan.hopper import chip_refusal
+from tilefold.plan.hopper_backward import (
+    KEPT_LIMIT,
+    PROGRAMS_PER_SM,
+    UNIT,
+    backward_delay,
+    backward_shared,
+    backward_tile,
+    backward_tile_fault,
+    divisors,
+)
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.sparse_hopper import block_refusal
 
@@ -12,9 +21,7 @@ if TYPE_CHECKING:
     from tilefold.plan.sparse import SparseProblem
 
 __all__ = [
-    "KEPT_LIMIT",
     "KERNEL",
-    "REGISTERS",
     "delay",
     "heads_at_once",
     "heads_violation",
@@ -29,16 +36,7 @@ __all__ = [
 ]
 
 KERNEL = "sparse_backward_hopper"
-UNIT = 64  # tokens of a tile
-PROGRAMS_PER_SM = 2
-REGISTERS = 128  # of a thread at launch
-SPARE = (
-    1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
-)
-ROOMS = 4  # of dS, each for one batch of heads
-KEPT_LIMIT = 4 << 30
-"""Bytes of dS that are kept at a time: fixed, whatever the lengths; lists that need more have the portable kernels."""
-BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
+ROOMS = 4  # of dS, each for one batch of heads; lists whose heads need more than KEPT_LIMIT have the portable kernels
 
 
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
@@ -83,14 +81,9 @@ def rooms(problem: "SparseProblem", heads: int) -> int:
 
 
 def delay(problem: "SparseProblem", heads: int, places: int) -> int:
-    """How many key items come before the first query item: those that it needs, and SPARE for each of `places` running programs,
-    by which time the others are done.  Where rooms are used again, not more than halfway to what they hold, so that key items
-    need not wait either: they do for query items that lie as many rooms behind."""
-    batch = heads * units(problem)[1]
+    """How many key items come before the first query item; `places` programs run at a time."""
     batches = problem.attention.batch * problem.attention.kv_heads // heads
-    held = rooms(problem, heads)
-    most = batches * batch if held == batches else max(batch, held * batch // 2)
-    return min(batch + int(SPARE * places), most)
+    return backward_delay(heads * units(problem)[1], batches, rooms(problem, heads), places)
 
 
 def kept_bytes(problem: "SparseProblem", heads: int) -> int:
@@ -104,26 +97,19 @@ def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     n = problem.attention
     total = n.batch * n.kv_heads
     _, kv_units = units(problem)
-    fitting = [d for d in _divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT and not heads_violation(problem, d)]
+    fitting = [d for d in divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT and not heads_violation(problem, d)]
     enough = [d for d in fitting if d * kv_units >= PROGRAMS_PER_SM * device.sms]
     return min(enough, default=max(fitting, default=1))
 
 
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
 def hopper_backward_tile(problem: "SparseProblem") -> Tile:
-    """64 x 64; num_stages is the number of buffers for q and dout, as many as leave two programs an SM their place."""
-    return Tile(UNIT, UNIT, 4, 2 if problem.attention.dim_qk == 128 else 4)
+    """The one tile of both kinds of work."""
+    return backward_tile(problem.attention.dim_qk)
 
 
 def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
-    """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers."""
-    n = problem.attention
-    tiles = (2 * tile.num_stages + 2) * UNIT * n.dim_qk + UNIT * UNIT
-    return tiles * n.itemsize + tile.num_stages * 2 * UNIT * 4 + BARRIER_BYTES
+    """Shared memory of one program (bytes)."""
+    return backward_shared(problem.attention.dim_qk, problem.attention.itemsize, tile.num_stages)
 
 
 def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Tile) -> tuple[str, str] | None:
@@ -131,8 +117,7 @@ def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Ti
     refusal = hopper_backward_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    fixed = {"block_m": UNIT, "block_n": UNIT, "num_warps": 4}
-    return tile_fault(KERNEL, tile, fixed, shared_bytes(problem, tile), device)
+    return backward_tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
 
 
 def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:

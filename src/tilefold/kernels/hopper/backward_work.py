@@ -46,6 +46,12 @@ def await_keys(Progress, batch, key_items):
 
 
 @jit
+def await_queries(Progress, batch, batches, query_items):
+    """Before a sum goes on that the query items of this batch have begun: until all are done."""
+    _await(Progress + 1 + batches + batch, query_items)
+
+
+@jit
 def _await(counter, wanted):
     """Wait until a counter has come so far; what was written before it was counted is then there for the copy engine, too."""
     gl.inline_asm_elementwise(
@@ -74,7 +80,7 @@ def count_keys(Progress, batch):
 
 @jit
 def count_queries(Progress, batch, batches):
-    """After a query item's dS has been read."""
+    """After a query item's dS has been read, and what it left for another item has been written."""
     _count(Progress + 1 + batches + batch)
 
 

@@ -8,8 +8,11 @@
     fence_async_shared        orders writes of threads to shared memory before reads of the copy engine and of wgmma
     wgmma, wgmma_wait, wgmma_init      products of a warpgroup
     reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
+    KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
     opaque                    keeps the compiler from computing something early and holding it in registers
-    schedule_fence            keeps the assembler from moving a wait up
+    schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
+    turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
+    scale_unless_one          a product that warps leave out where every factor is 1
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
 """
@@ -28,8 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wg
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init as wgmma_init
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 
 __all__ = [
+    "KEEP_NAN",
     "TensorDescriptor",
     "barriers",
     "builtin",
@@ -40,11 +45,15 @@ __all__ = [
     "mbarrier",
     "opaque",
     "reinterpret",
+    "scale_unless_one",
     "schedule_fence",
+    "schedule_fence_16",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "turn_pass",
+    "turn_wait",
     "wgmma",
     "wgmma_init",
     "wgmma_wait",
@@ -52,6 +61,7 @@ __all__ = [
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 # tma_load(descriptor, coordinates, barrier, buffer, pred=True); tma_store(descriptor, coordinates, buffer).
 # 3.9 still has the old names, but they raise.
@@ -107,3 +117,73 @@ def schedule_fence(x):
         is_pure=False,
         pack=1,
     )
+
+
+@constexpr_function
+def _fence_text(n):
+    """Of n 16-bit values in n / 2 registers: an event if the high one of some register is negative; n / 4 results of no use."""
+    values = [f"${n // 4 + i}" for i in range(n // 2)]
+    text = f"mov.b32 all, {values[0]}; " + "".join(f"or.b32 all, all, {value}; " for value in values[1:])
+    unused = "".join(f"mov.b32 ${i}, 0; " for i in range(n // 4))
+    return "{ .reg .b32 all; .reg .pred below; " + text + "setp.lt.s32 below, all, 0; @below pmevent 1; " + unused + "}"
+
+
+@constexpr_function
+def _fence_registers(n):
+    return ",".join(["=r"] * (n // 4) + ["r"] * (n // 2))
+
+
+@jit
+def schedule_fence_16(x):
+    """As schedule_fence, of all of x (16 bits, at least 0; four warps, a multiple of 4 elements a thread)."""
+    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    TEXT: gl.constexpr = _fence_text(NUMBER)
+    REGISTERS: gl.constexpr = _fence_registers(NUMBER)
+    gl.inline_asm_elementwise(TEXT, REGISTERS, [x], dtype=gl.int8, is_pure=False, pack=NUMBER)
+
+
+@constexpr_function
+def _named_barrier(instruction, number):
+    return f"bar.{instruction} {number}, 256; mov.b32 $0, 0;"
+
+
+@jit
+def turn_wait(OWN: gl.constexpr):
+    """Wait until the warpgroup before has passed the turn to number OWN.  Triton itself uses the barriers below 8."""
+    gl.inline_asm_elementwise(
+        _named_barrier("sync", 8 + OWN), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def turn_pass(NEXT: gl.constexpr):
+    """Let warpgroup number NEXT go on; the caller does not wait."""
+    gl.inline_asm_elementwise(
+        _named_barrier("arrive", 8 + NEXT), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@constexpr_function
+def _scaling(number):
+    """Operands: results, then x tied to them, then factors.  Elements 0 and 1 of each four lie in one row, 2 and 3 in another."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
+    return (
+        "{ .reg .pred one, two; "
+        f"setp.neu.f32 one, ${2 * number}, 0f3F800000; setp.neu.or.f32 two, ${2 * number + 2}, 0f3F800000, one; "
+        f"vote.sync.any.pred two, two, 0xffffffff; @!two bra.uni done; {products} done: }}"
+    )
+
+
+@constexpr_function
+def _scaling_constraints(number):
+    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
+
+
+@jit
+def scale_unless_one(x, factor):
+    """x [64, N] fp32, an accumulator of a warpgroup, times factor [64, 1]; a warp all of whose factors are 1 does nothing.
+
+    As one instruction to the compiler, because a branch of its own would have to be taken by all warps alike."""
+    NUMBER: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    return gl.inline_asm_elementwise(_scaling(NUMBER), _scaling_constraints(NUMBER), [x, factor], dtype=gl.float32, is_pure=False,
+                                     pack=NUMBER)  # fmt: skip

@@ -124,7 +124,7 @@ def quad_sums(p):
 
 @jit
 def columns_of(parts):
-    """-> group, rest: column 8 * group + rest of scores [M, 128], for parts, which is them as [M, 16, 4, 2]; rest is twice the
+    """-> group, rest: column 8 * group + rest of scores [M, N], for parts, which is them as [M, N / 8, 4, 2]; rest is twice the
     thread of the quad plus 0 or 1.
 
     Compared as `8 * group < opaque(end - rest)`, the group is a constant of each register and only what is inside varies.  As one
@@ -134,7 +134,7 @@ def columns_of(parts):
     GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
     ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=GROUP), 0), 2), 3)
+    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, parts.shape[1], layout=GROUP), 0), 2), 3)
     thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
     element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
     return group, thread * 2 + element
@@ -189,11 +189,15 @@ def reciprocal(l, ROW: gl.constexpr):
 
 
 @jit
-def store_lse(lse, m, l, rows, live, ROW: gl.constexpr):
-    """The logarithm of the row's sum, natural, to the first `rows` of 64 places at `lse`; -inf from row `live` on."""
+def store_lse(lse, m, l, rows, live, ROW: gl.constexpr, HEADS: gl.constexpr = 1, stride_h=0):
+    """The logarithm of the row's sum, natural, to the first `rows` of 64 places at `lse`; -inf from row `live` on.  HEADS: as of
+    store_accumulator."""
     o_r = gl.arange(0, 64, layout=ROW)
     value = (m + gl.log2(gl.convert_layout(gl.sum(l, 1), ROW))) * LN2
-    gl.store(lse + o_r, gl.where(o_r < live, value, float("-inf")), mask=o_r < rows)
+    place = lse + o_r
+    if HEADS > 1:
+        place = lse + o_r // HEADS + (o_r % HEADS).to(gl.int64) * stride_h
+    gl.store(place, gl.where(o_r < live, value, float("-inf")), mask=o_r < rows)
 
 
 @jit
@@ -215,8 +219,10 @@ def _from_neighbour(x):
 
 
 @jit
-def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr):
-    """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).
+def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, COLUMNS: gl.constexpr = None, HEADS: gl.constexpr = 1,
+                      stride_h=0):  # fmt: skip
+    """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).  COLUMNS: how
+    many of the D there are, a multiple of 4; HEADS: row r is one of head r % HEADS, stride_h apart, and query r // HEADS.
 
     A thread holds 4 bytes here and 4 bytes there of a row.  Neighbours swap halves, so that each store is 8 bytes wide and every
     32-byte sector is written whole, straight from registers: shared memory is full."""
@@ -236,6 +242,14 @@ def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr):
     first = gl.where(odd, other, a).to(gl.uint32, bitcast=True).to(gl.uint64)
     second = gl.where(odd, b, other).to(gl.uint32, bitcast=True).to(gl.uint64)
     # in steps of 8 bytes
-    offset = row.to(gl.int64) * (stride // 4) + (group * 4 + (thread & 1) * 2 + (thread >> 1)).to(gl.int64)
+    column = group * 4 + (thread & 1) * 2 + (thread >> 1)
+    if HEADS == 1:
+        offset = row.to(gl.int64) * (stride // 4) + column.to(gl.int64)
+    else:
+        begin = (row // HEADS).to(gl.int64) * (stride // 4) + (row % HEADS).to(gl.int64) * (stride_h // 4)
+        offset = begin + column.to(gl.int64)
     place = out.to(gl.pointer_type(gl.uint64), bitcast=True) + offset
-    gl.store(place, first | (second << 32), mask=(row < rows) & (group >= 0) & (thread >= 0))
+    live = (row < rows) & (group >= 0) & (thread >= 0)
+    if COLUMNS is not None:
+        live = live & (column * 4 < COLUMNS)
+    gl.store(place, first | (second << 32), mask=live)

@@ -32,28 +32,20 @@ Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section
 from .backward_parts import (
     STATISTICS,
     UNIT,
-    clear_tile,
     consume_sums,
+    finish_keys,
+    first_products,
+    key_tile,
     list_of_block,
+    load_keys,
+    load_queries,
     next_slot,
     produce_sums,
     tiles_of,
 )
-from .backward_work import await_copies, await_room, count_keys, count_queries, work_of_item
-from .gluon import (
-    barriers,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    opaque,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    wgmma,
-    wgmma_wait,
-)
-from .parts import LOG2E, PANEL, list_of_item, load_panels, place_of_item, store_accumulator
+from .backward_work import count_keys, count_queries, work_of_item
+from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque
+from .parts import LOG2E, PANEL, list_of_item, place_of_item
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
            "rooms", "no_unit", "nowhere",
@@ -71,9 +63,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     heads, group, q_units, kv_units, no_unit = work
     batch_heads, batches, delay, rooms = order
     i_n, i_b, i_k = place_of_item(batch * batch_heads * kv_units + program, kv_units, heads // group)
-    mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
-    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
-    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
+    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
@@ -87,77 +77,10 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             # An empty list is a unit without queries, past the end, where the copy engine gives zeros.
             unit = gl.where(count > 0, unit, q_units)
             statistics = gl.where(count > 0, row + unit, no_unit)
-            mbarrier.wait(empty.index(slot), parity)
-            mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-            load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
-            tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
-            if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
-                await_room(Progress, batch, rooms, batch_heads * group * q_units, batches)
-            mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-            load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
+                         statistics, g, j, batch, rooms, batch_heads * group * q_units, batches, slot, parity,
+                         D, SLOTS)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
-
-
-@jit
-def _wait_tile(bar, parity, pool, slot, tile, live, D: gl.constexpr, Q_SIZED: gl.constexpr):
-    """Wait for a tile of q or dout, and clear what is no query."""
-    mbarrier.wait(bar.index(slot), parity)
-    if Q_SIZED:
-        if live < UNIT:
-            clear_tile(pool, tile, live, D)
-
-
-@jit
-def _key_tile(s, dp_flying, dk, dv, buffers, bars, keep_desc, keep_row, live_k, live_q, scale, slot, parity,
-              LAST: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr,
-              Q_SIZED: gl.constexpr, S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr):  # fmt: skip
-    """One unit of queries.  On entry its S is there and its dP in flight; on exit so it is for the next unit, unless LAST.
-
-    keep_row: the row of keep_desc that takes dS.  live_q: valid queries of the next unit.
-
-    -> s, dp_flying, dk, dv, slot, parity"""
-    pool, stat_buf, ds_buf = buffers
-    q_full, do_full, empty = bars
-    tiles = tiles_of(pool, TILES, D)
-    DTYPE: gl.constexpr = pool.dtype
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
-    statistics = stat_buf.index(slot)
-    p = gl.exp2(s * scale - gl.expand_dims(statistics.slice(0, UNIT).load(COLUMN), 0))
-    if MASKED:
-        dead = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, S_LAYOUT)) >= live_k, 1)
-        p = gl.where(dead, 0.0, p)
-    p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
-    dp = wgmma_wait(0, deps=(dp_flying,))
-    dv_flying = wgmma(p16, tiles.index(SLOTS + slot), dv, is_async=True)
-    ds = p * (dp - gl.expand_dims(statistics.slice(UNIT, UNIT).load(COLUMN), 0))
-    if MASKED:
-        ds = gl.where(dead, 0.0, ds)
-    ds16 = ds.to(DTYPE)
-    dsa = gl.convert_layout(ds16, A_LAYOUT)
-    dk_flying = wgmma(dsa, tiles.index(slot), dk, is_async=True)
-    tma_store_wait(0)  # the copy that reads the tile before out of this buffer
-    ds_buf.store(ds16)
-    fence_async_shared()
-    tma_store(keep_desc, [keep_row, 0], ds_buf)
-    dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))
-    done = slot
-    slot, parity = next_slot(slot, parity, SLOTS)
-    if LAST:
-        dk, dsa = wgmma_wait(0, deps=(dk_flying, dsa))
-        mbarrier.arrive(empty.index(done), count=1)
-        return s, dp_flying, dk, dv, slot, parity
-    else:
-        _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
-        k = tiles.index(2 * SLOTS)
-        s_flying = wgmma(k, tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        dk, dsa = wgmma_wait(1, deps=(dk_flying, dsa))
-        mbarrier.arrive(empty.index(done), count=1)
-        _wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
-        v = tiles.index(2 * SLOTS + 1)
-        dp_flying = wgmma(v, tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = wgmma_wait(1, deps=(s_flying,))
-        return s, dp_flying, dk, dv, slot, parity
 
 
 @jit
@@ -190,7 +113,6 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
 
     first_head: KV head with which the batch begins.  keep_at: row of keep_desc where its room does."""
     heads, group, q_units, kv_units, no_unit = work
-    stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     stride_sb, stride_sh, stride_pb, stride_ph = size_strides
     Index, Count, stride_tb, stride_th, stride_tk, stride_ub, stride_uh = lists
     DTYPE: gl.constexpr = pool.dtype
@@ -198,8 +120,6 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNIT, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
-    tiles = tiles_of(pool, TILES, D)
-    nothing = gl.zeros([UNIT, UNIT], gl.float32, S_LAYOUT)
     i_n, i_b, i_k = place_of_item(program + first_head * kv_units, kv_units, heads // group)
     block = i_n // KV_UNITS
     part = i_n % KV_UNITS
@@ -208,6 +128,8 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
     slot = 0
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
+    tiles = tiles_of(pool, TILES, D)
+    own = (tiles.index(2 * SLOTS), tiles.index(2 * SLOTS + 1))
     for g in range(group):
         i_h = i_k * group + g
         index, count = list_of_block(lists, block, i_b, i_h)
@@ -222,36 +144,20 @@ def _consume_keys(DK, DV, Places, Sizes, QuerySizes, keep_desc, pool, stat_buf, 
         units = gl.maximum(count, 1) * Q_UNITS
         ahead = _keep_row(places, 0, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
         live_q = _valid_queries(sizes, index, 0, count, Q_UNITS, Q_SIZED)
-        _wait_tile(q_full, parity, pool, slot, slot, live_q, D, Q_SIZED)
-        s_flying = wgmma(
-            tiles.index(2 * SLOTS), tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        _wait_tile(do_full, parity, pool, slot, SLOTS + slot, live_q, D, Q_SIZED)
-        dp_flying = wgmma(tiles.index(2 * SLOTS + 1), tiles.index(SLOTS + slot).permute((1, 0)), nothing, use_acc=False,
-                          is_async=True)  # fmt: skip
-        s = wgmma_wait(1, deps=(s_flying,))
         buffers = (pool, stat_buf, ds_buf)
         bars = (q_full, do_full, empty)
+        s, dp_flying = first_products(own, pool, bars, slot, parity, live_q, D, TILES, SLOTS, Q_SIZED, S_LAYOUT)
         for j in range(1, units):
             live_q = _valid_queries(sizes, index, j, count, Q_UNITS, Q_SIZED)
             row = ahead
             ahead = _keep_row(places, j, count, base, capacity, nowhere, Q_UNITS, KV_UNITS)
-            s, dp_flying, dk, dv, slot, parity = _key_tile(
-                s, dp_flying, dk, dv, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
-                False, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
-        s, dp_flying, dk, dv, slot, parity = _key_tile(
-            s, dp_flying, dk, dv, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
-            True, D, TILES, SLOTS, MASKED, Q_SIZED, S_LAYOUT, A_LAYOUT)  # fmt: skip
-    b = i_b.to(gl.int64)
-    h = i_k.to(gl.int64)
-    n = i_n.to(gl.int64) * UNIT
-    rows = seq_k - i_n * UNIT
-    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
-    await_copies()
-    mbarrier.arrive(done.index(0), count=1)
-    store_accumulator(
-        DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
-    )
+            s, dp_flying, dk, dv, slot, parity = key_tile(
+                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, live_k, live_q, scale, slot, parity,
+                False, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
+        s, dp_flying, dk, dv, slot, parity = key_tile(
+            s, dp_flying, dk, dv, own, buffers, bars, keep_desc, ahead, live_k, UNIT, scale, slot, parity,
+            True, D, TILES, SLOTS, MASKED, Q_SIZED, False, S_LAYOUT, A_LAYOUT)  # fmt: skip
+    finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
 
 
 @jit

@@ -1,0 +1,100 @@
+"""Which tiles of 64 queries and 64 keys see each other in the dense backward pass, and where a pair keeps its dS.
+
+Ranges are computed, from queries and from keys, and name the same pairs: those where some query sees some key.  Masks are
+aligned to the bottom right; `shift` = seq_k - seq_q is where query 0 stands among the keys.
+
+Keys are made in *stripes* of so many tiles, so that the dS of one stripe has room in memory whatever the lengths are.  In the
+room of a head each tile of keys has a line for the queries of its range.  Under a causal mask two share one, the tiles number l
+from its left and stripe_units - 1 - l from its right: one has many queries when the other has few.
+"""
+
+from .gluon import gl, jit
+
+UNIT = gl.constexpr(64)  # tokens of a tile
+FULL = gl.constexpr(0)  # every key
+CAUSAL = gl.constexpr(1)  # key <= query + shift
+WINDOW = gl.constexpr(2)  # query + shift - left <= key <= query + shift + right
+
+
+@jit
+def keys_of_queries(i_m, lengths, band, KIND: gl.constexpr):
+    """-> first tile of keys that query tile i_m sees, and the one after its last; lengths = (seq_q, seq_k, q_units, kv_units),
+    band = (left, right)."""
+    seq_q, seq_k, q_units, kv_units = lengths
+    left, right = band
+    begin = 0
+    end = seq_k
+    if KIND != FULL:
+        own = gl.minimum((i_m + 1) * UNIT, seq_q) - 1 + seq_k - seq_q  # of the last query
+        end = gl.maximum(gl.minimum(seq_k, own + 1 + (right if KIND == WINDOW else 0)), 0)
+    if KIND == WINDOW:
+        begin = gl.maximum(i_m * UNIT + seq_k - seq_q - left, 0)
+    first = begin // UNIT
+    return first, gl.maximum((end + UNIT - 1) // UNIT, first)
+
+
+@jit
+def queries_of_keys(i_n, lengths, band, KIND: gl.constexpr):
+    """-> first tile of queries that see tile i_n of keys, and how many see it: 0 of keys past the end."""
+    seq_q, seq_k, q_units, kv_units = lengths
+    left, right = band
+    begin = 0
+    end = seq_q
+    if KIND != FULL:
+        begin = gl.maximum(i_n * UNIT - seq_k + seq_q - (right if KIND == WINDOW else 0), 0)
+    if KIND == WINDOW:
+        own = gl.minimum((i_n + 1) * UNIT, seq_k) - 1 - seq_k + seq_q  # the query at the last key's place
+        end = gl.maximum(gl.minimum(seq_q, own + 1 + left), 0)
+    first = begin // UNIT
+    tiles = gl.maximum((end + UNIT - 1) // UNIT - first, 0)
+    return first, gl.where(i_n < kv_units, tiles, 0)
+
+
+@jit
+def stripe_of_queries(i_m, stripe, stripe_units, lengths, band, KIND: gl.constexpr, SUM_TILES: gl.constexpr):
+    """-> first tile of keys of the stripe that query tile i_m, or one of SUM_TILES from it on, sees; how many (0 if none);
+    whether it is their first stripe; whether it is their last.  Tiles that see no key at all belong to one stripe, too."""
+    first, end = keys_of_queries(i_m, lengths, band, KIND)
+    if SUM_TILES > 1:
+        others, end = keys_of_queries(gl.minimum(i_m + SUM_TILES, lengths[2]) - 1, lengths, band, KIND)
+    low = gl.maximum(first, stripe * stripe_units)
+    high = gl.minimum(end, (stripe + 1) * stripe_units)
+    begins = stripe == first // stripe_units
+    ends = stripe == gl.maximum(end - 1, first) // stripe_units
+    return low, gl.maximum(high - low, 0), begins, ends
+
+
+@jit
+def lines_of_head(stripe_units, KIND: gl.constexpr):
+    """How many lines the room of a head has."""
+    return (stripe_units + 1) // 2 if KIND == CAUSAL else stripe_units
+
+
+@jit
+def line_of_keys(local, stripe_units, width, KIND: gl.constexpr):
+    """-> the place in a head's room where key tile number `local` of its stripe keeps the first dS of its range of queries, and
+    the way from there to the next: 1 or -1.  width: places of a line."""
+    if KIND != CAUSAL:
+        return local * width, 1
+    else:
+        partner = stripe_units - 1 - local
+        line = gl.minimum(local, partner) * width
+        return gl.where(local <= partner, line, line + width - 1), gl.where(local <= partner, 1, -1)
+
+
+@jit
+def whole_tiles(i_n, lengths, band, KIND: gl.constexpr):
+    """-> first tile of queries of which every query sees every key of tile i_n, and the first one after them of which that does
+    not hold.  Queries past the end count for nothing anyway."""
+    seq_q, seq_k, q_units, kv_units = lengths
+    left, right = band
+    begin = 0
+    end = q_units
+    if KIND != FULL:  # the first query sees the last key
+        begin = i_n * UNIT + UNIT - 1 - seq_k + seq_q - (right if KIND == WINDOW else 0)
+        begin = (gl.maximum(begin, 0) + UNIT - 1) // UNIT
+    if KIND == WINDOW:  # the last query sees the first key
+        end = (gl.maximum(i_n * UNIT - seq_k + seq_q + left + 1, 0)) // UNIT
+    if KIND != CAUSAL:  # which needs no mask at the end of the keys: only queries past the end stand there
+        end = gl.where((i_n + 1) * UNIT > seq_k, 0, end)
+    return begin, end

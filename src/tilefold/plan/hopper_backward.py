@@ -1,0 +1,63 @@
+"""What the plans of the Gluon kernels of the backward pass on sm_90 share: their tile, their memory, the order of their work.
+
+Both keep the dS of some batches of work at a time, each in a room (kernels/hopper/backward_work.py)."""
+
+from math import isqrt
+
+from tilefold.plan.device import Device
+from tilefold.plan.hopper import tile_fault
+from tilefold.plan.limits import Tile
+
+__all__ = [
+    "KEPT_LIMIT",
+    "PROGRAMS_PER_SM",
+    "REGISTERS",
+    "UNIT",
+    "backward_delay",
+    "backward_shared",
+    "backward_tile",
+    "backward_tile_fault",
+    "divisors",
+]
+
+UNIT = 64  # tokens of a tile
+PROGRAMS_PER_SM = 2
+REGISTERS = 128  # of a thread at launch
+SPARE = (
+    1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
+)
+KEPT_LIMIT = 4 << 30
+"""Bytes of dS that are kept at a time: fixed, whatever the lengths."""
+BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
+
+
+def backward_delay(batch: int, batches: int, rooms: int, places: int) -> int:
+    """How many key items come before the first query item: those that it needs, the `batch` of one batch, and SPARE for each of
+    `places` running programs, by which time the others are done.  Where rooms are used again, not more than halfway to what they
+    hold, so that key items need not wait either: they do for query items that lie as many rooms behind."""
+    most = batches * batch if rooms == batches else max(batch, rooms * batch // 2)
+    return min(batch + int(SPARE * places), most)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def backward_tile(dim: int) -> Tile:
+    """64 x 64; num_stages is the number of buffers for q and dout, as many as leave two programs an SM their place."""
+    return Tile(UNIT, UNIT, 4, 2 if dim == 128 else 4)
+
+
+def backward_shared(dim: int, itemsize: int, stages: int) -> int:
+    """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers."""
+    tiles = (2 * stages + 2) * UNIT * dim + UNIT * UNIT
+    return tiles * itemsize + stages * 2 * UNIT * 4 + BARRIER_BYTES
+
+
+def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:
+    """(field, sentence) of the first thing about a tile that does not fit, or None."""
+    fixed = {"block_m": UNIT, "block_n": UNIT, "num_warps": 4}
+    shared = backward_shared(dim, itemsize, tile.num_stages) if type(tile.num_stages) is int else 0
+    return tile_fault(kernel, tile, fixed, shared, device)

@@ -1,0 +1,152 @@
+"""The plan of the dense backward kernel for sm_90: what it refuses and why, how much it keeps, that nothing takes it unasked."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples import examples
+from tilefold.errors import PlanError, TilefoldError
+from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan import attention_backward_hopper as rules
+from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.hopper_backward import KEPT_LIMIT
+from tilefold.plan.limits import Tile
+
+H200 = device_named("h200")
+LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
+
+
+def forced(problem: AttentionProblem = LONG, **fields: Any) -> AttentionBackwardPlan:
+    return plan_attention_backward(problem, H200).with_tiles(kernel=rules.KERNEL, **fields)
+
+
+def test_taken_only_when_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One switch; a plan says why it does not take the kernel."""
+    plan = plan_attention_backward(LONG, H200)
+    assert plan.kernel == "attention_backward_box"
+    assert "attention_backward_hopper is not taken: it was not measured on a device yet." in plan.reason
+    odd = plan_attention_backward(replace(LONG, dim_qk=96, dim_v=96), H200)
+    assert "it has head dims of 64 and 128, the same for V, not 96 and 96" in odd.reason
+    assert "hopper" not in plan_attention_backward(LONG, device_named("a100")).reason
+    monkeypatch.setattr(rules, "MEASURED", True)
+    plan_attention_backward.cache_clear()
+    try:
+        assert plan_attention_backward(LONG, H200).kernel == rules.KERNEL
+        assert plan_attention_backward(LONG, H200, portable=True).kernel == "attention_backward_box"
+        assert plan_attention_backward(replace(LONG, sinks=True), H200).kernel == "attention_backward_box"
+    finally:
+        plan_attention_backward.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
+        ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
+        ({"sinks": True}, "no sinks"),
+        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
+        ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
+        ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
+        ({"varlen": True}, "a packed batch"),
+        ({"seq_k": 0}, "there are no keys"),
+        ({"seq_q": 1 << 20, "seq_k": 1 << 20}, "fewer than the 25344 that keep the device at work"),
+        ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096}, "more than 2\\*\\*24 tiles of 64 queries"),
+    ],
+    ids=str,
+)
+def test_refusals(changes: dict[str, Any], why: str) -> None:
+    problem = replace(LONG, **changes)
+    assert plan_attention_backward(problem, H200).kernel != rules.KERNEL
+    with pytest.raises(PlanError, match=f"attention_backward_hopper cannot be used: .*{why}"):
+        forced(problem)
+
+
+def test_what_is_kept() -> None:
+    """Whole heads where four have room, stripes of one head beyond; half the memory under a causal mask; a window's width."""
+    for problem, kept in (
+        (LONG, (1, 16384, 4, 2.0)),
+        (replace(LONG, causal=True), (1, 16384, 4, 1.0)),
+        (replace(LONG, batch=4, seq_q=4096, seq_k=4096), (2, 4096, 8, 0.5)),
+        (replace(LONG, seq_q=65536, seq_k=65536, heads=4, kv_heads=4), (1, 4096, 8, 4.0)),
+        (replace(LONG, seq_q=65536, seq_k=65536, window=(4096, 0)), (1, 8192, 8, 0.5)),
+    ):
+        plan = forced(problem)
+        rooms = rules.rooms(problem, H200, plan.heads_at_once, plan.keys_at_once)
+        gib = rules.kept_bytes(problem, H200, plan.heads_at_once, plan.keys_at_once) / 2**30
+        assert (plan.heads_at_once, plan.keys_at_once, rooms) == kept[:3]
+        assert kept[3] <= gib < kept[3] + 0.02
+        assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
+        assert plan.scratch_bytes >= gib * 2**30
+    assert "dS of 1 KV heads and 16384 of their keys is kept in 2050 MiB" in str(forced())
+
+
+def test_sums_between_stripes_are_scratch() -> None:
+    assert forced(keys_at_once=8192).scratch_bytes - forced(keys_at_once=16384).scratch_bytes > 16 * 16384 * 128 * 4 - (
+        1 << 20
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 16"),
+        ({"heads_at_once": 16}, "heads_at_once: dS of a batch would take 8.0 GiB, more than 4"),
+        ({"heads_at_once": 8}, "heads_at_once: dS of two batches would take 8.0 GiB, more than 4"),
+        ({"keys_at_once": 100}, "keys_at_once: must be a multiple of 64 up to 16384, got 100"),
+        ({"keys_at_once": 32768}, "keys_at_once: must be a multiple of 64 up to 16384"),
+        ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
+        ({"bias_shares": 1}, "bias_shares: must be 0"),
+    ],
+    ids=str,
+)
+def test_overrides_that_do_not_fit(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        forced(**fields)
+
+
+def test_tiles_that_do_not_fit() -> None:
+    for tile, named in (
+        (Tile(64, 128, 4, 2), "block_n: must be 64"),
+        (Tile(64, 64, 4, 9), "num_stages: must be from 1 to 8"),
+        (Tile(64, 64, 4, 8), "num_stages: needs 3.. KiB"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            forced(queries=tile, keys=tile, scores=tile)
+    with pytest.raises(PlanError, match="must be 0, as keys_at_once"):
+        plan_attention_backward(LONG, H200).with_tiles(heads_at_once=2)
+
+
+lengths = st.one_of(st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 2**30))
+problems = st.builds(
+    lambda kv_heads, group, dim, **rest: AttentionProblem(
+        heads=kv_heads * group, kv_heads=kv_heads, dim_qk=dim, dim_v=dim, **rest
+    ),
+    kv_heads=st.integers(1, 16),
+    group=st.sampled_from([1, 2, 7, 8]),
+    dim=st.sampled_from([64, 128]),
+    batch=st.one_of(st.integers(1, 8), st.integers(1, 100_000)),
+    seq_q=lengths,
+    seq_k=lengths,
+    causal=st.booleans(),
+    window=st.sampled_from([(-1, -1), (4096, 0), (0, -1), (100, 100)]),
+)
+
+
+@examples(200)
+@given(problem=problems)
+def test_any_problem(problem: AttentionProblem) -> None:
+    """Whatever is not refused fits: memory, a descriptor's rows, and an order in which nothing waits for what comes later."""
+    try:
+        plan = forced(problem)
+    except TilefoldError:
+        return
+    heads, keys = plan.heads_at_once, plan.keys_at_once
+    rooms, batches = rules.rooms(problem, H200, heads, keys), rules.batches_of(problem, heads, keys)
+    batch, delay = heads * keys // 64, rules.delay(problem, H200, heads, keys)
+    assert rules.kept_bytes(problem, H200, heads, keys) <= KEPT_LIMIT
+    assert rooms == batches or rooms >= 2
+    assert batch <= delay <= (batches * batch if rooms == batches else (rooms - 1) * batch)
+    assert plan.with_tiles(kernel="attention_backward_box").heads_at_once == 0
