@@ -34,6 +34,10 @@ def draw(seed):
     pick = random.Random(seed)
     lengths = [pick.choice((1, 63, 64, 65, 128, 129, pick.randrange(1, 500))) for _ in range(2)]
     sides = [pick.choice((0, 1, 62, 63, 64, pick.randrange(300), UNBOUNDED)) for _ in range(2)]
+    if seed % 8 == 0:  # many queries of few keys or the reverse, a window open on one side
+        lengths[pick.randrange(2)] = pick.randrange(500, 900)
+        sides[pick.randrange(2)] = UNBOUNDED
+        return *lengths, WINDOW, *sides
     return *lengths, pick.choice((FULL, CAUSAL, WINDOW)), *sides
 
 

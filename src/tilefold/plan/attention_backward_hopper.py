@@ -123,7 +123,7 @@ def line_width(problem: AttentionProblem, keys: int) -> int:
         return sum(q_units - max(i * UNIT - n.seq_k + n.seq_q, 0) // UNIT for i in middle)
     if n.sides == (-1, -1):
         return q_units
-    span = UNIT + (n.seq_q if left < 0 else left) + (n.seq_k if right < 0 else right)  # queries that see one of 64 keys
+    span = UNIT + (n.seq_q if left < 0 else left) + (n.seq_q if right < 0 else right)  # queries that see one of 64 keys
     return max(1, min(q_units, (span + UNIT - 2) // UNIT + 1))
 
 
