@@ -26,8 +26,18 @@ PROBLEMS = {
     "d128 one query": problem(128, seq_q=1),
     "d128 dropout": problem(128, dropout=True),
     "d128 fp32": problem(128, dtype="float32", causal=True),
+    "d80 window": problem(80, window=(256, 0)),
+    "d96 causal": problem(96, causal=True),
+    "d192": problem(192),
+    "d192 d128 varlen causal": problem(192, 128, varlen=True, causal=True),
+    "d64 softcap fp16": problem(64, score_mods=("softcap",), dtype="float16"),
+    "d128 varlen sinks softcap": problem(128, varlen=True, causal=True, sinks=True, score_mods=("softcap",)),
+    "d128 groups softcap": problem(128, causal=True, heads=32, kv_heads=4, score_mods=("softcap",)),
 }
-LIKE_OTHERS = ("d64 causal", "d128", "d128 window", "d128 dropout", "d128 one query")  # compiled for sm_90 only
+HOPPER = ("d64", "d64 causal", "d128", "d128 causal fp16", "d128 window", "d128 varlen causal", "d256 causal")
+"""Planned for the kernel of sm_90, and compiled for it as portable ones, too."""
+HOPPER_ONLY = tuple(name for name in PROBLEMS if name.startswith(("d80", "d96 c", "d192")) or "softcap" in name)
+LIKE_OTHERS = (*HOPPER_ONLY, "d64 causal", "d128", "d128 window", "d128 dropout", "d128 one query")  # for sm_90 only
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 NEWEST = (
     "d64",
@@ -38,6 +48,8 @@ NEWEST = (
     "d128 dropout",
     "d96 odd",
     "d256 causal",
+    "d192 d128 varlen causal",
+    "d128 groups softcap",
 )
 JOBS = {
     (name, target): Job(
@@ -50,13 +62,6 @@ JOBS = {
     for target, device in DEVICES.items()
     if target == "sm_90" or name not in LIKE_OTHERS
 }
-HOPPER = (
-    "d64",
-    "d64 causal",
-    "d128",
-    "d128 causal fp16",
-    "d128 window",
-)  # planned for the kernel of sm_90; both are compiled
 JOBS |= {
     (f"{name} portable", "sm_90"): Job(
         "tilefold.ops.attention:example_launch",
@@ -78,18 +83,8 @@ def forced(name: str) -> AttentionPlan:
 
 
 VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
-    "d80 window": (problem(80, window=(256, 0)), {}),
-    "d96 causal": (problem(96, causal=True), {}),
-    "d192": (problem(192), {}),
-    "d192 d128 varlen causal": (problem(192, 128, varlen=True, causal=True), {}),
-    "d256 causal turns skip": (problem(256, causal=True), {"options": ("fence", "turns", "skip")}),
-    "d128 varlen sinks softcap": (problem(128, varlen=True, causal=True, sinks=True, score_mods=("softcap",)), {}),
     "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
     "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "options": ("polynomial 2",)}),
-    "d128 late pack tanh": (
-        problem(128, causal=True, score_mods=("softcap",)),
-        {"options": ("fence", "late", "pack", "tanh")},
-    ),
 }
 JOBS |= {
     (name, "sm_90"): Job(
@@ -100,6 +95,7 @@ JOBS |= {
     )
     for name, (made, _) in VERSIONS.items()
 }
+SM_90 = (*HOPPER, *HOPPER_ONLY, *VERSIONS)
 pytestmark = pytest.mark.xdist_group("test_aot_attention")  # one process compiles, the others would only repeat it
 
 
@@ -112,11 +108,11 @@ def results(request: pytest.FixtureRequest) -> Results:
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
     # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
-    spare = (target == "sm_90" and name in (*HOPPER, *VERSIONS)) or "dropout" in name
+    spare = (target == "sm_90" and name in SM_90) or "dropout" in name
     assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if spare else "none") == ()
 
 
-@pytest.mark.parametrize("name", [*HOPPER, *VERSIONS])
+@pytest.mark.parametrize("name", SM_90)
 def test_hopper(results: Results, name: str) -> None:
     """One loop of each folding warpgroup; what spills outside of them is a few numbers; shared memory as planned."""
     report = results.of(name, "sm_90").report
@@ -124,6 +120,6 @@ def test_hopper(results: Results, name: str) -> None:
     assert plan.kernel == KERNEL
     assert report is not None
     assert len(report.loops) == consumers_of(plan.tile)
-    assert report.spill_store_bytes <= (32 if name in HOPPER else 96)
+    assert report.spill_store_bytes <= (32 if plan.problem.dim_v <= 128 and name in HOPPER else 96)
     assert report.occupancy.programs == 1
     assert 0 <= plan.shared_bytes - report.shared_bytes < 512

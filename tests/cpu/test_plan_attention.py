@@ -15,7 +15,7 @@ from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_options, hopper_tile, hopper_unmeasured, hopper_violation
+from tilefold.plan.attention_hopper import hopper_tile, hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
@@ -71,7 +71,8 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
     assert plan.programs_per_sm >= 1
     assert plan.block_qk >= problem.dim_qk
     assert plan.block_v >= problem.dim_v
-    assert plan.grid == (-(-problem.seq_q // plan.block_m) * problem.batch * problem.heads, 1, 1)
+    pack = problem.group if "pack" in plan.options else 1
+    assert plan.grid == (-(-problem.seq_q * pack // plan.block_m) * problem.batch * problem.heads // pack, 1, 1)
     assert plan.kernel != "attention_forward_box" or (problem.descriptors and not problem.varlen)
     assert plan.splits == 1
     plan.check(problem, device)
@@ -106,7 +107,7 @@ FIRES = {
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
     "tuned": (replace(LONG, score_mods=("alibi",)), "h200"),
     "hopper-d64": (replace(LONG, dim_v=32, dim_qk=64), "h100"),
-    "hopper-d128": (replace(LONG, dim_v=64), "h200"),
+    "hopper-d128": (replace(LONG, dim_v=32), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
     "ampere": (LONG, "rtx4090"),
     "cdna": (LONG, "mi300x"),
@@ -178,15 +179,12 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     assert few.kernel != HOPPER
     assert "It would have 64 blocks of 128 queries for 132 SMs" in str(few).replace("\n" + " " * 40, " ")
     for change, why in (
-        ({"dim_v": 64}, "measured yet with head dims of 128 and 64"),
+        ({"dim_v": 32}, "measured yet with head dims below 64"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
-        ({"score_mods": ("softcap",)}, "measured yet with softcap"),
-        ({"sinks": True}, "measured yet with sinks"),
         ({"score_mods": ("softcap", "alibi")}, "no changes of scores but softcap"),
         ({"mask_mods": ("mask",)}, "no masks but causal and window"),
         ({"query_descriptors": False}, "base or the strides of Q"),
         ({"descriptors": False}, "base or the strides of K or V"),
-        ({"varlen": True}, "measured yet on a packed batch"),
     ):
         refused = plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
         assert refused.kernel != HOPPER
@@ -217,7 +215,6 @@ def forced(problem: AttentionProblem, **changes: object) -> AttentionPlan:
 @pytest.mark.parametrize(
     ("dims", "keys", "stages"),
     [
-        ((64, 64), 128, 4),
         ((80, 80), 128, 4),
         ((96, 96), 128, 4),
         ((128, 64), 128, 4),
@@ -228,19 +225,66 @@ def forced(problem: AttentionProblem, **changes: object) -> AttentionPlan:
         ((256, 256), 64, 2),
     ],
 )
-def test_tiles_for_sm_90_fit_where_the_kernel_was_not_measured(dims: tuple[int, int], keys: int, stages: int) -> None:
+def test_tiles_for_sm_90(dims: tuple[int, int], keys: int, stages: int) -> None:
     problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1])
-    plan = forced(problem)
-    assert plan.tile == Tile(128, keys, 4, stages) == hopper_tile(problem, H200)
-    assert plan.options == hopper_options(problem)
+    plan = plan_attention(problem, H200)
+    assert plan.kernel == HOPPER
+    assert plan.tile == Tile(128, keys, 4, stages)
     assert AttentionPlan.from_json(plan.to_json()) == plan
-    assert (hopper_unmeasured(problem) is None) == (dims == (64, 64))
     plan.check(problem, H200)
 
 
-def test_versions_for_sm_90_are_taken_only_where_they_are_asked_for() -> None:
-    assert hopper_options(LONG) == ("fence",)
-    assert hopper_options(replace(LONG, dim_qk=64, dim_v=64)) == ()
+NARROW = replace(LONG, dim_qk=64, dim_v=64)
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [
+        (NARROW, 192),
+        (replace(NARROW, causal=True), 192),
+        (replace(NARROW, causal=True, seq_q=2048, seq_k=2048), 128),
+        (replace(NARROW, seq_q=512, batch=4), 192),
+        (replace(NARROW, seq_q=512, batch=2), 128),  # 96 blocks for 132 SMs
+        (replace(NARROW, seq_q=256, batch=8), 128),  # two blocks of 128 or of 192
+        (replace(NARROW, window=(4096, 0)), 192),
+        (replace(NARROW, window=(1024, 1024)), 128),
+        (replace(NARROW, varlen=True), 192),
+        (replace(NARROW, varlen=True, causal=True), 128),
+        (replace(NARROW, score_mods=("softcap",)), 128),
+        (replace(NARROW, dim_v=128), 128),
+    ],
+    ids=str,
+)
+def test_three_warpgroups_where_little_is_in_vain(problem: AttentionProblem, rows: int) -> None:
+    plan = plan_attention(problem, H200)
+    assert (plan.kernel, plan.block_m) == (HOPPER, rows)
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        (LONG, ("fence", "turns", "skip")),
+        (NARROW, ("turns", "skip")),
+        (replace(LONG, dim_qk=192, dim_v=128), ("fence", "turns", "skip", "late")),
+        (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "pack")),
+        (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip")),
+        (replace(LONG, dim_qk=256, dim_v=256, kv_heads=4), ("fence", "turns", "skip")),
+        (replace(LONG, dim_qk=256, dim_v=256, seq_q=64, kv_heads=4, batch=8), ("fence", "turns", "skip", "pack")),
+        (replace(LONG, kv_heads=4, varlen=True), ("fence", "turns", "skip")),
+        (replace(LONG, score_mods=("softcap",)), ("fence", "turns", "skip", "tanh")),
+        (replace(LONG, score_mods=("softcap",), dtype="float16"), ("fence", "turns", "skip")),
+    ],
+    ids=str,
+)
+def test_versions_that_are_taken(problem: AttentionProblem, options: tuple[str, ...]) -> None:
+    plan = plan_attention(problem, H200)
+    assert (plan.kernel, plan.options) == (HOPPER, options)
+    assert plan.with_tile(num_stages=1).options == options
+    alone = portable(problem, H200).with_tile(kernel=HOPPER, block_m=64, block_n=64, num_warps=4, num_stages=1)
+    assert alone.options == tuple(name for name in options if name != "turns")  # nobody to take turns with
+
+
+def test_versions_for_sm_90_may_be_asked_for() -> None:
     plan = forced(replace(LONG, dim_qk=64, dim_v=64), block_m=192, options=("turns", "skip", "polynomial 4"))
     assert "three warpgroups fold (turns, skip, polynomial 4)" in " ".join(str(plan).split())
     assert AttentionPlan.from_json(plan.to_json()) == plan

@@ -220,21 +220,15 @@ def test_one_compilation_serves_all_lengths():
 def test_falls_back_with_a_warning(monkeypatch):
     from tilefold.kernels import hopper
     from tilefold.ops import hopper as ops
-    from tilefold.plan import attention_backward
 
     q, k, v = qkv(1, 321, 333, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     dout, dlse = upstream(q, v)
     wanted = gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, portable=True))
-    monkeypatch.setattr(rules, "MEASURED", True)
-    attention_backward.plan_attention_backward.cache_clear()
-    try:
-        assert tilefold.attention_backward_plan(q, k, v).kernel == KERNEL
-        monkeypatch.setattr(ops, "_WARNED", set())
-        monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
-        with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
-            got = gradients((q, k, v), dout, dlse)
-    finally:
-        attention_backward.plan_attention_backward.cache_clear()
+    assert tilefold.attention_backward_plan(q, k, v).kernel == KERNEL
+    monkeypatch.setattr(ops, "_WARNED", set())
+    monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
+    with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
+        got = gradients((q, k, v), dout, dlse)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     with pytest.raises(tilefold.TilefoldError, match="taken away"):
         gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, keys_at_once=64))

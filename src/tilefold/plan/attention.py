@@ -148,7 +148,7 @@ class AttentionPlan:
         tile = replace(self.tile, **{name: value for name, value in given.items() if value is not None})
         chosen = Choice(self.kernel if kernel is None else kernel, tile)
         if options is None:
-            options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen.kernel)
+            options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen)
         fault = _violation(self.problem, self.device, chosen, options)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
@@ -187,7 +187,7 @@ def plan_attention(problem: AttentionProblem, device: Device, portable: bool = F
         if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
             continue
         for choice in rule.choices(problem, device):
-            fault = _violation(problem, device, choice, _options(problem, choice.kernel))
+            fault = _violation(problem, device, choice, _options(problem, choice))
             if fault is None:
                 return _decided(problem, device, rule, choice, tuple(rejected))
             if fault[0] == "grid":
@@ -205,12 +205,12 @@ def _decided(
     """The plan of the rule that decided, with every alternative that a reader would ask about."""
     alternatives = misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
     why = (rule.name, rule.reason, choice.evidence or rule.evidence)
-    return _plan(problem, device, choice, _options(problem, choice.kernel), why, alternatives)
+    return _plan(problem, device, choice, _options(problem, choice), why, alternatives)
 
 
-def _options(problem: AttentionProblem, kernel: str) -> tuple[str, ...]:
+def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
     """The versions of a kernel that are taken unless others are asked for."""
-    return hopper_options(problem) if kernel == HOPPER else ()
+    return hopper_options(problem, choice.tile) if choice.kernel == HOPPER else ()
 
 
 def _violation(
@@ -232,7 +232,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
         if later.applies(problem, device):
             behind += [(later, other) for other in later.choices(problem, device)]
     for proposer, other in behind:
-        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, other.kernel)) is None:
+        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, other)) is None:
             return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
     return ()
 
@@ -255,19 +255,20 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
-    programs = grid_of(problem, choice.tile.block_m)[0]
+    programs = _grid(problem, choice, _options(problem, choice))[0]
     if 0 < programs < device.sms:
         tiles = -(-problem.seq_k // choice.tile.block_n)
         filled = min(device.sms, programs * max(1, tiles))
         if filled > programs:
             why = f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release."
             found.append(Rejected("split-KV", why))
-    if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and device.backend != "interpreter":
+    portable = choice.kernel != HOPPER and device.backend != "interpreter"
+    if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:
         found.append(
             Rejected(
                 "packed heads",
                 f"Making the {problem.group} query heads of a KV head rows of one tile would read K and V once, not "
-                f"{problem.group} times from L2; no such kernel in this release.",
+                f"{problem.group} times from L2; portable kernels do not.",
             )
         )
     return tuple(found)

@@ -7,8 +7,8 @@ from tilefold.errors import PlanError
 from tilefold.plan import serialise
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_backward_hopper import (
+    hopper_backward_refusal,
     hopper_backward_tile,
-    hopper_backward_untaken,
     hopper_backward_violation,
     kept_at_once,
     kept_bytes,
@@ -187,13 +187,13 @@ def plan_attention_backward(
     require_supported(problem, device)
     if portable:
         return _portable(problem, device, bias)
-    untaken = hopper_backward_untaken(problem, device)
-    if not untaken:
+    refusal = hopper_backward_refusal(problem, device)
+    if not refusal:
         return _hopper(problem, device, bias)
     plan = _portable(problem, device, bias)
     if device.backend != "cuda" or device.arch != 90:
         return plan
-    return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {untaken}.")
+    return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {refusal}.")
 
 
 def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:

@@ -19,12 +19,10 @@ from tilefold.plan.problem import AttentionProblem
 
 __all__ = [
     "KERNEL",
-    "MEASURED",
     "batches_of",
     "delay",
     "hopper_backward_refusal",
     "hopper_backward_tile",
-    "hopper_backward_untaken",
     "hopper_backward_violation",
     "kept_at_once",
     "kept_bytes",
@@ -40,8 +38,6 @@ __all__ = [
 ]
 
 KERNEL = "attention_backward_hopper"
-MEASURED = False
-"""Whether plans take the kernel by themselves: not before it has been held to fp64 and timed on a device."""
 ROOMS = 8  # of dS, each for one batch; four if whole heads are so few
 HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle
 PAIRS_FROM = (
@@ -68,13 +64,6 @@ def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | 
     if fault := kept_violation(n, device, *kept_at_once(n, device)):
         return fault[1]
     return None
-
-
-def hopper_backward_untaken(problem: AttentionProblem, device: Device) -> str | None:
-    """Why a plan does not take the kernel by itself, as a sentence, or None if it does."""
-    if refusal := hopper_backward_refusal(problem, device):
-        return refusal
-    return None if MEASURED else "it was not measured on a device yet"
 
 
 # ---------------------------------------------------------------- sizes

@@ -1,14 +1,14 @@
 """When the Gluon kernel for sm_90 serves dense attention: its tiles, its versions, and which of them were measured.
 
-The kernel does more than calls are given: what was not timed beside the portable kernels is refused by `hopper_unmeasured`
-alone, and the versions of it that `hopper_options` does not name run only where a plan asks for them (`with_tile`).
+What was not timed beside the portable kernels is refused by `hopper_unmeasured` alone, and the versions that `hopper_options`
+does not name run only where a plan asks for them (`with_tile`).
 """
 
 from dataclasses import replace
 
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, grid_of
+from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
 __all__ = [
@@ -37,8 +37,11 @@ HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and prob
 BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
 MAX_PACKED = 64  # rows of a warpgroup
 
-MEASURED = frozenset({(64, 64), (128, 128)})  # head dims of QK and V
+LEAST_DIM = 64  # narrower head dims would be padded to it
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
+THREE_FROM = (
+    3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
+)
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
@@ -66,32 +69,38 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def hopper_unmeasured(problem: AttentionProblem) -> str | None:
-    """Why the kernel is not taken though it could be, as a sentence, or None where it was measured.
-
-    The one place to change when it has been: MEASURED for head dims, a line here for the rest."""
+    """Why the kernel is not taken though it could be, as a sentence, or None where it was measured: the one place to change
+    when it has been."""
     n = problem
-    if (n.dim_qk, n.dim_v) not in MEASURED:
-        return f"not measured yet with head dims of {n.dim_qk} and {n.dim_v}"
-    if n.varlen:
-        return "not measured yet on a packed batch"
-    if n.score_mods:
-        return "not measured yet with softcap"
-    if n.sinks:
-        return "not measured yet with sinks"
+    if min(n.dim_qk, n.dim_v) < LEAST_DIM:
+        return f"not measured yet with head dims below {LEAST_DIM}"
     return None
 
 
-def hopper_options(problem: AttentionProblem) -> tuple[str, ...]:
+def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
     """The versions that are taken: those that were measured to be faster."""
-    return ("fence",) if width_of(problem.dim_v) >= 128 else ()
+    n = problem
+    chosen = {
+        "fence": width_of(n.dim_v) >= 96,
+        "turns": consumers_of(tile) > 1,
+        "skip": True,
+        "late": width_of(n.dim_qk) == 192,
+        "tanh": "softcap" in n.score_mods
+        and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
+        "pack": _pack_fault(n) is None
+        and (width_of(n.dim_v) <= 128 or n.seq_q < 128),  # beyond, its numbers spill in the loop
+    }
+    return tuple(name for name, taken in chosen.items() if taken)
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block, at least half full."""
-    rows = hopper_tile(problem, device).block_m
-    if 2 * problem.seq_q < rows:
-        return f"only {problem.seq_q} of the {rows} rows of a block would be used"
-    blocks = grid_of(problem, rows)[0]
+    tile = hopper_tile(problem, device)
+    options = hopper_options(problem, tile)
+    rows, used = tile.block_m, problem.seq_q * packed_heads(problem, options)
+    if 2 * used < rows:
+        return f"only {used} of the {rows} rows of a block would be used"
+    blocks = hopper_grid(problem, tile, options)[0]
     if 2 * blocks >= device.sms:
         return None
     return f"it would have {blocks} blocks of {rows} queries for {device.sms} SMs"
@@ -118,11 +127,13 @@ def polynomial_of(options: tuple[str, ...]) -> int:
 
 
 def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
-    """128 queries, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V.
+    """128 queries, 4 warps in each of two warpgroups, or 192 of three; num_stages: buffers for K, and for V.
 
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
     no room for two buffers."""
     widths = width_of(problem.dim_qk), width_of(problem.dim_v)
+    if widths == (64, 64) and _three_pay(problem, device):
+        return Tile(192, 128, 4, STAGES[widths])
     for keys in (128, 64):
         for stages in (STAGES[widths],) if widths in STAGES else (4, 3, 2):
             tile = Tile(128, keys, 4, stages)
@@ -180,13 +191,28 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
         return "tanh is a version of softcap, which the problem does not have"
     if "turns" in options and consumers_of(tile) == 1:
         return "turns need two warpgroups that fold, 64 queries a block make one"
-    if "pack" not in options:
-        return None
+    return _pack_fault(problem) if "pack" in options else None
+
+
+def _pack_fault(problem: AttentionProblem) -> str | None:
     if problem.varlen:
         return "pack needs sequences of one length, this is a packed batch"
     if problem.group == 1 or MAX_PACKED % problem.group:
         return f"pack needs a number of query heads a KV head that divides {MAX_PACKED}, got {problem.group}"
     return None
+
+
+def _three_pay(problem: AttentionProblem, device: Device) -> bool:
+    """Whether three warpgroups are faster than two: where exponentials are the bound, and few rows and scores are in vain."""
+    n = problem
+    blocks = -(-n.seq_q // 192)
+    if n.score_mods or n.batch * n.heads * blocks < device.sms or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks:
+        return False
+    left, right = n.sides
+    if left < 0 and right < 0:
+        return True
+    seen = n.seq_k if left < 0 or right < 0 else min(n.seq_k, left + right + 1)
+    return not n.varlen and seen >= THREE_FROM
 
 
 def _registers_held(problem: AttentionProblem, tile: Tile) -> int:
