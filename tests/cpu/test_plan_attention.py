@@ -269,7 +269,7 @@ def test_three_warpgroups_where_little_is_in_vain(problem: AttentionProblem, row
         (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "pack")),
         (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip")),
         (replace(LONG, dim_qk=256, dim_v=256, kv_heads=4), ("fence", "turns", "skip")),
-        (replace(LONG, dim_qk=256, dim_v=256, seq_q=64, kv_heads=4, batch=8), ("fence", "turns", "skip", "pack")),
+        (replace(LONG, dim_qk=256, dim_v=256, seq_q=64, kv_heads=4, batch=16), ("fence", "turns", "skip", "pack")),
         (replace(LONG, kv_heads=4, varlen=True), ("fence", "turns", "skip")),
         (replace(LONG, score_mods=("softcap",)), ("fence", "turns", "skip", "tanh")),
         (replace(LONG, score_mods=("softcap",), dtype="float16"), ("fence", "turns", "skip")),
