@@ -24,7 +24,7 @@ def timing(ms):
 def measured(peers=("cudnn", "flash", "flex", "efficient", "math")):
     """tilefold at 600 TFLOP/s, cuDNN at 750 and 480 in turn, the others at 300; FA4 missing; math without memory at 16384."""
     cells = []
-    for turn, case in enumerate(cases_of("dense")):
+    for turn, case in enumerate(cases_of("dense")[:12]):
 
         def cell(name, tflops, case=case):
             return Cell(case, name, "ok", "", RIGHT, timing(case.flops / (tflops * 1e9)))

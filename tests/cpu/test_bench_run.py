@@ -1,5 +1,6 @@
 """Running cases with implementations that are made up: what is wrong is not timed, what fails does not stop the others."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -211,8 +212,32 @@ def test_every_peer_says_why_it_is_not_available():
     assert IMPLEMENTATIONS["fa4"].refuses(half, "cpu") in ("flash-attn-4 is not installed", "needs a GPU")
     assert "float16 and bfloat16" in IMPLEMENTATIONS["flash"].refuses(plain, "cuda")
     assert "top left" in IMPLEMENTATIONS["math"].refuses(unequal, "cpu")
-    packed = Case("dense", AttentionProblem(1, 8, 8, 1, 1, 16, 16, varlen=True))
-    assert all(each.refuses(packed, "cpu") for each in IMPLEMENTATIONS.values())
+    packed = Case("dense", AttentionProblem(1, 8, 8, 1, 1, 16, 16, varlen=True), lengths=(8,))
+    window = Case("dense", AttentionProblem(1, 8, 8, 1, 1, 16, 16, window=(4, 0)))
+    for case in (packed, window):
+        assert all(each.refuses(case, "cpu") for each in IMPLEMENTATIONS.values() if each.name != "tilefold")
+        assert IMPLEMENTATIONS["tilefold"].refuses(case, "cpu") is None
+    assert "packed batches for cuDNN and FlashAttention-2" in IMPLEMENTATIONS["efficient"].refuses(
+        replace(packed, problem=replace(packed.problem, dtype="float16")), "cuda"
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_packed_batch_is_judged_by_its_own_sequences(backward):
+    problem = AttentionProblem(4, 100, 100, 2, 1, 16, 16, "float32", varlen=True, causal=True)
+    inputs = make_inputs(Case("dense", problem, backward=backward, lengths=(70, 1, 0, 100)), "cpu")
+    judge = Judge(inputs)
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+
+    def attended(*bounds):
+        parts = [
+            reference.attention(*(t[:, a:b] for t in leaves), causal=True)[0] for a, b in itertools.pairwise(bounds)
+        ]
+        out = torch.cat(parts, 1)
+        return torch.autograd.grad(out, leaves, inputs.grad) if backward else out.detach()
+
+    assert judge.verdict(attended(0, 70, 71, 171)).ok
+    assert not judge.verdict(attended(0, 30, 171)).ok
 
 
 def test_peers_by_name():

@@ -42,13 +42,19 @@ def test_quick_dense_with_every_output(tmp_path):
     assert "cuDNN: needs a GPU" in result.output
     assert "host us" in result.output
     rows = list(csv.DictReader(files["csv"].open()))
-    assert [row["implementation"] for row in rows] == ["tilefold", "flash", "math", "cudnn"] * 2
-    assert {row["status"] for row in rows if row["implementation"] != "cudnn"} == {"ok"}
+    names = ["d32_h2_n100x2", "d32_h2_n100x1_window20_0", "d32_h4k1_n100x1", "d32_h2_packed4"]
+    names = [name + mask for name in names for mask in ("", "_causal") if "window" not in name or not mask]
+    assert {row["case"] for row in rows} == set(names)
+    assert [row["implementation"] for row in rows] == ["tilefold", "flash", "math", "cudnn"] * 7
+    for row in rows:
+        special = "packed" in row["case"] or "window" in row["case"]
+        refused = row["implementation"] == "cudnn" or (special and row["implementation"] != "tilefold")
+        assert row["status"] == ("refused" if refused else "ok"), row
     document = json.loads(files["json"].read_text())
     assert document["setting"]["backend"] == "interpreter"
     assert set(document["geometric_means"]) == {"flash", "math"}
     assert files["markdown"].read_text().startswith("| D, H | N x B |")
-    assert len((tmp_path / "results" / "dense.jsonl").read_text().splitlines()) == 8
+    assert len((tmp_path / "results" / "dense.jsonl").read_text().splitlines()) == 28
 
 
 @pytest.mark.interpreter
@@ -123,6 +129,6 @@ def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
         "tilefold", "tilefold", "", lambda case, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
     )
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
-    result = run("dense", "--quick", "--case", "d32,causal", "--peers", "none")
+    result = run("dense", "--quick", "--case", "d32,n100x2,causal", "--peers", "none")
     assert result.exit_code == 1
     assert "tilefold: WRONG: max error" in result.output

@@ -164,6 +164,8 @@ def exact_result(inputs: "Inputs") -> "tuple[Tensor, ...]":
     from tilefold import reference
 
     p = inputs.problem
+    if p.varlen:
+        raise Unsupported(f"{inputs.case.name} is a packed batch; compare its sequences as cases of their own")
     if p.batch * p.heads * p.seq_q * p.seq_k > LARGEST:
         raise Unsupported(
             f"fp64 cannot take {inputs.case.name}: its {p.batch} x {p.heads} x {p.seq_q} x {p.seq_k} scores are more than "

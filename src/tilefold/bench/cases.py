@@ -1,5 +1,6 @@
 """What is measured: families of attention problems, as frozen records. FLOPs come from the planner's cost and nowhere else."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from tilefold.errors import ValueRangeError
 from tilefold.plan.cost import attention_cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["DIRECTIONS", "FAMILIES", "SIZES", "Case", "cases_of", "select_cases"]
+__all__ = ["DIRECTIONS", "FAMILIES", "SIZES", "Case", "cases_of", "lognormal_lengths", "select_cases"]
 
 SIZES = ("full", "quick", "tiny")
 DIRECTIONS = ("forward", "backward", "both")
@@ -34,6 +35,25 @@ DENSE: dict[str, tuple[Shape, ...]] = {
     # For the interpreter, which does about a fifth of a GFLOP a second.
     "tiny": ((128, 1, 128, 1), (64, 2, 128, 1), (32, 2, 100, 2)),
 }
+
+
+def lognormal_lengths(count: int, mean: int, sigma: float = 0.8, seed: int = 3) -> tuple[int, ...]:
+    """Lengths of `count` sequences, lognormal with that mean, the same everywhere: as documents of a training batch are."""
+    draw = random.Random(seed)
+    found = [draw.lognormvariate(0.0, sigma) for _ in range(count)]
+    return tuple(max(1, round(each * mean * count / sum(found))) for each in found)
+
+
+# Beside the published ones: from short to long, few KV heads, a window, and packed sequences of unequal lengths.
+MORE_SHAPES: tuple[Shape, ...] = tuple(
+    (dim, heads, tokens, max(1, 16384 // tokens))
+    for dim, heads in ((128, 16), (64, 32))
+    for tokens in (512, 1024, 2048, 8192, 65536)
+    if (dim, tokens) != (128, 1024)
+)
+WINDOW = (4095, 0)
+PACKED = lognormal_lengths(64, 1024)
+TINY_PACKED = (70, 1, 0, 100)
 
 # A video transformer's attention: 12 heads over a latent video of 16 x 28 x 52 tokens, 364 blocks of 64.
 VIDEO = AttentionProblem(1, 23296, 23296, 12, 12, 128, 128)
@@ -77,12 +97,14 @@ class Case:
     """One row of a benchmark table: a family, a problem, for "sparse" the pattern of its lists, and which way it is computed.
 
     backward: the gradients of q, k and v from that of the output are what is timed, and the forward is not.
+    lengths: of a packed batch (problem.varlen), as many queries as keys in each sequence; else empty.
     """
 
     family: str
     problem: AttentionProblem
     pattern: Pattern | None = None
     backward: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -90,7 +112,9 @@ class Case:
         p = self.problem
         heads = f"h{p.heads}" if p.heads == p.kv_heads else f"h{p.heads}k{p.kv_heads}"
         tokens = f"n{p.seq_q}" if p.seq_q == p.seq_k else f"q{p.seq_q}k{p.seq_k}"
-        name = f"d{p.dim_qk}_{heads}_{tokens}x{p.batch}" + ("_causal" if p.causal else "")
+        name = f"d{p.dim_qk}_{heads}_" + (f"packed{p.batch}" if self.lengths else f"{tokens}x{p.batch}")
+        name += "_causal" if p.causal else ""
+        name += "_window{}_{}".format(*p.window) if p.window != (-1, -1) else ""
         if self.pattern is not None:
             name += f"_{self.pattern.name}" + ("" if p.dtype == "bfloat16" else f"_{p.dtype}")
         return name + ("_backward" if self.backward else "")
@@ -103,7 +127,7 @@ class Case:
     def flops(self) -> int:
         """FLOPs of one call: 2 (dim_qk + dim_v) for each pair that causal leaves alive or a list names, times heads and batch;
         backward 2.5 times that."""
-        p, whole = self.problem, attention_cost(self.problem).flops
+        p, whole = self.problem, sum(attention_cost(one).flops for one in self.sequences)
         if self.pattern is not None:
             # Every pair of blocks counts as a whole one, as the published figures do; tails make it an upper estimate.
             listed = listed_blocks(self.pattern, p) * self.pattern.block_q * self.pattern.block_k
@@ -114,12 +138,19 @@ class Case:
     def bytes(self) -> int:
         """DRAM bytes of one call with q, out, lse and the k and v that some query sees moved once; backward with the gradients
         of each and of the output, too."""
-        p, moved = self.problem, attention_cost(self.problem).bytes
+        p, moved = self.problem, sum(attention_cost(one).bytes for one in self.sequences)
         if self.pattern is not None:
             row = (p.dim_qk + p.dim_v) * p.itemsize
             unseen = p.seq_k * p.batch * p.kv_heads - touched_blocks(self.pattern, p) * self.pattern.block_k
             moved -= max(0, unseen) * row
         return 2 * moved if self.backward else moved
+
+    @property
+    def sequences(self) -> tuple[AttentionProblem, ...]:
+        """The problem, or those of a packed batch's sequences."""
+        if not self.lengths:
+            return (self.problem,)
+        return tuple(replace(self.problem, batch=1, seq_q=n, seq_k=n, varlen=False) for n in self.lengths)
 
     @property
     def density(self) -> float:
@@ -156,10 +187,27 @@ def cases_of(family: str, size: str = "full", dtype: str = "bfloat16", direction
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
+def packed_case(dim: int, heads: int, lengths: tuple[int, ...], causal: bool, dtype: str) -> Case:
+    """A packed batch of sequences, each attending itself."""
+    shape = dim, heads, max(lengths), len(lengths)
+    return Case("dense", replace(dense_problem(shape, causal, dtype), varlen=True), lengths=lengths)
+
+
 def _dense_cases(size: str, dtype: str) -> Iterator[Case]:
-    for shape in DENSE[size]:
+    more = MORE_SHAPES if size == "full" else ()
+    for shape in (*DENSE[size], *more):
         for causal in (False, True):
             yield Case("dense", dense_problem(shape, causal, dtype))
+    if size == "quick":
+        return
+    tiny = size == "tiny"
+    for shape in ((32, 2, 100, 1),) if tiny else ((128, 16, 16384, 1), (64, 32, 16384, 1)):
+        yield Case("dense", replace(dense_problem(shape, False, dtype), window=(20, 0) if tiny else WINDOW))
+    for causal in (False, True):
+        grouped = (32, 4, 100, 1) if tiny else (128, 32, 8192, 2)
+        yield Case("dense", replace(dense_problem(grouped, causal, dtype), kv_heads=grouped[1] // 4 if tiny else 4))
+        for dim, heads in ((32, 2),) if tiny else ((128, 16), (64, 32)):
+            yield packed_case(dim, heads, TINY_PACKED if tiny else PACKED, causal, dtype)
 
 
 def _sparse_cases(size: str, dtype: str) -> Iterator[Case]:

@@ -35,9 +35,10 @@ Function = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] of one case, on one device.
+    """q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] of one case, on one device; of a packed batch [1, tokens, H, D].
 
     index: the lists of a sparse case, there too. grad: the gradient of the output [B, Sq, H, Dv] of a backward case.
+    offsets: where each sequence of a packed batch begins, and the end: [B + 1] int32.
     """
 
     case: Case
@@ -46,6 +47,7 @@ class Inputs:
     v: "Tensor"
     index: "BlockIndex | None" = None
     grad: "Tensor | None" = None
+    offsets: "Tensor | None" = None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -101,11 +103,14 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     def normal(*shape: int) -> "Tensor":
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    q = normal(p.batch, p.seq_q, p.heads, p.dim_qk)
-    k = normal(p.batch, p.seq_k, p.kv_heads, p.dim_qk)
-    v = normal(p.batch, p.seq_k, p.kv_heads, p.dim_v)
+    batch, seq_q, seq_k = (1, sum(case.lengths), sum(case.lengths)) if case.lengths else (p.batch, p.seq_q, p.seq_k)
+    q = normal(batch, seq_q, p.heads, p.dim_qk)
+    k = normal(batch, seq_k, p.kv_heads, p.dim_qk)
+    v = normal(batch, seq_k, p.kv_heads, p.dim_v)
     index = None if case.pattern is None else lists_of(case.pattern, p).to(device)
-    return Inputs(case, q, k, v, index, normal(p.batch, p.seq_q, p.heads, p.dim_v) if case.backward else None)
+    grad = normal(batch, seq_q, p.heads, p.dim_v) if case.backward else None
+    ends = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Inputs(case, q, k, v, index, grad, ends.to(device) if case.lengths else None)
 
 
 def prepared(

@@ -71,8 +71,8 @@ class Judge:
         import torch
 
         self.inputs, self.lists = inputs, lists
-        self.rows = sampled_rows(inputs.problem.seq_q, count)
-        self.heads = sampled_heads(inputs.problem.batch, inputs.problem.kv_heads)
+        self.rows = sampled_rows(inputs.q.shape[1], count)
+        self.heads = sampled_heads(inputs.q.shape[0], inputs.problem.kv_heads)
         both = (torch.float64, inputs.q.dtype)
         self.want, self.plain = (self._gradients(d) if inputs.case.backward else [self._rows(d)] for d in both)
 
@@ -96,7 +96,7 @@ class Judge:
 
         i = self.inputs
         outs = []
-        for b in range(i.problem.batch):
+        for b in range(i.q.shape[0]):
             mask = visible(i, self.rows, self.lists, b)
             q, k, v = i.q[b : b + 1, self.rows], i.k[b : b + 1], i.v[b : b + 1]
             outs.append(reference.attention(q, k, v, mask=mask, dtype=dtype)[0])
@@ -146,16 +146,17 @@ class Judge:
 
     def _stretches(self) -> Iterator[list[int]]:
         """All queries in stretches of few enough for the reference's memory."""
-        p = self.inputs.problem
-        step = max(1, STRETCH // max(1, p.seq_k * p.group))
-        for start in range(0, p.seq_q, step):
-            yield list(range(start, min(start + step, p.seq_q)))
+        queries, keys = self.inputs.q.shape[1], self.inputs.k.shape[1]
+        step = max(1, STRETCH // max(1, keys * self.inputs.problem.group))
+        for start in range(0, queries, step):
+            yield list(range(start, min(start + step, queries)))
 
 
 def visible(
     inputs: Inputs, rows: list[int], lists: bool = True, batch: int = 0, heads: slice | None = None
 ) -> "Tensor":
-    """Which keys each of the rows of a batch entry sees: bool [1, H or 1, len(rows), seq_k], on the inputs' device.
+    """Which keys each of the rows of a batch entry sees: bool [1, H or 1, len(rows), seq_k], on the inputs' device.  Of a packed
+    batch those of its own sequence, whose queries and keys have the same places.
 
     lists: narrow what causal and window allow to the blocks listed; heads: only those of the lists."""
     import torch
@@ -163,9 +164,12 @@ def visible(
     p, device = inputs.problem, inputs.q.device
     query = torch.tensor(rows, device=device)
     place = query[:, None] + (p.seq_k - p.seq_q)
-    keys = torch.arange(p.seq_k, device=device)[None, :]
+    keys = torch.arange(inputs.k.shape[1], device=device)[None, :]
     left, right = p.sides
-    seen = torch.ones(len(rows), p.seq_k, dtype=torch.bool, device=device)
+    seen = torch.ones(len(rows), inputs.k.shape[1], dtype=torch.bool, device=device)
+    if inputs.offsets is not None:
+        sequence = torch.searchsorted(inputs.offsets, torch.arange(inputs.k.shape[1], device=device), right=True)
+        seen &= sequence[query][:, None] == sequence[None, :]
     if left >= 0:
         seen &= keys >= place - left
     if right >= 0:

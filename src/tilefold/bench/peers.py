@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.block_peers import BLOCK_PEERS, portable_plans
 from tilefold.bench.cases import Case
-from tilefold.bench.implementation import Implementation, Inputs, Prepared, importable, prepared
+from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, prepared
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -41,7 +41,15 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
         out: Tensor = tilefold.sparse_attention(q, k, v, index, causal=p.causal)
         return out
 
-    return prepared(inputs, function if index is None else sparse_function)
+    def packed_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        ends, longest = inputs.offsets, p.seq_q
+        assert ends is not None
+        out: Tensor = tilefold.attention_varlen(
+            q[0], k[0], v[0], ends, ends, longest, longest, causal=p.causal, window=window
+        )
+        return out[None]
+
+    return prepared(inputs, packed_function if p.varlen else function if index is None else sparse_function)
 
 
 def prepare_portable(inputs: Inputs) -> Prepared:
@@ -62,7 +70,7 @@ def prepare_portable(inputs: Inputs) -> Prepared:
 
 def _beyond_causal(p: AttentionProblem) -> str | None:
     """Why a library that knows only plain and causal attention of equal lengths cannot take the problem, or None."""
-    if p.varlen or not p.plain or p.window != (-1, -1):
+    if not p.plain or p.window != (-1, -1):
         return "this adapter takes plain and causal attention only"
     if p.causal and p.seq_q not in (1, p.seq_k):
         return "its causal mask is aligned to the top left: lengths must be equal"
@@ -81,6 +89,10 @@ def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
 
             if not torch.backends.cudnn.is_available():
                 return "torch was built without cuDNN"
+        if p.varlen and backend not in ("cudnn", "flash"):
+            return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
+        if p.varlen and device != "cuda":
+            return "packed batches need a GPU"
         return _beyond_causal(p)
 
     return refuses
@@ -105,9 +117,47 @@ def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
             q, k, v = (t.transpose(1, 2) for t in tensors)
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
-        return prepared(inputs, function, lambda: sdpa_kernel(chosen))
+        packed = _packed_flash if backend == "flash" else _packed_sdpa
+        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_kernel(chosen))
 
     return prepare
+
+
+def _packed_sdpa(inputs: Inputs) -> Function:
+    """SDPA of a packed batch as torch's jagged tensors."""
+    from torch.nested import nested_tensor_from_jagged
+    from torch.nn.functional import scaled_dot_product_attention
+
+    assert inputs.offsets is not None
+    offsets, lengths, causal = inputs.offsets.long(), inputs.case.lengths, inputs.problem.causal
+
+    def function(*tensors: "Tensor") -> "Tensor":
+        q, k, v = (
+            nested_tensor_from_jagged(t[0], offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)).transpose(1, 2)
+            for t in tensors
+        )
+        out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).values()
+        return out[None]
+
+    return function
+
+
+def _packed_flash(inputs: Inputs) -> Function:
+    """torch's own function for packed batches, which is FlashAttention-2."""
+    import inspect
+
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn
+    longest, causal = inputs.problem.seq_q, inputs.problem.causal
+    newer = "window_size" in inspect.signature(attend).parameters  # a causal mask had an argument of its own before
+    mask = {"window_size": (-1, 0) if causal else (-1, -1)} if newer else {"is_causal": causal}
+
+    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        out: Tensor = attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)
+        return out[None]
+
+    return function
 
 
 # --- FlexAttention ----------------------------------------------------------------------------------------------------------
@@ -194,8 +244,8 @@ def _fa4_refuses(case: Case, device: str) -> str | None:
         return "needs sm_90 or newer"
     if p.dtype == "float32":
         return "takes float16 and bfloat16 only"
-    if p.varlen or not p.plain or p.window != (-1, -1):
-        return "this adapter takes plain and causal attention only"
+    if not p.plain:
+        return "this adapter takes plain attention only"
     if pattern is not None and case.backward and pattern.block_k % 128:
         return "its backward takes KV blocks of 128 on sm_90"
     return None
@@ -203,7 +253,10 @@ def _fa4_refuses(case: Case, device: str) -> str | None:
 
 def _prepare_fa4(inputs: Inputs) -> Prepared:
     interface: Any = importlib.import_module("flash_attn.cute")
-    options: dict[str, Any] = {"causal": inputs.problem.causal}
+    p = inputs.problem
+    options: dict[str, Any] = {"causal": p.causal}
+    if p.window != (-1, -1):
+        options["window_size"] = tuple(None if side < 0 else side for side in p.window)
     if inputs.index is not None:
         options["block_sparse_tensors"] = _fa4_lists(inputs, inputs.index)
         if inputs.grad is not None:
@@ -214,7 +267,15 @@ def _prepare_fa4(inputs: Inputs) -> Prepared:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return prepared(inputs, function)
+    def packed(*tensors: "Tensor") -> "Tensor":
+        where = {f"cu_seqlens_{side}": inputs.offsets for side in "qk"} | dict.fromkeys(
+            ("max_seqlen_q", "max_seqlen_k"), p.seq_q
+        )
+        result: Any = interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out[None]
+
+    return prepared(inputs, packed if p.varlen else function)
 
 
 def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
@@ -237,8 +298,7 @@ def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
 
 
 def _tilefold_refuses(case: Case, device: str) -> str | None:
-    p = case.problem
-    return None if p.plain and not p.varlen else "this adapter takes plain attention only"
+    return None if case.problem.plain else "this adapter takes plain attention only"
 
 
 def _portable_refuses(case: Case, device: str) -> str | None:

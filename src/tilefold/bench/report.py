@@ -67,6 +67,9 @@ def shape_of(cell: Cell) -> tuple[str, str, str]:
     p = cell.case.problem
     tokens = f"{p.seq_q}" if p.seq_q == p.seq_k else f"{p.seq_q}/{p.seq_k}"
     heads = f"{p.heads}" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
+    if cell.case.lengths:
+        tokens = f"{sum(cell.case.lengths)} in {p.batch}"
+        return f"{p.dim_qk}, {heads}", tokens, what_of(cell)
     return f"{p.dim_qk}, {heads}", f"{tokens} x {p.batch}", what_of(cell)
 
 
@@ -74,6 +77,8 @@ def what_of(cell: Cell) -> str:
     """The mask of a case, or its lists."""
     p, pattern = cell.case.problem, cell.case.pattern
     if pattern is None:
+        if p.window != (-1, -1):
+            return "window {}, {}".format(*p.window)
         return "causal" if p.causal else "full"
     title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
     return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
