@@ -90,7 +90,7 @@ VERSIONS = [
     (64, {"block_m": 192}),
     (64, {"block_m": 192, "options": ("turns",)}),
     (64, {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
-    (64, {"block_m": 64}),
+    (64, {"block_m": 64, "options": ("skip",)}),
     (64, {"options": ("fence", "polynomial 16")}),
     (96, {"block_m": 192, "block_n": 64}),
     (128, {"options": ("fence", "turns")}),

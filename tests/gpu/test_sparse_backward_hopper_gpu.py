@@ -225,7 +225,7 @@ def test_one_compilation_serves_all_lengths():
 
 def test_falls_back_with_a_warning(monkeypatch):
     from tilefold.kernels import hopper
-    from tilefold.ops import sparse_hopper
+    from tilefold.ops import hopper as ops
 
     q, k, v = qkv(1, 320, 320, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     index = lists(1, 2, 320, 320)
@@ -233,7 +233,7 @@ def test_falls_back_with_a_warning(monkeypatch):
     wanted = ours(q, k, v, index, dout, dlse, plan_of(q, k, v, index, portable=True))
     call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
     sparse_ops.prepare(q, k, v, call).backward.clear()
-    monkeypatch.setattr(sparse_hopper, "_WARNED", set())
+    monkeypatch.setattr(ops, "_WARNED", set())
     monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
     with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
         got = ours(q, k, v, index, dout, dlse)

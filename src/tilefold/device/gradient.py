@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .dropout import dropout_factor
 from .mods import mask, mask_band, modify_with_slope
+from .product import add_product
 from .ranges import FULL, WINDOW
 from .source import fetch_rows, locate_rows
 from .state import LOG2E
@@ -73,7 +74,7 @@ def fold_query_gradient(dq, q, do, lse, delta, lo, hi, place, scale, source, k_s
         )
         if EDGE:
             ds = tl.where(live[None, :], ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = add_product(ds.to(k.dtype), k, dq)
     return dq
 
 
@@ -136,8 +137,8 @@ def fold_key_gradient(k, v, dk, dv, live_k, lo, hi, head, kv_index, scale, sourc
             ds = tl.where(live_k[:, None], ds, 0.0)
         # Both narrowed before the products: ds would wait for the first one in twice the registers.
         p, ds = p.to(do.dtype), ds.to(q.dtype)
-        dv = tl.dot(p, do, dv, input_precision="ieee")
-        dk = tl.dot(ds, q, dk, input_precision="ieee")
+        dv = add_product(p, do, dv)
+        dk = add_product(ds, q, dk)
     return dk, dv
 
 

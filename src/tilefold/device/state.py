@@ -14,6 +14,8 @@ FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1).
 import triton
 import triton.language as tl
 
+from .product import add_product
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -54,7 +56,7 @@ def state_step(acc, m, l, s, v, scale, factor):
     l = l * alpha + tl.sum(p, 1)
     if factor is not None:
         p = p * factor
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    acc = add_product(p.to(v.dtype), v, acc * alpha[:, None])
     return acc, m_new, l
 
 
