@@ -68,11 +68,7 @@ def bind(
 
 
 def run(
-    bound: HopperBound,
-    tensors: Tensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
+    bound: HopperBound, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
 ) -> Tensors:
     """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
     made = scratch(bound, tensors, tensors[0].device)

@@ -20,6 +20,7 @@ from tilefold.plan.problem import AttentionProblem
 __all__ = [
     "KERNEL",
     "batches_of",
+    "common_refusal",
     "delay",
     "hopper_backward_refusal",
     "hopper_backward_tile",
@@ -47,7 +48,20 @@ LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are fa
 
 
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
+    """Why the kernel does not serve this problem, as a sentence, or None if it does; of a packed batch see
+    attention_backward_packed."""
+    n = problem
+    if refusal := common_refusal(n, device) or box_refusal(n, device):
+        return refusal
+    if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
+        return "there are more than 2**24 tiles of 64 queries"
+    if fault := kept_violation(n, device, *kept_at_once(n, device)):
+        return fault[1]
+    return None
+
+
+def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """hopper_backward_refusal, as far as it holds for packed batches, too."""
     n = problem
     if refusal := chip_refusal(n, device):
         return refusal
@@ -57,12 +71,6 @@ def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | 
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
         return "there are no keys"
-    if refusal := box_refusal(n, device):
-        return refusal
-    if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
-        return "there are more than 2**24 tiles of 64 queries"
-    if fault := kept_violation(n, device, *kept_at_once(n, device)):
-        return fault[1]
     return None
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "KEPT_LIMIT",
     "PROGRAMS_PER_SM",
     "REGISTERS",
+    "SPARE",
     "UNIT",
     "backward_delay",
     "backward_shared",

@@ -27,9 +27,7 @@ from .backward_parts import (
     tiles_of,
 )
 from .backward_ranges import (
-    CAUSAL,
-    FULL,
-    WINDOW,
+    cut_if_needed,
     line_of_keys,
     lines_of_head,
     queries_of_keys,
@@ -89,7 +87,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     batches, delay, rooms = order
     q_units = lengths[2]
     i_n, i_b, i_k, local = _key_item(batch, program, heads // group, split)
-    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
+    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n * UNIT, D, SLOTS)
     first, tiles = queries_of_keys(i_n, lengths, band, KIND)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
@@ -100,7 +98,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
             unit = gl.where(tiles > 0, first + j, q_units)
             statistics = gl.where(tiles > 0, row + unit, no_unit)
-            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit * UNIT,
                          statistics, g, j, batch, rooms, query_items, batches, slot, parity, D, SLOTS)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
 
@@ -136,7 +134,7 @@ def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lengths, band,
         rows = (row,)
         if SUM_TILES > 1:
             rows = (row, _kept_row(i_m + 1, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n, rows, 0, j, batch, key_items, slot,
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n * UNIT, rows, 0, j, batch, key_items, slot,
                   parity, D, SLOTS, SUM_TILES)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 
@@ -163,51 +161,6 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
 
 
 # ---------------------------------------------------------------- dk and dv
-
-
-@jit
-def _cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
-    """S [64 keys, 64 queries], -inf where the query does not see the key, of tiles i_m and i_n.
-
-    A column is 8 * group + 2 * thread + e; compared like this the group is a constant of each register (parts.cut_columns).
-    What is made of the keys is made here: kept throughout the loop, it would push others out of their registers."""
-    seq_q, seq_k, q_units, kv_units = lengths
-    left, right = band
-    parts = s.reshape([UNIT, UNIT // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    key = gl.expand_dims(gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, UNIT, layout=ROW)), 1), 2), 3) + i_n * UNIT
-    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 8, layout=GROUP), 0), 2), 3)
-    thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
-    element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
-    column = thread * 2 + element
-    if KIND == FULL:
-        live = (group >= 0) & ((key < seq_k) & (column >= 0))
-    else:
-        own = key - seq_k + seq_q - i_m * UNIT  # the column of the query at the key's own place
-        first = own - (right if KIND == WINDOW else 0)
-        if KIND == WINDOW:
-            first = gl.where(key < seq_k, first, UNIT)
-        live = group * 8 >= opaque(first - column)
-        if KIND == WINDOW:
-            live = live & (group * 8 <= opaque(own + left - column))
-    return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
-
-
-@jit
-def _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
-    """_cut, where some of the queries does not see some of the keys; whole: whole_tiles of i_n."""
-    needed = i_m >= whole[1]
-    if KIND == CAUSAL:
-        needed = i_m < whole[0]
-    elif KIND == WINDOW:
-        needed = needed | (i_m < whole[0])
-    if needed:
-        s = _cut(s, i_m, i_n, lengths, band, KIND)
-    return s
 
 
 @jit
@@ -247,14 +200,14 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
         own = (own[0].load(K_LAYOUT), own[1].load(K_LAYOUT))
     for g in range(group):
         s, dp_flying = first_products(own, pool, bars, slot, parity, UNIT, D, TILES, SLOTS, False, S_LAYOUT)
-        s = _cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
+        s = cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
         row = base
         for i_m in range(first + 1, last + 1):  # the tile after the one whose S is there
             s, dp_flying, dk, dv, slot, parity = key_tile(
                 s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
                 False, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
             row += way * UNIT
-            s = _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
+            s = cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
         # Keys that nobody sees keep nothing: past the end, where the copy engine writes nothing.
         row = gl.where(seen > 0, row, nowhere)
         s, dp_flying, dk, dv, slot, parity = key_tile(
