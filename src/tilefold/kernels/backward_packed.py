@@ -145,9 +145,13 @@ def _key_entries(Entries, CuQ, CuK, n, batch, steps, max_q, max_k, kv_heads, gro
     first_q, n_q = rows_of_sequence(CuQ, i_b, max_q)
     first_k, n_k = rows_of_sequence(CuK, i_b, max_k)
     place, _places = place_of_sequence(CuQ, i_b, UNIT)
-    b_b, b_k, _tile, had = keys_of_number(CuK, tl.maximum(n - lines, 0), batch, steps, kv_heads, max_k, UNIT)
+    m = n - lines  # who had the line before: a place may be empty, then it was an earlier one
+    b_b, b_k, _tile, had = keys_of_number(CuK, tl.maximum(m, 0), batch, steps, kv_heads, max_k, UNIT)
+    while tl.max((~had & (m >= lines)).to(tl.int32), 0) > 0:
+        m = tl.where(had | (m < lines), m, m - lines)
+        b_b, b_k, _tile, had = keys_of_number(CuK, tl.maximum(m, 0), batch, steps, kv_heads, max_k, UNIT)
     _first, b_q = rows_of_sequence(CuQ, b_b, max_q)
-    wanted = tl.where(had & (n >= lines), tl.cdiv(b_q, ROWS) * group, 0)
+    wanted = tl.where(had & (m >= 0), tl.cdiv(b_q, ROWS) * group, 0)
     position = n + queries_before(CuQ, CuK, n, batch, steps, kv_heads, group, longest, shift, UNIT, ROWS)
     _write(Entries, position, n < all_keys, tl.where(live, KEYS, NOTHING), i_k, tile, first_q, n_q, first_k, n_k, place,
            n % lines, i_b * kv_heads + i_k, b_b * kv_heads + b_k, wanted)  # fmt: skip

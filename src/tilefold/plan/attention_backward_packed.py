@@ -32,6 +32,7 @@ __all__ = [
     "packed_unmeasured",
     "packed_violation",
     "scratch_bytes",
+    "tiles_together",
 ]
 
 ENTRY_BYTES = 48  # of one piece of work
@@ -134,9 +135,7 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
 
     PlanError is not for here: whatever was not refused has an order."""
     n = problem
-    together = 1
-    if n.heads * (total_q // UNIT) >= PAIRS_FROM * places(device) and total_q >= 2 * UNIT * n.batch:
-        together = 2
+    together = tiles_together(n, device, total_q)
     all_keys = n.kv_heads * (total_k // UNIT + n.batch)
     all_queries = n.heads * (total_q // (UNIT * together) + n.batch)
     assert all_keys + all_queries <= MAX_GRID, "more pieces of work than tokens fit a device's memory"
@@ -146,6 +145,13 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
     shift = min(wanted, max(lines // 2, lines - 2 * most), free)
     q_places = total_q // UNIT + n.batch
     return Order(together, q_places, all_keys, all_queries, most, shift, lines, _width(n), n.batch * n.kv_heads)
+
+
+def tiles_together(problem: AttentionProblem, device: Device, total_q: int) -> int:
+    """Tiles of queries of one item for dq: two where there are many, of sequences that mostly have two."""
+    n = problem
+    many = n.heads * (total_q // UNIT) >= PAIRS_FROM * places(device)
+    return 2 if many and total_q >= 2 * UNIT * n.batch else 1
 
 
 def _most(problem: AttentionProblem) -> int:
