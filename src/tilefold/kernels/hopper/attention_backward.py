@@ -87,7 +87,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     batches, delay, rooms = order
     q_units = lengths[2]
     i_n, i_b, i_k, local = _key_item(batch, program, heads // group, split)
-    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n * UNIT, D, SLOTS)
+    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
     first, tiles = queries_of_keys(i_n, lengths, band, KIND)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
@@ -98,7 +98,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
             unit = gl.where(tiles > 0, first + j, q_units)
             statistics = gl.where(tiles > 0, row + unit, no_unit)
-            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit * UNIT,
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
                          statistics, g, j, batch, rooms, query_items, batches, slot, parity, D, SLOTS)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
 
@@ -134,7 +134,7 @@ def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lengths, band,
         rows = (row,)
         if SUM_TILES > 1:
             rows = (row, _kept_row(i_m + 1, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n * UNIT, rows, 0, j, batch, key_items, slot,
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n, rows, 0, j, batch, key_items, slot,
                   parity, D, SLOTS, SUM_TILES)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 

@@ -82,7 +82,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     total_q, q_places, blocks, no_unit = packed
     group = room[0]
     lengths = _lengths_of(rows)
-    load_keys(k_desc, v_desc, pool, kv_full, 0, i_k, rows[2] + i_n * UNIT, D, SLOTS)
+    load_keys(k_desc, v_desc, pool, kv_full, 0, i_k, i_n, D, SLOTS, rows[2])
     first, tiles = queries_of_keys(i_n, lengths, band, KIND)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
@@ -90,10 +90,11 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
         i_h = i_k * group + g
         for j in range(gl.maximum(tiles, 1)):
             # Keys that nobody sees meet a tile without queries, behind all sequences, where the copy engine gives zeros.
-            row = gl.where(tiles > 0, rows[0] + (first + j) * UNIT, total_q)
+            unit = gl.where(tiles > 0, first + j, 0)
+            begin = gl.where(tiles > 0, rows[0], total_q)
             statistics = gl.where(tiles > 0, i_h * q_places + place + first + j, no_unit)
-            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, 0, i_h, row, statistics,
-                         g, j, counts[1], 0, counts[2], blocks, slot, parity, D, SLOTS)  # fmt: skip
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, 0, i_h, unit, statistics,
+                         g, j, counts[1], 0, counts[2], blocks, slot, parity, D, SLOTS, begin)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
 
 
@@ -114,8 +115,8 @@ def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, entry, band, r
         kept = (row,)
         if SUM_TILES > 1:
             kept = (row, _kept_row(i_m + 1, i_n, line, g, room, nowhere, lengths, band, KIND, SUM_TILES))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, 0, i_h // group, rows[2] + i_n * UNIT, kept, 0, j, counts[0],
-                  counts[2], slot, parity, D, SLOTS, SUM_TILES)  # fmt: skip
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, 0, i_h // group, i_n, kept, 0, j, counts[0], counts[2], slot,
+                  parity, D, SLOTS, SUM_TILES, rows[2])  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 
 

@@ -68,27 +68,28 @@ def list_of_block(lists, block, i_b, i_h):
 
 
 @jit
-def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, row, D: gl.constexpr, SLOTS: gl.constexpr):
-    """Have the item's own K and V brought behind the ring, from `row` on: tiles 2 * SLOTS and 2 * SLOTS + 1."""
+def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLOTS: gl.constexpr, first=0):
+    """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1.  first: the sequence's first row."""
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
-    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, row, D)
-    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, row, D)
+    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, first + i_n * UNIT, D)
+    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, first + i_n * UNIT, D)
 
 
 @jit
-def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, row, statistics, g, j,
-                 batch, rooms, query_items, batches, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Have q, dout and statistics of 64 queries, from `row` on, brought to a slot: tiles `slot` and SLOTS + `slot`.
+def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit, statistics, g, j,
+                 batch, rooms, query_items, batches, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr,
+                 first=0):  # fmt: skip
+    """Have q, dout and statistics of a unit of queries brought to a slot: tiles `slot` and SLOTS + `slot`.
 
-    statistics: which row of them.  Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
+    statistics: which row of them; first: the sequence's first row of q.  Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-    load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, row, D)
+    load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, first + unit * UNIT, D)
     tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
     if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
         await_room(Progress, batch, rooms, query_items, batches)
     mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-    load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, row, D)
+    load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, first + unit * UNIT, D)
 
 
 @jit
@@ -193,15 +194,15 @@ def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: 
 
 
 @jit
-def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, row, rows, step, j, batch, key_items, slot, parity,
-              D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
-    """Have K of 64 keys, from `row` on, brought to tile `slot`, and to the panels of `slot` behind the tiles of K the kept dS from
+def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, rows, step, j, batch, key_items, slot, parity,
+              D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, first=0):  # fmt: skip
+    """Have K of a unit brought to tile `slot`, and to the panels of `slot` behind the tiles of K the kept dS from
     rows[t] + j * step on: of one tile of queries, or of SUM_TILES that share K.
 
-    Before the first all dS of the batch has to be there."""
+    first: the sequence's first row of K.  Before the first step all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(full.index(slot), UNIT * (D + SUM_TILES * UNIT) * 2)
-    load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, row, D)
+    load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, first + unit * UNIT, D)
     if j == 0:
         await_keys(Progress, batch, key_items)  # while K is on its way
     for t in gl.static_range(SUM_TILES):
@@ -244,7 +245,7 @@ def produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lists, work, ca
     for j in range(count * KV_UNITS):
         unit = ahead * KV_UNITS + j % KV_UNITS
         ahead = gl.load(index + gl.minimum((j + 1) // KV_UNITS, count - 1))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit * UNIT, (row,), UNIT, j, batch, key_items, slot,
+        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, (row,), UNIT, j, batch, key_items, slot,
                   parity, D, SLOTS, 1)  # fmt: skip
         slot, parity = next_slot(slot, parity, SLOTS)
 

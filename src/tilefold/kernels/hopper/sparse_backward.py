@@ -63,7 +63,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     heads, group, q_units, kv_units, no_unit = work
     batch_heads, batches, delay, rooms = order
     i_n, i_b, i_k = place_of_item(batch * batch_heads * kv_units + program, kv_units, heads // group)
-    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n * UNIT, D, SLOTS)
+    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
@@ -77,7 +77,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
             # An empty list is a unit without queries, past the end, where the copy engine gives zeros.
             unit = gl.where(count > 0, unit, q_units)
             statistics = gl.where(count > 0, row + unit, no_unit)
-            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit * UNIT,
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
                          statistics, g, j, batch, rooms, batch_heads * group * q_units, batches, slot, parity,
                          D, SLOTS)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
