@@ -43,7 +43,6 @@ def test_taken_where_it_can_be() -> None:
         ({"mask_mods": ("mask",)}, "no masks but causal and window"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
         ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
-        ({"varlen": True}, "a packed batch"),
         ({"seq_k": 0}, "there are no keys"),
         ({"seq_q": 1 << 20, "seq_k": 1 << 20}, "fewer than the 25344 that keep the device at work"),
         ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096}, "more than 2\\*\\*24 tiles of 64 queries"),

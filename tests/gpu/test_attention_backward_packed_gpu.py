@@ -66,7 +66,9 @@ def test_lengths(monkeypatch, together, options, dim, dtype):
     """With one tile of queries an item for dq, and with two."""
     monkeypatch.setattr(rules, "tiles_together", lambda *args: together)
     for i, lengths in enumerate(LENGTHS):  # heads of its own for each case and number: bound launches are kept
-        held(*packed(*lengths, h=2 * together + 4 * (i % 2), hk=2, d=dim, dv=dim, dtype=dtype, device=DEVICE), **options)
+        held(
+            *packed(*lengths, h=2 * together + 4 * (i % 2), hk=2, d=dim, dv=dim, dtype=dtype, device=DEVICE), **options
+        )
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (12, 12), (12, 3), (7, 1)])
@@ -110,7 +112,14 @@ def test_neighbours(options, dim, bad):
     """Every second sequence, and the rows of no sequence, are not finite: of the others nothing changes, not even a bit.  Rows of
     no sequence have zero gradients."""
     (q, k, v), (cu_q, cu_k, max_q, max_k) = packed(
-        [100, 37, 200, 1, 130, 64], [90, 300, 31, 65, 130, 1], h=4, hk=2, d=dim, dv=dim, dtype=torch.bfloat16, device=DEVICE
+        [100, 37, 200, 1, 130, 64],
+        [90, 300, 31, 65, 130, 1],
+        h=4,
+        hk=2,
+        d=dim,
+        dv=dim,
+        dtype=torch.bfloat16,
+        device=DEVICE,
     )
     front, tail = 5, 150
 
@@ -171,9 +180,7 @@ def test_equals_dense():
     got = ours(tensors, where, dout, dlse, causal=True)
     q, k, v, d = (t.view(4, 512, *t.shape[1:]) for t in (*tensors, dout))
     plan = tilefold.attention_backward_plan(q, k, v, causal=True).with_tiles(kernel=KERNEL)
-    same = gradients(
-        (q, k, v), d, dlse.view(4, 4, 512).transpose(0, 1).contiguous(), backward_plan=plan, causal=True
-    )
+    same = gradients((q, k, v), d, dlse.view(4, 4, 512).transpose(0, 1).contiguous(), backward_plan=plan, causal=True)
     assert all(torch.equal(a, b.reshape_as(a)) for a, b in zip(got, same, strict=True))
 
 
@@ -198,7 +205,13 @@ def test_graph_follows_the_offsets():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step()
-    for ends in ([0, 1000, 1500, 1800, 2048], [0, 0, 0, 1200, 1201], [5, 69, 133, 1333, 2000], [0, 1, 2, 3, 4], [0] * 5):
+    for ends in (
+        [0, 1000, 1500, 1800, 2048],
+        [0, 0, 0, 1200, 1201],
+        [5, 69, 133, 1333, 2000],
+        [0, 1, 2, 3, 4],
+        [0] * 5,
+    ):
         cu_q.copy_(torch.tensor(ends, dtype=torch.int32))
         cu_k.copy_(torch.tensor(ends if ends[1] != 69 else [0, 700, 700, 800, 1900], dtype=torch.int32))
         with torch.no_grad():

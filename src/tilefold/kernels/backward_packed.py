@@ -1,7 +1,7 @@
 """What the Hopper kernel of the backward pass has to know of a packed batch, whose lengths only the device knows.
 
-One launch makes the statistics (as kernels.backward_statistics), the order of the work with an entry for each piece of it, and zeros
-in the gradients of rows that belong to no sequence.
+One launch makes the statistics (as kernels.backward_statistics), the order of the work with an entry for each piece of it, and
+zeros in the gradients of rows that belong to no sequence.
 
 *Places.* Tile i of sequence b has place cu[b] // 64 + b + i: a sequence has at least as many places as tiles, and nobody counts.
 A KV head of a sequence is a *block*, number b * kv_heads + head, whose key items are numbered through all blocks.

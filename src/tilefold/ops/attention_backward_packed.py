@@ -122,12 +122,13 @@ def bound_launches(
     order = order_of(n, plan.device, plan.keys_at_once, q.shape[0], k.shape[0])
     rows, kept = n.heads * order.q_places + 1, order.lines * n.group * order.width * UNIT
     sizes = rows, 1 + 2 * order.blocks, order.keys + order.queries, kept
+    q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to the copy engine
     strides = tuple(s for t in tensors[:3] for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
     return PackedBound(
         plan,
         *_prepare(plan, order, (q.shape[0], k.shape[0]), (out, dout), strides, sizes[1]),
         *_main(plan, order, scale, q, call, strides, kept),
-        side_boxes(*(t.unsqueeze(0) for t in (q, dout, k, v)), call.layout),
+        side_boxes(q4, dout4, k4, v4, call.layout),
         statistics_box(rows),
         kept_box(kept, q.dtype),
         sizes,

@@ -34,7 +34,8 @@ class AttentionBackwardPlan:
     block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
     of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
     the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
-    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys that have room for dS at a time. Raises PlanError, naming the field, if a tile exceeds a limit.
+    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Raises
+    PlanError, naming the field, if a tile exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -108,7 +109,9 @@ class AttentionBackwardPlan:
             return f"{made} are made: nothing is added in memory"
         whose = "" if self.problem.varlen else f"{self.heads_at_once} KV heads and "
         of = "keys" if self.problem.varlen else "of their keys"
-        return f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
+        return (
+            f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
+        )
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` gives an equal plan."""

@@ -37,16 +37,18 @@ __all__ = [
 
 ENTRY_BYTES = 48  # of one piece of work
 MEASURED = False  # whether plans take the kernel by themselves: not before it was timed beside the portable ones
-LEAST_FREE = 0.75  # lines beside those of the longest sequence, for each running program: a quarter of the device is idle
+LEAST_FREE = (
+    0.75  # lines beside those of the longest sequence, for each running program: a quarter of the device is idle
+)
 MAX_BLOCKS = 1 << 22  # sequences times heads
 
 
 class Order(NamedTuple):
     """What the kernels have to know of a batch of so many tokens.
 
-    together: tiles of queries of an item for dq, 1 or 2. q_places: places for tiles of queries. keys, queries: numbers of key items
-    and query items, some of which are empty. longest, shift, lines: see kernels/backward_packed.py. width: places of a line. blocks:
-    sequences times KV heads."""
+    together: tiles of queries of an item for dq, 1 or 2. q_places: places for tiles of queries. keys, queries: numbers of key
+    items and query items, some of which are empty. longest, shift, lines: see kernels/backward_packed.py. width: places of a
+    line. blocks: sequences times KV heads."""
 
     together: int
     q_places: int
@@ -71,8 +73,8 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     lines, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(device))
     if lines < min(least, _most(n)):
         return (
-            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {lines * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than the "
-            f"{least * UNIT} that keep the device at work"
+            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {lines * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
+            f"the {least * UNIT} that keep the device at work"
         )
     return None
 
@@ -126,7 +128,10 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
         return "keys_at_once", f"must be a multiple of {UNIT} from {least * UNIT}, the longest sequence, got {keys!r}"
     kept = kept_bytes(n, device, heads, keys)
     if kept > KEPT_LIMIT:
-        return "keys_at_once", f"dS of {keys} keys would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
+        return (
+            "keys_at_once",
+            f"dS of {keys} keys would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}",
+        )
     return None
 
 

@@ -1,15 +1,16 @@
 """Gradients of dense attention over packed sequences on sm_90: the work of `attention_backward`, in an order made on the device.
 
-`kernels.backward_packed` has written what each piece of work is: an entry with a sequence, its lengths, a tile of it, the line for
-dS, and whom to wait for.  Tiles are brought from the middle of packed tensors, so what lies past the end of a sequence is the next
-one, and may be NaN: its rows are zeroed in shared memory, since neither a mask nor a probability of 0 takes a NaN out of a product.
+`kernels.backward_packed` has written what each piece of work is: an entry with a sequence, its lengths, a tile of it, the line
+for dS, and whom to wait for.  Tiles are brought from the middle of packed tensors, so what lies past the end of a sequence is
+the next one, and may be NaN: its rows are zeroed in shared memory, since neither a mask nor a probability of 0 takes a NaN out
+of a product.
 
     K, V          the item's own, once: scores and dP of these keys are 0, their probabilities are masked
     q, dout       the last tile of the sequence; its statistics say that those queries count for nothing
     K             for dq, the last tile: dS is 0 there
 
-A key item with number n keeps dS in line n % lines, `group` times `width` places: its own line until all query items of its block,
-a KV head of a sequence, are done.
+A key item with number n keeps dS in line n % lines, `group` times `width` places: its own line until all query items of its
+block, a KV head of a sequence, are done.
 """
 
 from .backward_parts import (
@@ -203,7 +204,9 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
         base += width * UNIT
     begin = rows[2].to(gl.int64)
     outs = (0, stride_xn, stride_xh, 0, stride_yn, stride_yh)
-    finish_keys(DK + begin * stride_xn, DV + begin * stride_yn, dk, dv, done, outs, i_n - i_n, i_k, i_n, scale, rows[3], DTYPE)
+    finish_keys(
+        DK + begin * stride_xn, DV + begin * stride_yn, dk, dv, done, outs, i_n - i_n, i_k, i_n, scale, rows[3], DTYPE
+    )
 
 
 # ---------------------------------------------------------------- dq
@@ -242,7 +245,9 @@ def _consume_sums(DQ, pool, full, empty, done, entry, band, outs, scale, KIND: g
     out = DQ + i_h.to(gl.int64) * stride_gh
     for t in gl.static_range(SUM_TILES):
         row = (i_m + t) * UNIT
-        store_accumulator(out + (rows[0] + row).to(gl.int64) * stride_gm, sums[t] * scale, rows[1] - row, stride_gm, DTYPE)
+        store_accumulator(
+            out + (rows[0] + row).to(gl.int64) * stride_gm, sums[t] * scale, rows[1] - row, stride_gm, DTYPE
+        )
 
 
 @jit

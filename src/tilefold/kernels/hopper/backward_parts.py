@@ -69,7 +69,7 @@ def list_of_block(lists, block, i_b, i_h):
 
 @jit
 def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLOTS: gl.constexpr, first=0):
-    """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1.  first: the sequence's first row."""
+    """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1.  first: of the sequence's rows."""
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
     load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, first + i_n * UNIT, D)
     load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, first + i_n * UNIT, D)
@@ -81,7 +81,8 @@ def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, d
                  first=0):  # fmt: skip
     """Have q, dout and statistics of a unit of queries brought to a slot: tiles `slot` and SLOTS + `slot`.
 
-    statistics: which row of them; first: the sequence's first row of q.  Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
+    statistics: which row of them; first: of the sequence's rows.  Before the dS of the item's first unit (g, j = 0, 0) there has
+    to be room."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
     load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, first + unit * UNIT, D)
@@ -199,7 +200,7 @@ def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, ro
     """Have K of a unit brought to tile `slot`, and to the panels of `slot` behind the tiles of K the kept dS from
     rows[t] + j * step on: of one tile of queries, or of SUM_TILES that share K.
 
-    first: the sequence's first row of K.  Before the first step all dS of the batch has to be there."""
+    first: of the sequence's rows.  Before the first step all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(full.index(slot), UNIT * (D + SUM_TILES * UNIT) * 2)
     load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, first + unit * UNIT, D)
