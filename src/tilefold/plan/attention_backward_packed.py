@@ -16,6 +16,7 @@ from tilefold.plan.attention_backward_hopper import (
     tiles,
 )
 from tilefold.plan.device import Device
+from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.hopper_backward import KEPT_LIMIT, SPARE, UNIT, backward_tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
@@ -64,13 +65,13 @@ class Order(NamedTuple):
 def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this packed batch, as a sentence, or None if it does."""
     n = problem
-    if refusal := common_refusal(n, device):
+    if refusal := chip_refusal(n, device) or common_refusal(n, device):
         return refusal
     if not n.descriptors:
         return "the base or the strides of K or V are not multiples of 16 bytes"
     if n.batch * n.heads >= MAX_BLOCKS:
         return f"sequences times heads are {n.batch * n.heads}, more than {MAX_BLOCKS - 1}"
-    lines, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(device))
+    lines, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(problem, device))
     if lines < min(least, _most(n)):
         return (
             f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {lines * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
@@ -101,7 +102,7 @@ def longest(problem: AttentionProblem) -> int:
 
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     """(1, keys whose dS has a line at a time, a multiple of 64): enough that no key item waits, if KEPT_LIMIT holds them."""
-    wanted = min(_most(problem), HELD * places(device) + longest(problem))
+    wanted = min(_most(problem), HELD * places(problem, device) + longest(problem))
     return 1, UNIT * min(wanted, KEPT_LIMIT // _line_bytes(problem))
 
 
@@ -145,7 +146,9 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
     all_queries = n.heads * (total_q // (UNIT * together) + n.batch)
     assert all_keys + all_queries <= MAX_GRID, "more pieces of work than tokens fit a device's memory"
     lines, most = min(keys // UNIT, all_keys), longest(n)
-    wanted = most + int(SPARE * places(device))  # the key items that a block needs are done when its query items begin
+    wanted = most + int(
+        SPARE * places(problem, device)
+    )  # the key items that a block needs are done when its query items begin
     free = all_keys if lines == all_keys else max(0, lines - most)
     shift = min(wanted, max(lines // 2, lines - 2 * most), free)
     q_places = total_q // UNIT + n.batch
@@ -155,7 +158,7 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
 def tiles_together(problem: AttentionProblem, device: Device, total_q: int) -> int:
     """Tiles of queries of one item for dq: two where there are many, of sequences that mostly have two."""
     n = problem
-    many = n.heads * (total_q // UNIT) >= PAIRS_FROM * places(device)
+    many = n.heads * (total_q // UNIT) >= PAIRS_FROM * places(problem, device)
     return 2 if many and total_q >= 2 * UNIT * n.batch else 1
 
 

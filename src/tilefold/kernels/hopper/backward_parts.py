@@ -174,21 +174,21 @@ def first_products(own, pool, bars, slot, parity, live_q, D: gl.constexpr, TILES
 
 
 @jit
-def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: gl.constexpr):
+def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: gl.constexpr,
+                COLUMNS_QK: gl.constexpr = None, COLUMNS_V: gl.constexpr = None):  # fmt: skip
     """Store dv and dk of 64 keys, and say in between that all dS has been written.  scale: of scores in base 2.
 
-    outs: strides (batch, row, head) of DK, then of DV."""
+    outs: strides (batch, row, head) of DK, then of DV.  COLUMNS: how many there are of them, if not all."""
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     b = i_b.to(gl.int64)
     h = i_k.to(gl.int64)
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
-    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
+    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE, COLUMNS_V)
     await_copies()
     mbarrier.arrive(done.index(0), count=1)
-    store_accumulator(
-        DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
-    )
+    dk = dk * (scale * (1 / LOG2E))
+    store_accumulator(DK + b * stride_xb + h * stride_xh + n * stride_xn, dk, rows, stride_xn, DTYPE, COLUMNS_QK)
 
 
 # ---------------------------------------------------------------- dq from a dS that was kept
