@@ -120,14 +120,16 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
 @pytest.mark.parametrize("name", [name for name, _ in JOBS_HOPPER])
 def test_hopper(results: Results, name: str) -> None:
     """wgmma, nothing in flight that is overwritten, no registers in memory in the loop of either kind of work; two programs share
-    an SM.  Triton 3.9 loads a few numbers that do not change from memory again in every round, of two thousand cycles."""
+    an SM.  Triton 3.9 loads a few numbers that do not change from memory again in every round, of two thousand cycles; and so do
+    both where a tile of packed sequences is masked, whose lengths are no parameters."""
     found = results.of(name, "sm_90")
     if " main " not in name:
         assert found.problems(tensor="none") == ()
         return
     assert found.problems(spills="any") == ()
     assert found.report is not None
-    few = 10 if found.report.triton.startswith("3.9") else int(name.endswith("packed d128 window, two tiles"))
+    newest, packed = found.report.triton.startswith("3.9"), "packed d128" in name
+    few = (20 if packed else 10) if newest else (3 if packed else 0)
     assert all(loop.spills <= few for loop in found.report.loops)
     assert found.report.spill_store_bytes <= 256  # before and after the loop over the queries
     plan = hopper_plan(name.removeprefix("hopper main "))

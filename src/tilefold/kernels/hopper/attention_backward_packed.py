@@ -173,7 +173,7 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
     dv = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
     buffers = (pool, stat_buf, ds_buf)
     bars = (q_full, do_full, empty)
-    base = line * group * width * UNIT
+    base = (line * group * width - first) * UNIT  # dS of tile i_m of queries is kept UNIT * i_m rows behind it
     slot = 0
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
@@ -189,15 +189,19 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
             own, pool, bars, slot, parity, rows[1] - first * UNIT, D, TILES, SLOTS, True, S_LAYOUT
         )
         s = cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
-        row = base
-        for i_m in range(first + 1, last + 1):  # the tile after the one whose S is there
+        # Only the last tile may have an end in it; who looks for it has to wait for all warps, so that is a loop of its own.
+        for i_m in range(first + 1, last):  # the tile after the one whose S is there
             s, dp_flying, dk, dv, slot, parity = key_tile(
-                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, rows[1] - i_m * UNIT, scale, slot, parity,
-                False, D, TILES, SLOTS, False, True, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
-            row += UNIT
+                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, base + (i_m - 1) * UNIT, UNIT, UNIT, scale, slot,
+                parity, False, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
+            s = cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
+        for i_m in range(gl.maximum(first + 1, last), last + 1):
+            s, dp_flying, dk, dv, slot, parity = key_tile(
+                s, dp_flying, dk, dv, own, buffers, bars, keep_desc, base + (i_m - 1) * UNIT, UNIT, rows[1] - i_m * UNIT,
+                scale, slot, parity, False, D, TILES, SLOTS, False, True, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
             s = cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
         # Keys that nobody sees keep nothing: past the end, where the copy engine writes nothing.
-        row = gl.where(seen > 0, row, nowhere)
+        row = gl.where(seen > 0, base + last * UNIT, nowhere)
         s, dp_flying, dk, dv, slot, parity = key_tile(
             s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, False, True, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
@@ -229,11 +233,15 @@ def _consume_sums(DQ, pool, full, empty, done, entry, band, outs, scale, KIND: g
     slot = 0
     parity = 0
     before = 0
-    for j in range(tiles):
+    for j in range(tiles - 1):
         mbarrier.wait(full.index(slot), parity)
-        live = rows[3] - (low + j) * UNIT
-        if live < UNIT:
-            clear_tile(pool, slot, live, D)
+        sums = add_kept(sums, pool, k_tiles, empty, slot, before, j, D, SLOTS, SUM_TILES)
+        before = slot
+        slot, parity = next_slot(slot, parity, SLOTS)
+    for j in range(gl.maximum(tiles - 1, 0), tiles):  # which may have the end of the sequence in it
+        mbarrier.wait(full.index(slot), parity)
+        if rows[3] - (low + j) * UNIT < UNIT:
+            clear_tile(pool, slot, rows[3] - (low + j) * UNIT, D)
         sums = add_kept(sums, pool, k_tiles, empty, slot, before, j, D, SLOTS, SUM_TILES)
         before = slot
         slot, parity = next_slot(slot, parity, SLOTS)
