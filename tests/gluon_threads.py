@@ -40,6 +40,9 @@ class Number(int):
     def __add__(self, other):
         return Number(int(self) + int(other))
 
+    def __sub__(self, other):
+        return Number(int(self) - int(other))
+
     __rmul__, __radd__ = __mul__, __add__
 
 

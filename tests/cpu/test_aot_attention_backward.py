@@ -6,7 +6,7 @@ from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.attention_backward_hopper import KERNEL
+from tilefold.plan.attention_backward_hopper import KERNEL, width_of
 from tilefold.plan.hopper_backward import PROGRAMS_PER_SM, backward_shared
 
 PROBLEMS = {
@@ -61,6 +61,15 @@ HOPPER = {
     "d64 stripes, two tiles": problem(64, batch=8),
     "d64 causal": problem(64, causal=True),
     "d64 window fp16": problem(64, window=(256, 100), dtype="float16"),
+    "d96 d80 causal": problem(96, 80, causal=True),
+    "d256": problem(256),
+    "d256 causal fp16 stripes": problem(256, causal=True, dtype="float16"),
+    "d256 d64 window": problem(256, 64, window=(256, 100)),
+    "packed d128": problem(128, varlen=True),
+    "packed d128 causal fp16, two tiles": problem(128, varlen=True, causal=True, dtype="float16", batch=8),
+    "packed d128 window, two tiles": problem(128, varlen=True, window=(256, 100), batch=8),
+    "packed d64 causal": problem(64, varlen=True, causal=True),
+    "packed d64, two tiles": problem(64, varlen=True, batch=8),
 }
 
 
@@ -71,7 +80,7 @@ def hopper_plan(name: str) -> AttentionBackwardPlan:
 
 JOBS_HOPPER = {
     (f"hopper {part} {name}", "sm_90"): Job(
-        "tilefold.ops.attention_backward_hopper:example_launch",
+        f"tilefold.ops.attention_backward_{'packed' if made.varlen else 'hopper'}:example_launch",
         {
             "problem": made,
             "plan": plan_attention(made, device_named("h200")),
@@ -82,10 +91,13 @@ JOBS_HOPPER = {
         label=f"hopper {part} {name}",
     )
     for name, made in HOPPER.items()
-    for part in ("statistics", "main")
-    if part == "main" or name == "d128"
+    for part in ("statistics", "prepare", "main")
+    if part == "main" or (part, name) in (("statistics", "d128"), ("prepare", "packed d128"))
 }
-NEWEST_HOPPER = ("d128 causal stripes, two tiles", "d128 window", "d64 stripes, two tiles")
+NEWEST_HOPPER = (
+    "main d128 causal stripes, two tiles", "main d128 window", "main d256 causal fp16 stripes", "main d64 stripes, two tiles", "prepare packed d128",
+    "main packed d128 causal fp16, two tiles", "main packed d128 window, two tiles", "main packed d64, two tiles",
+)  # fmt: skip
 pytestmark = pytest.mark.xdist_group(
     "test_aot_attention_backward"
 )  # one process compiles, the others would only repeat it
@@ -93,7 +105,7 @@ pytestmark = pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    newest = (*NEWEST, *(f"hopper main {name}" for name in NEWEST_HOPPER))
+    newest = (*NEWEST, *(f"hopper {name}" for name in NEWEST_HOPPER))
     return compiled(JOBS | JOBS_HOPPER, request.param, newest)
 
 
@@ -112,17 +124,20 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
 @pytest.mark.parametrize("name", [name for name, _ in JOBS_HOPPER])
 def test_hopper(results: Results, name: str) -> None:
     """wgmma, nothing in flight that is overwritten, no registers in memory in the loop of either kind of work; two programs share
-    an SM.  Triton 3.9 loads a few numbers that do not change from memory again in every round, of two thousand cycles."""
+    an SM, or two warpgroups a program, whose accumulators of 256 columns leave a few numbers less room.  Triton 3.9 loads a few numbers that do not change from memory again in every round, of two thousand cycles; and so do
+    both where a tile of packed sequences is masked, whose lengths are no parameters."""
     found = results.of(name, "sm_90")
-    if "statistics" in name:
+    if " main " not in name:
         assert found.problems(tensor="none") == ()
         return
     assert found.problems(spills="any") == ()
     assert found.report is not None
-    few = 10 if found.report.triton.startswith("3.9") else 0
+    plan = hopper_plan(name.removeprefix("hopper main "))
+    newest, packed = found.report.triton.startswith("3.9"), "packed d128" in name
+    wide = plan.problem.dim_qk == 256
+    few = (20 if packed else 10) if newest else (3 if packed else 5 if wide else 0)
     assert all(loop.spills <= few for loop in found.report.loops)
     assert found.report.spill_store_bytes <= 256  # before and after the loop over the queries
-    plan = hopper_plan(name.removeprefix("hopper main "))
-    shared = backward_shared(plan.problem.dim_qk, plan.problem.itemsize, plan.keys.num_stages)
+    shared = backward_shared(width_of(plan.problem), plan.problem.itemsize, plan.keys.num_stages)
     assert 0 <= shared - found.report.shared_bytes < 512
-    assert found.report.occupancy.programs == PROGRAMS_PER_SM
+    assert found.report.occupancy.programs == (1 if wide else PROGRAMS_PER_SM)

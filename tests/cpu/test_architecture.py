@@ -47,6 +47,7 @@ ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its vers
 SHARED_BY_HOPPER = (
     "gluon",
     "parts",
+    "backward_items",
     "backward_parts",
     "backward_ranges",
     "forward_parts",

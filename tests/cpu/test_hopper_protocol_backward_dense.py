@@ -80,7 +80,7 @@ class Run(Launch):
 
     def names(self):
         return {
-            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "_cut_if_needed": lambda s, *args: s,
+            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "cut_if_needed": lambda s, *args: s,
             "_sum_so_far": lambda sums, i_m, row, *args: Sum(self, (int(row), int(i_m))),
         }  # fmt: skip
 

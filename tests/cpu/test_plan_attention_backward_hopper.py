@@ -28,9 +28,9 @@ def test_taken_where_it_can_be() -> None:
     assert plan_attention_backward(LONG, H200).kernel == rules.KERNEL
     assert plan_attention_backward(LONG, H200, portable=True).kernel == "attention_backward_box"
     assert plan_attention_backward(replace(LONG, sinks=True), H200).kernel == "attention_backward_box"
-    odd = plan_attention_backward(replace(LONG, dim_qk=96, dim_v=96), H200)
+    odd = plan_attention_backward(replace(LONG, dim_qk=192, dim_v=128), H200)
     assert odd.kernel == "attention_backward_box"
-    assert "it has head dims of 64 and 128, the same for V, not 96 and 96" in odd.reason
+    assert "of head dims of Q wider than 128 it has 256, not 192" in odd.reason
     assert "hopper" not in plan_attention_backward(LONG, device_named("a100")).reason
 
 
@@ -38,12 +38,13 @@ def test_taken_where_it_can_be() -> None:
     ("changes", "why"),
     [
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
-        ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
+        ({"dim_v": 32}, "not measured yet with head dims below 64"),
+        ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
+        ({"dim_v": 192}, "of head dims of Q wider than 128 it has 256, not 128"),
         ({"sinks": True}, "no sinks"),
         ({"mask_mods": ("mask",)}, "no masks but causal and window"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
         ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
-        ({"varlen": True}, "a packed batch"),
         ({"seq_k": 0}, "there are no keys"),
         ({"seq_q": 1 << 20, "seq_k": 1 << 20}, "fewer than the 25344 that keep the device at work"),
         ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096}, "more than 2\\*\\*24 tiles of 64 queries"),
@@ -55,6 +56,25 @@ def test_refusals(changes: dict[str, Any], why: str) -> None:
     assert plan_attention_backward(problem, H200).kernel != rules.KERNEL
     with pytest.raises(PlanError, match=f"attention_backward_hopper cannot be used: .*{why}"):
         forced(problem)
+
+
+@pytest.mark.parametrize(
+    ("dims", "width", "programs", "stages"),
+    [
+        ((64, 64), 64, 264, 4),
+        ((80, 72), 128, 264, 2),
+        ((64, 128), 128, 264, 2),
+        ((256, 256), 256, 132, 2),
+        ((256, 64), 256, 132, 2),
+    ],
+)
+def test_head_dims_are_padded_to_a_width(dims: tuple[int, int], width: int, programs: int, stages: int) -> None:
+    problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1])
+    plan = plan_attention_backward(problem, H200)
+    assert plan.kernel == rules.KERNEL
+    assert (rules.width_of(problem), rules.places(problem, H200)) == (width, programs)
+    assert plan.keys == Tile(64, 64, 4, stages)
+    assert rules.sum_tiles(replace(problem, seq_q=64), H200) == (2 if width == 256 else 1)
 
 
 def test_what_is_kept() -> None:

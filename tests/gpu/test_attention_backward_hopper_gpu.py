@@ -64,6 +64,15 @@ def test_lengths(monkeypatch, together, options, dim, dtype):
         held(*qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
 
 
+@pytest.mark.parametrize("dims", [(256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_head_dims(options, dims):
+    """Padded to 64, 128 or 256 columns; 256 has a kernel of its own."""
+    dtype = torch.float16 if options.get("causal") else torch.bfloat16
+    for sq, sk in LENGTHS:
+        held(*qkv(2, sq, sk, 4, 2, *dims, dtype=dtype, device=DEVICE), **options)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (12, 12), (12, 3), (7, 1)])
 @pytest.mark.parametrize("options", MASKS[:3], ids=str)
 def test_heads(heads, options):
@@ -98,7 +107,7 @@ def test_outer_gradients_that_no_box_reads():
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_fifty_runs_and_the_portable_kernels(dim, options):
     """Rooms that are used many times; no synchronisation; the same bits; what the portable kernels make, to rounding."""
     q, k, v = qkv(2, 4096, 4096, 16, 8, dim, dtype=torch.bfloat16, device=DEVICE)

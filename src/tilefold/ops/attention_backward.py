@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..plan.attention_backward import AttentionBackwardPlan
     from ..plan.problem import AttentionProblem
     from .attention_backward_hopper import HopperBound
+    from .attention_backward_packed import PackedBound
 
 __all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
@@ -180,9 +181,7 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     if not isinstance(bound, DenseBound):
-        from .attention_backward_hopper import run
-
-        dq, dk, dv = run(bound, (q, k, v, out), dout, lse, dlse)
+        dq, dk, dv = _gluon(call).run(bound, (q, k, v, out), dout, lse, dlse, call)
         keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
         return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
@@ -266,22 +265,27 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> "DenseBound | HopperBound":
+) -> "DenseBound | HopperBound | PackedBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias
-    found: DenseBound | HopperBound | None = prepared.backward.get(key)
+    found: DenseBound | HopperBound | PackedBound | None = prepared.backward.get(key)
     if found is None:
         from ..plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
         if plan.kernel == HOPPER:
-            from .attention_backward_hopper import bind
-
-            found = bind(scale, tensors, dout, call, plan)
+            found = _gluon(call).bind(scale, tensors, dout, call, plan)
             plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
         found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
+
+
+def _gluon(call: Call) -> Any:
+    """The binding of the Gluon kernel that serves this call."""
+    from . import attention_backward_hopper, attention_backward_packed
+
+    return attention_backward_hopper if call.packed is None else attention_backward_packed
 
 
 def _bind(

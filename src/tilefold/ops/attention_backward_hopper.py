@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HopperBound", "bind", "bound_launches", "example_launch", "run"]
 
-# Head dims of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
+# Widths of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
 # have room in registers.
-FENCED, HOLDING = (64,), (64,)
+FENCED, HOLDING = (64, 256), (64,)
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -68,11 +68,7 @@ def bind(
 
 
 def run(
-    bound: HopperBound,
-    tensors: Tensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
+    bound: HopperBound, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
 ) -> Tensors:
     """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
     made = scratch(bound, tensors, tensors[0].device)
@@ -134,10 +130,7 @@ def _main(
     plan: "AttentionBackwardPlan", scale: float, tensors: Tensors, call: Call, sizes: tuple[int, int, int, int]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The launch, and its scalars and strides."""
-    from ..kernels.hopper.attention_backward import attention_backward_hopper
     from ..plan import attention_backward_hopper as rules
-    from ..plan.hopper import PRODUCER_REGISTERS
-    from ..plan.hopper_backward import REGISTERS
     from .launch import Launch
 
     n, device = plan.problem, plan.device
@@ -146,19 +139,11 @@ def _main(
     stripes = -(-kv_units // stripe_units)
     batches = rules.batches_of(n, heads, keys)
     window = window_of(call.window, call.causal)
-    constants = {
-        "KIND": kind_of(window),
-        "D": n.dim_qk,
-        "SLOTS": plan.keys.num_stages,
-        "SUM_TILES": rules.sum_tiles(n, device),
-        "STRIPED": stripes > 1,
-        "FENCE": n.dim_qk in FENCED,
-        "HOLD": n.dim_qk in HOLDING,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-    }
-    options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
+    kernel, constants, registers = _kernel(plan)
+    constants |= {"KIND": kind_of(window), "STRIPED": stripes > 1}
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     items = batches * (heads * stripe_units + rules.query_items(n, device, heads))
-    launch = Launch(attention_backward_hopper, (items, 1, 1), constants, options, tensors[0].device.index or 0)
+    launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     sides = (UNBOUNDED if side < 0 else side for side in window)
     width = rules.line_width(n, keys)
     order = heads, batches, rules.delay(n, device, heads, keys), rules.rooms(n, device, heads, keys)
@@ -167,6 +152,31 @@ def _main(
         scale, n.seq_q, n.seq_k, n.heads, n.group, q_units, kv_units, *sides, stripe_units, stripes, width, *order,
         sizes[0] - 1, sizes[2], *strides,
     )  # fmt: skip
+
+
+def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
+    """The kernel of the problem's width, its constants, and how many registers a thread has at launch."""
+    from ..plan import attention_backward_hopper as rules
+    from ..plan.hopper import PRODUCER_REGISTERS
+    from ..plan.hopper_backward import REGISTERS, WIDE, WIDE_REGISTERS
+
+    n, width = plan.problem, rules.width_of(plan.problem)
+    constants: dict[str, Any] = {
+        "D": width,
+        "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
+        "COLUMNS_V": None if n.dim_v == width else n.dim_v,
+        "SLOTS": plan.keys.num_stages,
+        "FENCE": width in FENCED,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+    }
+    if width == WIDE:
+        from ..kernels.hopper.attention_backward_wide import attention_backward_hopper_wide
+
+        return attention_backward_hopper_wide, constants | {"CONSUMER_REGISTERS": WIDE_REGISTERS[1]}, WIDE_REGISTERS[0]
+    from ..kernels.hopper.attention_backward import attention_backward_hopper
+
+    constants |= {"SUM_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
+    return attention_backward_hopper, constants, REGISTERS
 
 
 # ---------------------------------------------------------------- without a GPU

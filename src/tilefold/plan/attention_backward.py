@@ -4,17 +4,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tilefold.errors import PlanError
+from tilefold.plan import attention_backward_hopper as dense
+from tilefold.plan import attention_backward_packed as packed
 from tilefold.plan import serialise
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_backward_hopper import (
-    hopper_backward_refusal,
-    hopper_backward_tile,
-    hopper_backward_violation,
-    kept_at_once,
-    kept_bytes,
-    kept_violation,
-    partial_bytes,
-)
 from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -41,7 +34,8 @@ class AttentionBackwardPlan:
     block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
     of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
     the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
-    batch of the Hopper kernel's work, 0 with the others. Raises PlanError, naming the field, if a tile exceeds a limit.
+    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Raises
+    PlanError, naming the field, if a tile exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -79,10 +73,11 @@ class AttentionBackwardPlan:
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         if self.kernel == HOPPER:
-            kept = kept_bytes(n, self.device, self.heads_at_once, self.keys_at_once)
-            return (
-                kept + partial_bytes(n, self.device, self.keys_at_once) + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
-            )
+            at_once = self.heads_at_once, self.keys_at_once
+            if n.varlen:
+                return packed.scratch_bytes(n, self.device, *at_once)
+            kept = dense.kept_bytes(n, self.device, *at_once) + dense.partial_bytes(n, self.device, self.keys_at_once)
+            return kept + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
         numbers = 4 + n.dim_v if n.dtype == "float32" else 2
@@ -112,9 +107,10 @@ class AttentionBackwardPlan:
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
             return f"{made} are made: nothing is added in memory"
+        whose = "" if self.problem.varlen else f"{self.heads_at_once} KV heads and "
+        of = "keys" if self.problem.varlen else "of their keys"
         return (
-            f"as many are made: dS of {self.heads_at_once} KV heads and {self.keys_at_once} of their keys is kept in "
-            f"{self.scratch_bytes / 2**20:.0f} MiB"
+            f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
         )
 
     def to_json(self) -> str:
@@ -187,7 +183,7 @@ def plan_attention_backward(
     require_supported(problem, device)
     if portable:
         return _portable(problem, device, bias)
-    refusal = hopper_backward_refusal(problem, device)
+    refusal = (packed.packed_unmeasured if problem.varlen else dense.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
     plan = _portable(problem, device, bias)
@@ -210,9 +206,10 @@ def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) 
 
 
 def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
-    if fault := hopper_backward_violation(problem, device, hopper_backward_tile(problem)):
+    tile = dense.hopper_backward_tile(problem)
+    if fault := _hopper_fault(problem, device, tile):
         raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-    tile, at_once = hopper_backward_tile(problem), kept_at_once(problem, device)
+    at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
     return AttentionBackwardPlan(problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once)
 
@@ -313,11 +310,15 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
     n, device = plan.problem, plan.device
     return (
-        hopper_backward_violation(n, device, plan.keys)
-        or kept_violation(n, device, plan.heads_at_once, plan.keys_at_once)
+        _hopper_fault(n, device, plan.keys)
+        or (packed if n.varlen else dense).kept_violation(n, device, plan.heads_at_once, plan.keys_at_once)
         or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
         or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
     )
+
+
+def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+    return (packed.packed_violation if problem.varlen else dense.hopper_backward_violation)(problem, device, tile)
 
 
 def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:

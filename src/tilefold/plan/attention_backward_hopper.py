@@ -4,11 +4,12 @@ A batch of its work is some KV heads and one stripe of their keys.  Whole heads,
 head and so many keys of it that eight batches have."""
 
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import chip_refusal
+from tilefold.plan.hopper import type_refusal
 from tilefold.plan.hopper_backward import (
     KEPT_LIMIT,
     PROGRAMS_PER_SM,
     UNIT,
+    WIDE,
     backward_delay,
     backward_tile,
     backward_tile_fault,
@@ -20,6 +21,7 @@ from tilefold.plan.problem import AttentionProblem
 __all__ = [
     "KERNEL",
     "batches_of",
+    "common_refusal",
     "delay",
     "hopper_backward_refusal",
     "hopper_backward_tile",
@@ -35,6 +37,7 @@ __all__ = [
     "rooms",
     "sum_tiles",
     "tiles",
+    "width_of",
 ]
 
 KERNEL = "attention_backward_hopper"
@@ -44,25 +47,41 @@ PAIRS_FROM = (
     16  # tiles of queries for each running program, from which on an item for dq has two of them, which share K
 )
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
+LEAST_DIM = 64  # narrower head dims would be padded to it
 
 
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
+    """Why the kernel does not serve this problem, as a sentence, or None if it does; of a packed batch see
+    attention_backward_packed."""
     n = problem
-    if refusal := chip_refusal(n, device):
+    if refusal := common_refusal(n, device) or box_refusal(n, device):
         return refusal
+    if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
+        return "there are more than 2**24 tiles of 64 queries"
+    if fault := kept_violation(n, device, *kept_at_once(n, device)):
+        return fault[1]
+    return None
+
+
+def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """hopper_backward_refusal, as far as it holds for packed batches, too."""
+    n = problem
+    if refusal := type_refusal(n, device):
+        return refusal
+    if min(n.dim_qk, n.dim_v) < LEAST_DIM:
+        return f"not measured yet with head dims below {LEAST_DIM}"
+    if width_of(n) == WIDE != n.dim_qk:
+        return (
+            f"of head dims of Q wider than 128 it has {WIDE}, not {n.dim_qk}"  # a part of the tile makes wgmma serial
+        )
+    if n.dim_qk % 4 or n.dim_v % 4:
+        return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
     if not n.plain:
         return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
         return "there are no keys"
-    if refusal := box_refusal(n, device):
-        return refusal
-    if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
-        return "there are more than 2**24 tiles of 64 queries"
-    if fault := kept_violation(n, device, *kept_at_once(n, device)):
-        return fault[1]
     return None
 
 
@@ -74,9 +93,14 @@ def tiles(problem: AttentionProblem) -> tuple[int, int]:
     return -(-problem.seq_q // UNIT), -(-problem.seq_k // UNIT)
 
 
-def places(device: Device) -> int:
+def width_of(problem: AttentionProblem) -> int:
+    """Columns of a tile: 64, 128 or 256, the least that hold both head dims; the copy engine fills the rest with zeros."""
+    return next(width for width in (64, 128, WIDE) if width >= max(problem.dim_qk, problem.dim_v))
+
+
+def places(problem: AttentionProblem, device: Device) -> int:
     """Programs that run at a time."""
-    return PROGRAMS_PER_SM * device.sms
+    return device.sms * (1 if width_of(problem) == WIDE else PROGRAMS_PER_SM)
 
 
 def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
@@ -85,8 +109,11 @@ def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
 
 
 def sum_tiles(problem: AttentionProblem, device: Device) -> int:
-    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count."""
-    return 2 if problem.batch * problem.heads * tiles(problem)[0] >= PAIRS_FROM * places(device) else 1
+    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count, or where each
+    of two warpgroups makes one."""
+    n = problem
+    many = n.batch * n.heads * tiles(n)[0] >= PAIRS_FROM * places(n, device)
+    return 2 if many or width_of(n) == WIDE else 1
 
 
 def query_items(problem: AttentionProblem, device: Device, heads: int) -> int:
@@ -129,7 +156,7 @@ def room_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
 def rooms(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
     all."""
-    wanted = max(2, HELD * places(device) // (heads * keys // UNIT))
+    wanted = max(2, HELD * places(problem, device) // (heads * keys // UNIT))
     fitting = KEPT_LIMIT // room_bytes(problem, heads, keys)
     return max(1, min(batches_of(problem, heads, keys), wanted, fitting))
 
@@ -145,13 +172,13 @@ def partial_bytes(problem: AttentionProblem, device: Device, keys: int) -> int:
     q_units, kv_units = tiles(n)
     together = sum_tiles(n, device)
     rows = -(-q_units // together) * together * UNIT
-    return 4 * n.batch * n.heads * rows * n.dim_qk if kv_units * UNIT > keys else 0
+    return 4 * n.batch * n.heads * rows * width_of(n) if kv_units * UNIT > keys else 0
 
 
 def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many key items come before the first query item."""
     batch, batches = heads * keys // UNIT, batches_of(problem, heads, keys)
-    return backward_delay(batch, batches, rooms(problem, device, heads, keys), places(device))
+    return backward_delay(batch, batches, rooms(problem, device, heads, keys), places(problem, device))
 
 
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
@@ -159,7 +186,7 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     n = problem
     kv_units, total = tiles(n)[1], n.batch * n.kv_heads
     whole = kv_units * UNIT
-    held = min(HELD * places(device), KEPT_LIMIT * kv_units // room_bytes(n, 1, whole))
+    held = min(HELD * places(problem, device), KEPT_LIMIT * kv_units // room_bytes(n, 1, whole))
     if 4 * kv_units <= held or total * kv_units <= held:
         return max(d for d in divisors(total) if d == 1 or d * kv_units * ROOMS <= held), whole
     units = max(1, held // ROOMS)
@@ -171,7 +198,7 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
 
 def hopper_backward_tile(problem: AttentionProblem) -> Tile:
     """The one tile of both kinds of work."""
-    return backward_tile(problem.dim_qk)
+    return backward_tile(width_of(problem))
 
 
 # ---------------------------------------------------------------- limits
@@ -182,7 +209,7 @@ def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: T
     refusal = hopper_backward_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    return backward_tile_fault(KERNEL, problem.dim_qk, problem.itemsize, device, tile)
+    return backward_tile_fault(KERNEL, width_of(problem), problem.itemsize, device, tile)
 
 
 def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:
@@ -205,7 +232,7 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
             "heads_at_once",
             f"dS of two batches would take {2 * kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}",
         )
-    least = int(LEAST_HELD * places(device))
+    least = int(LEAST_HELD * places(problem, device))
     if held < batches and held * batch < least:
         return "keys_at_once", (
             f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {held * batch * UNIT} keys of one head at a time, fewer than the "

@@ -12,7 +12,10 @@ __all__ = [
     "KEPT_LIMIT",
     "PROGRAMS_PER_SM",
     "REGISTERS",
+    "SPARE",
     "UNIT",
+    "WIDE",
+    "WIDE_REGISTERS",
     "backward_delay",
     "backward_shared",
     "backward_tile",
@@ -21,8 +24,10 @@ __all__ = [
 ]
 
 UNIT = 64  # tokens of a tile
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 2  # of the kernels with one folding warpgroup
 REGISTERS = 128  # of a thread at launch
+WIDE = 256  # the width of head dims that two warpgroups fold, one program an SM
+WIDE_REGISTERS = (168, 240)  # of a thread at launch there, of a folding thread
 SPARE = (
     1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
 )
@@ -46,14 +51,15 @@ def divisors(number: int) -> list[int]:
 
 
 def backward_tile(dim: int) -> Tile:
-    """64 x 64; num_stages is the number of buffers for q and dout, as many as leave two programs an SM their place."""
-    return Tile(UNIT, UNIT, 4, 2 if dim == 128 else 4)
+    """64 x 64; num_stages is the number of buffers for q and dout, as many as there is room for."""
+    return Tile(UNIT, UNIT, 4, 4 if dim == 64 else 2)
 
 
 def backward_shared(dim: int, itemsize: int, stages: int) -> int:
-    """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers."""
+    """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers; of wide ones P in fp32."""
     tiles = (2 * stages + 2) * UNIT * dim + UNIT * UNIT
-    return tiles * itemsize + stages * 2 * UNIT * 4 + BARRIER_BYTES
+    exchange = UNIT * UNIT * 4 if dim == WIDE else 0
+    return tiles * itemsize + exchange + stages * 2 * UNIT * 4 + BARRIER_BYTES
 
 
 def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:

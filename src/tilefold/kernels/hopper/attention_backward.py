@@ -13,6 +13,7 @@ products.  So each sum still has one order: the same bits in every run.
 Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1.2).
 """
 
+from .backward_items import batch_of, key_item, produce_sums, query_item, sum_so_far
 from .backward_parts import (
     STATISTICS,
     UNIT,
@@ -20,16 +21,13 @@ from .backward_parts import (
     finish_keys,
     first_products,
     key_tile,
-    load_kept,
     load_keys,
     load_queries,
     next_slot,
     tiles_of,
 )
 from .backward_ranges import (
-    CAUSAL,
-    FULL,
-    WINDOW,
+    cut_if_needed,
     line_of_keys,
     lines_of_head,
     queries_of_keys,
@@ -46,37 +44,6 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
            "stride_yh"]  # fmt: skip
 
 
-# ---------------------------------------------------------------- which work
-
-
-@jit
-def _batch_of(batch, split):
-    """-> the KV head with which the batch begins, and its stripe."""
-    stripe_units, stripes, batch_heads = split
-    heads_of = batch // stripes
-    return heads_of * batch_heads, batch - heads_of * stripes
-
-
-@jit
-def _key_item(batch, program, heads, split):
-    """-> tile of keys, batch entry, KV head, number of the KV head within the batch.  Heads go fastest, then tiles: under a
-    causal mask the first are the most work, and the last work of all is little."""
-    head, stripe = _batch_of(batch, split)
-    tile = program // split[2]
-    local = program - tile * split[2]
-    return stripe * split[0] + tile, (head + local) // heads, (head + local) % heads, local
-
-
-@jit
-def _query_item(batch, program, heads, group, q_units, split, SUM_TILES: gl.constexpr):
-    """-> first tile of queries, batch entry, head, number of the head within the batch, stripe.  The last queries come first."""
-    head, stripe = _batch_of(batch, split)
-    line = program // (split[2] * group)
-    local = program - line * (split[2] * group)
-    row = head * group + local
-    return ((q_units + SUM_TILES - 1) // SUM_TILES - 1 - line) * SUM_TILES, row // heads, row % heads, local, stripe
-
-
 # ---------------------------------------------------------------- the loading warp
 
 
@@ -88,7 +55,7 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
     heads, group, no_unit = work
     batches, delay, rooms = order
     q_units = lengths[2]
-    i_n, i_b, i_k, local = _key_item(batch, program, heads // group, split)
+    i_n, i_b, i_k, local = key_item(batch, program, heads // group, split)
     load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
     first, tiles = queries_of_keys(i_n, lengths, band, KIND)
     slot = 0
@@ -106,42 +73,6 @@ def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, st
 
 
 @jit
-def _kept_row(
-    i_m, i_n, base, nowhere, stripe, split, width, lengths, band, KIND: gl.constexpr, SUM_TILES: gl.constexpr
-):
-    """Where dS of a pair is kept.  Of two tiles of queries one may not see the keys: past the end, where there are zeros."""
-    first, seen = queries_of_keys(i_n, lengths, band, KIND)
-    place, way = line_of_keys(i_n - stripe * split[0], split[0], width, KIND)
-    row = base + (place + way * (i_m - first)) * UNIT
-    if SUM_TILES > 1:
-        row = gl.where((i_m >= first) & (i_m < first + seen), row, nowhere)
-    return row
-
-
-@jit
-def _produce_sums(k_desc, kept_desc, Progress, pool, full, empty, lengths, band, work, split, width, base, nowhere, batch,
-                  key_items, program, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
-                  SUM_TILES: gl.constexpr):  # fmt: skip
-    """Bring K and dS of every pair that one or two tiles of queries have in the stripe.  base: row where its room begins."""
-    heads, group, no_unit = work
-    q_units = lengths[2]
-    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split, SUM_TILES)
-    low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND, SUM_TILES)
-    base += local * (lines_of_head(split[0], KIND) * width * UNIT)
-    slot = 0
-    parity = 1
-    for j in range(tiles):
-        i_n = low + j
-        row = _kept_row(i_m, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES)
-        rows = (row,)
-        if SUM_TILES > 1:
-            rows = (row, _kept_row(i_m + 1, i_n, base, nowhere, stripe, split, width, lengths, band, KIND, SUM_TILES))
-        load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_h // group, i_n, rows, 0, j, batch, key_items, slot,
-                  parity, D, SLOTS, SUM_TILES)  # fmt: skip
-        slot, parity = next_slot(slot, parity, SLOTS)
-
-
-@jit
 def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
              done, lengths, band, work, split, width, order, room_rows, item, nowhere, KIND: gl.constexpr, D: gl.constexpr,
              SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
@@ -156,7 +87,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)
     else:
-        _produce_sums(k_desc, kept_desc, Progress, pool, q_full, empty, lengths, band, work, split, width,
+        produce_sums(k_desc, kept_desc, Progress, pool, q_full, empty, lengths, band, work, split, width,
                       batch % rooms * room_rows, nowhere, batch, key_items, program, KIND, D, SUM_SLOTS, SUM_TILES)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_queries(Progress, batch, batches)
@@ -166,54 +97,10 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
 
 
 @jit
-def _cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
-    """S [64 keys, 64 queries], -inf where the query does not see the key, of tiles i_m and i_n.
-
-    A column is 8 * group + 2 * thread + e; compared like this the group is a constant of each register (parts.cut_columns).
-    What is made of the keys is made here: kept throughout the loop, it would push others out of their registers."""
-    seq_q, seq_k, q_units, kv_units = lengths
-    left, right = band
-    parts = s.reshape([UNIT, UNIT // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    key = gl.expand_dims(gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, UNIT, layout=ROW)), 1), 2), 3) + i_n * UNIT
-    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 8, layout=GROUP), 0), 2), 3)
-    thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
-    element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
-    column = thread * 2 + element
-    if KIND == FULL:
-        live = (group >= 0) & ((key < seq_k) & (column >= 0))
-    else:
-        own = key - seq_k + seq_q - i_m * UNIT  # the column of the query at the key's own place
-        first = own - (right if KIND == WINDOW else 0)
-        if KIND == WINDOW:
-            first = gl.where(key < seq_k, first, UNIT)
-        live = group * 8 >= opaque(first - column)
-        if KIND == WINDOW:
-            live = live & (group * 8 <= opaque(own + left - column))
-    return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
-
-
-@jit
-def _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
-    """_cut, where some of the queries does not see some of the keys; whole: whole_tiles of i_n."""
-    needed = i_m >= whole[1]
-    if KIND == CAUSAL:
-        needed = i_m < whole[0]
-    elif KIND == WINDOW:
-        needed = needed | (i_m < whole[0])
-    if needed:
-        s = _cut(s, i_m, i_n, lengths, band, KIND)
-    return s
-
-
-@jit
 def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work, split,
-                  width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr,
-                  SLOTS: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+                  width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr,
+                  COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+                  FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
     """dk and dv of 64 keys, over all query heads of their KV head.
 
     base: row of keep_desc where the batch's room begins.  HOLD: keep K and V in registers, as left operands of S and dP: shared
@@ -227,8 +114,8 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
     K_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, k_width=2)
-    i_n, i_b, i_k, local = _key_item(batch, program, heads // group, split)
-    head, stripe = _batch_of(batch, split)
+    i_n, i_b, i_k, local = key_item(batch, program, heads // group, split)
+    head, stripe = batch_of(batch, split)
     first, seen = queries_of_keys(i_n, lengths, band, KIND)
     last = first + gl.maximum(seen, 1) - 1
     whole = whole_tiles(i_n, lengths, band, KIND)
@@ -247,41 +134,30 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
         own = (own[0].load(K_LAYOUT), own[1].load(K_LAYOUT))
     for g in range(group):
         s, dp_flying = first_products(own, pool, bars, slot, parity, UNIT, D, TILES, SLOTS, False, S_LAYOUT)
-        s = _cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
+        s = cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
         row = base
         for i_m in range(first + 1, last + 1):  # the tile after the one whose S is there
             s, dp_flying, dk, dv, slot, parity = key_tile(
                 s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
                 False, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
             row += way * UNIT
-            s = _cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
+            s = cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
         # Keys that nobody sees keep nothing: past the end, where the copy engine writes nothing.
         row = gl.where(seen > 0, row, nowhere)
         s, dp_flying, dk, dv, slot, parity = key_tile(
             s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
         base += room_of_head
-    finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE)
+    finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE, COLUMNS_QK, COLUMNS_V)
 
 
 # ---------------------------------------------------------------- dq
 
 
 @jit
-def _sum_so_far(Partial, i_m, row_of_head, q_units, LAYOUT: gl.constexpr, D: gl.constexpr, SUM_TILES: gl.constexpr):
-    """Pointers to the fp32 sum of a tile of queries; Partial [B * H, tiles * 64, D], tiles: q_units or the next multiple of
-    SUM_TILES."""
-    q_units = (q_units + SUM_TILES - 1) // SUM_TILES * SUM_TILES
-    o_r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
-    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    place = Partial + (row_of_head.to(gl.int64) * q_units + i_m) * (UNIT * D)
-    return place + gl.expand_dims(o_r * D, 1) + gl.expand_dims(o_d, 0)
-
-
-@jit
 def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band, work, split, outs, scale, batches, batch,
-                  query_items, program, KIND: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                  SUM_TILES: gl.constexpr, STRIPED: gl.constexpr):  # fmt: skip
+                  query_items, program, KIND: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+                  TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr):  # fmt: skip
     """One or two tiles of dq = scale * sum of dS K over the stripe, and of what the stripes before made: in the keys' order."""
     heads, group, no_unit = work
     stride_gb, stride_gm, stride_gh = outs
@@ -289,7 +165,7 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
     DTYPE: gl.constexpr = pool.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     k_tiles = tiles_of(pool, TILES, D)
-    i_m, i_b, i_h, local, stripe = _query_item(batch, program, heads, group, q_units, split, SUM_TILES)
+    i_m, i_b, i_h, local, stripe = query_item(batch, program, heads, group, q_units, split, SUM_TILES)
     low, tiles, begins, ends = stripe_of_queries(i_m, stripe, split[0], lengths, band, KIND, SUM_TILES)
     sums = (opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT)),)
     if SUM_TILES > 1:
@@ -315,16 +191,16 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
         row = (i_m + t) * UNIT
         place = out + row.to(gl.int64) * stride_gm
         if STRIPED:
-            kept = _sum_so_far(Partial, i_m + t, i_b * heads + i_h, q_units, D_LAYOUT, D, SUM_TILES)
+            kept = sum_so_far(Partial, i_m + t, i_b * heads + i_h, q_units, D_LAYOUT, D, SUM_TILES)
             if goes_on:
                 await_queries(Progress, batch - 1, batches, query_items)
                 dq += gl.load(kept)
             if ends:
-                store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE)
+                store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE, COLUMNS)
             elif tiles > 0:
                 gl.store(kept, dq)
         else:
-            store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE)
+            store_accumulator(place, dq * scale, lengths[0] - row, stride_gm, DTYPE, COLUMNS)
     if STRIPED:
         mbarrier.arrive(done.index(0), count=1)  # the sum counts as much as the dS that was read
 
@@ -332,8 +208,9 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
 @jit
 def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths,
              band, work, split, width, order, room_rows, item, q_outs, kv_outs, nowhere, scale, KIND: gl.constexpr,
-             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr,
-             STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+             D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+             SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr,
+             HOLD: gl.constexpr):  # fmt: skip
     """Make the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -342,10 +219,10 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
     if keys:
         _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work,
                       split, width, kv_outs, batch % rooms * room_rows, nowhere, scale * LOG2E, batch, program,
-                      KIND, D, TILES, SLOTS, FENCE, HOLD)  # fmt: skip
+                      KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, FENCE, HOLD)  # fmt: skip
     else:
         _consume_sums(DQ, Partial, Progress, pool, q_full, empty, done, lengths, band, work, split, q_outs, scale, batches, batch,
-                      query_items, program, KIND, D, TILES, SUM_SLOTS, SUM_TILES, STRIPED)  # fmt: skip
+                      query_items, program, KIND, D, COLUMNS_QK, TILES, SUM_SLOTS, SUM_TILES, STRIPED)  # fmt: skip
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -354,14 +231,16 @@ def attention_backward_hopper(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr,
-    FENCE: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
+    SUM_TILES: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
     (kernels.backward_statistics) as one dimension, box [128], the last row being number no_unit; keep_desc [nowhere, 64], box
-    [64, 64]: room for dS.  DQ [B, Sq, H, D], DK, DV [B, Sk, H/group, D] by strides; Partial: sums of dq, fp32, if STRIPED
-    (stripes > 1).  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; KIND: FULL, CAUSAL or WINDOW (left,
-    right: keys on either side of a query's own place).  SUM_TILES: tiles of queries of an item for dq, which share K: 1 or 2.
+    [64, 64]: room for dS.  D: width of the tiles, of which COLUMNS_QK and COLUMNS_V are the head dims (None: all); the
+    copy engine fills the rest with zeros.  DQ [B, Sq, H, D], DK, DV [B, Sk, H/group, D] by strides; Partial: sums of dq,
+    fp32, if STRIPED (stripes > 1).  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; KIND: FULL, CAUSAL or WINDOW
+    (left, right: keys on either side of a query's own place).  SUM_TILES: tiles of queries of an item for dq, which share K: 1
+    or 2.
 
     Batches of batch_heads KV heads and stripe_units tiles of keys, `stripes` of them one after the other for the same heads:
     batches = B * H/group / batch_heads * stripes.  keep_desc has `rooms` rooms, each for dS of one batch, with
@@ -389,7 +268,7 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh), (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    nowhere, scale, KIND, D, TILES, SLOTS, SUM_SLOTS, SUM_TILES, STRIPED, FENCE, HOLD)),
+                    nowhere, scale, KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, SUM_SLOTS, SUM_TILES, STRIPED, FENCE, HOLD)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
                     kv_full, q_full, do_full, empty, done,
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),

@@ -68,27 +68,29 @@ def list_of_block(lists, block, i_b, i_h):
 
 
 @jit
-def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLOTS: gl.constexpr):
-    """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1."""
+def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLOTS: gl.constexpr, first=0):
+    """Have the item's own K and V brought behind the ring: tiles 2 * SLOTS and 2 * SLOTS + 1.  first: of the sequence's rows."""
     mbarrier.expect(kv_full.index(0), 2 * UNIT * D * 2)
-    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, i_n * UNIT, D)
-    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, i_n * UNIT, D)
+    load_panels(k_desc, kv_full.index(0), pool, 2 * SLOTS, i_b, i_k, first + i_n * UNIT, D)
+    load_panels(v_desc, kv_full.index(0), pool, 2 * SLOTS + 1, i_b, i_k, first + i_n * UNIT, D)
 
 
 @jit
 def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit, statistics, g, j,
-                 batch, rooms, query_items, batches, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+                 batch, rooms, query_items, batches, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr,
+                 first=0):  # fmt: skip
     """Have q, dout and statistics of a unit of queries brought to a slot: tiles `slot` and SLOTS + `slot`.
 
-    statistics: which row of them.  Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
+    statistics: which row of them; first: of the sequence's rows.  Before the dS of the item's first unit (g, j = 0, 0) there has
+    to be room."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-    load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
+    load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, first + unit * UNIT, D)
     tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
     if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
         await_room(Progress, batch, rooms, query_items, batches)
     mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-    load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
+    load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, first + unit * UNIT, D)
 
 
 @jit
@@ -172,21 +174,21 @@ def first_products(own, pool, bars, slot, parity, live_q, D: gl.constexpr, TILES
 
 
 @jit
-def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: gl.constexpr):
+def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: gl.constexpr,
+                COLUMNS_QK: gl.constexpr = None, COLUMNS_V: gl.constexpr = None):  # fmt: skip
     """Store dv and dk of 64 keys, and say in between that all dS has been written.  scale: of scores in base 2.
 
-    outs: strides (batch, row, head) of DK, then of DV."""
+    outs: strides (batch, row, head) of DK, then of DV.  COLUMNS: how many there are of them, if not all."""
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     b = i_b.to(gl.int64)
     h = i_k.to(gl.int64)
     n = i_n.to(gl.int64) * UNIT
     rows = seq_k - i_n * UNIT
-    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE)
+    store_accumulator(DV + b * stride_yb + h * stride_yh + n * stride_yn, dv, rows, stride_yn, DTYPE, COLUMNS_V)
     await_copies()
     mbarrier.arrive(done.index(0), count=1)
-    store_accumulator(
-        DK + b * stride_xb + h * stride_xh + n * stride_xn, dk * (scale * (1 / LOG2E)), rows, stride_xn, DTYPE
-    )
+    dk = dk * (scale * (1 / LOG2E))
+    store_accumulator(DK + b * stride_xb + h * stride_xh + n * stride_xn, dk, rows, stride_xn, DTYPE, COLUMNS_QK)
 
 
 # ---------------------------------------------------------------- dq from a dS that was kept
@@ -194,14 +196,14 @@ def finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE: 
 
 @jit
 def load_kept(k_desc, kept_desc, Progress, pool, full, empty, i_b, i_k, unit, rows, step, j, batch, key_items, slot, parity,
-              D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
+              D: gl.constexpr, SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, first=0):  # fmt: skip
     """Have K of a unit brought to tile `slot`, and to the panels of `slot` behind the tiles of K the kept dS from
     rows[t] + j * step on: of one tile of queries, or of SUM_TILES that share K.
 
-    Before the first all dS of the batch has to be there."""
+    first: of the sequence's rows.  Before the first step all dS of the batch has to be there."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(full.index(slot), UNIT * (D + SUM_TILES * UNIT) * 2)
-    load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, unit * UNIT, D)
+    load_panels(k_desc, full.index(slot), pool, slot, i_b, i_k, first + unit * UNIT, D)
     if j == 0:
         await_keys(Progress, batch, key_items)  # while K is on its way
     for t in gl.static_range(SUM_TILES):

@@ -1,4 +1,4 @@
-"""Which tiles of 64 queries and 64 keys see each other in the dense backward pass, and where a pair keeps its dS.
+"""Which tiles of 64 queries and 64 keys see each other in the dense backward pass, where a pair keeps its dS, and masks.
 
 Ranges are computed, from queries and from keys, and name the same pairs: those where some query sees some key.  Masks are
 aligned to the bottom right; `shift` = seq_k - seq_q is where query 0 stands among the keys.
@@ -8,7 +8,7 @@ room of a head each tile of keys has a line for the queries of its range.  Under
 from its left and stripe_units - 1 - l from its right: one has many queries when the other has few.
 """
 
-from .gluon import gl, jit
+from .gluon import gl, jit, opaque
 
 UNIT = gl.constexpr(64)  # tokens of a tile
 FULL = gl.constexpr(0)  # every key
@@ -98,3 +98,48 @@ def whole_tiles(i_n, lengths, band, KIND: gl.constexpr):
     if KIND != CAUSAL:  # which needs no mask at the end of the keys: only queries past the end stand there
         end = gl.where((i_n + 1) * UNIT > seq_k, 0, end)
     return begin, end
+
+
+@jit
+def cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
+    """S [64 keys, 64 queries], -inf where the query does not see the key, of tiles i_m and i_n.
+
+    A column is 8 * group + 2 * thread + e; compared like this the group is a constant of each register (parts.cut_columns).
+    What is made of the keys is made here: kept throughout the loop, it would push others out of their registers."""
+    seq_q, seq_k, q_units, kv_units = lengths
+    left, right = band
+    parts = s.reshape([UNIT, UNIT // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    key = gl.expand_dims(gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, UNIT, layout=ROW)), 1), 2), 3) + i_n * UNIT
+    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 8, layout=GROUP), 0), 2), 3)
+    thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
+    element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
+    column = thread * 2 + element
+    if KIND == FULL:
+        live = (group >= 0) & ((key < seq_k) & (column >= 0))
+    else:
+        own = key - seq_k + seq_q - i_m * UNIT  # the column of the query at the key's own place
+        first = own - (right if KIND == WINDOW else 0)
+        if KIND == WINDOW:
+            first = gl.where(key < seq_k, first, UNIT)
+        live = group * 8 >= opaque(first - column)
+        if KIND == WINDOW:
+            live = live & (group * 8 <= opaque(own + left - column))
+    return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
+
+
+@jit
+def cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
+    """cut, where some of the queries does not see some of the keys; whole: whole_tiles of i_n."""
+    needed = i_m >= whole[1]
+    if KIND == CAUSAL:
+        needed = i_m < whole[0]
+    elif KIND == WINDOW:
+        needed = needed | (i_m < whole[0])
+    if needed:
+        s = cut(s, i_m, i_n, lengths, band, KIND)
+    return s
