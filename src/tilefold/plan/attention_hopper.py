@@ -37,6 +37,7 @@ HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and prob
 BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
+RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
 LEAST_DIM = 64  # narrower head dims would be padded to it
@@ -182,8 +183,9 @@ def rows_of_tile(problem: AttentionProblem, name: str) -> int:
 
 
 def _mod_bytes(problem: AttentionProblem, block_m: int, block_n: int) -> int:
-    rows = (rows_of_tile(problem, name) * size for name, size in MOD_BYTES.items())
-    return sum(rows) * block_m // 64 * block_n
+    """Of the rings of a bias and a mask, with their barriers."""
+    rings = [(rows_of_tile(problem, name), size) for name, size in MOD_BYTES.items()]
+    return sum(rows * size * block_m // 64 * block_n + RING_BYTES for rows, size in rings if rows)
 
 
 def hopper_violation(

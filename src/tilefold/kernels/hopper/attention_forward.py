@@ -157,7 +157,8 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
         scale = LOG2E  # what they are added to is scaled before
     else:
         scale = scale * LOG2E
-    slope = 0.0
+    if not ALIBI:
+        slope = None
     nothing = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)  # use_acc=False: never read
     i = 0  # query blocks that were begun
     t = 0  # the rings' position
