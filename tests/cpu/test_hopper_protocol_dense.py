@@ -1,4 +1,4 @@
-"""The barrier protocol of the dense Gluon kernel on CPU threads; what `test_hopper_protocol` says of the block-sparse one holds."""
+"""The barrier protocol of the dense Gluon kernel on CPU threads; what `test_hopper_protocol` says of the sparse one holds."""
 
 import random
 

@@ -102,7 +102,9 @@ class Changed(Run):
             (desc, sequence * desc.steps[0], head * desc.steps[1], row, key + column) for column in tile.buffers.columns
         ]
         if tile.held() != wanted:
-            self.memory.fail(f"item {self.local.item}: {name} holds {[(held or [0])[1:] for held in tile.held()]}, not {wanted}")
+            self.memory.fail(
+                f"item {self.local.item}: {name} holds {[(held or [0])[1:] for held in tile.held()]}, not {wanted}"
+            )
 
 
 class Scores(Product):

@@ -144,6 +144,7 @@ def problem_of(
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
     masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
     from .attention_tiles import tiles_of
+
     return AttentionProblem(
         **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
         dtype=str(q.dtype).removeprefix("torch."),
@@ -332,8 +333,8 @@ def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
 def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.  bias:
-    its dtype, if not that of q."""
+    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
+    bias: its dtype, if not that of q."""
     (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias)
     args = _arguments(prepared, q, k, v, out, lse, call)
     return prepared.launch.fn, args, prepared.launch.keywords

@@ -13,8 +13,8 @@ ROWS = 64  # queries of a warpgroup
 
 
 def tiles_of(t: torch.Tensor | None) -> str:
-    """How descriptors can read t [B or 1, H or 1, Sq or 1, Sk]: "tiles" of 64 queries, "keys" where one row serves all of them, or
-    "" if they cannot: the base or a stride is no multiple of 16 bytes, or the keys do not lie side by side."""
+    """How descriptors can read t [B or 1, H or 1, Sq or 1, Sk]: "tiles" of 64 queries, "keys" where one row serves all of
+    them, or "" if they cannot: the base or a stride is no multiple of 16 bytes, or the keys do not lie side by side."""
     if t is None or not t.numel() or t.data_ptr() % 16:
         return ""
     step = 16 // t.element_size()
@@ -46,7 +46,9 @@ def tile_box(t: torch.Tensor, keys: int) -> "Box":
     t = bytes_of(t)
     own = _own(t)
     rows = ROWS if own[2] else 1
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.uint8: gl.uint8}[t.dtype]
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.uint8: gl.uint8}[
+        t.dtype
+    ]
     panel = panel_of_tile(dtype, rows, keys)
     flat = tile_layout(dtype, rows, keys)
     layout = gl.NVMMASharedLayout(flat.swizzle_byte_width, flat.element_bitwidth, rank=4)

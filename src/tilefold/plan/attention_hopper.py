@@ -91,7 +91,7 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
     chosen = {
         "fence": width_of(n.dim_v) >= 96,
         "turns": consumers_of(tile) > 1,
-        "skip": True,
+        "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
         "late": width_of(n.dim_qk) == 192,
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
@@ -239,7 +239,12 @@ def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     """Whether three warpgroups are faster than two: where exponentials are the bound, and few rows and scores are in vain."""
     n = problem
     blocks = -(-n.seq_q // 192)
-    if n.score_mods or n.mask_mods or n.batch * n.heads * blocks < device.sms or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks:
+    if (
+        n.score_mods
+        or n.mask_mods
+        or n.batch * n.heads * blocks < device.sms
+        or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks
+    ):
         return False
     left, right = n.sides
     if left < 0 and right < 0:

@@ -39,8 +39,8 @@ class AttentionProblem:
     sinks: a learned score per head joins each softmax.
     descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides); query_descriptors: Q can.
     dropout: probabilities are dropped at random.
-    bias_descriptors, mask_descriptors: how descriptors can read the bias and the mask: "tiles" of queries and keys, "keys" where one
-        row serves all queries, or "" if they cannot.
+    bias_descriptors, mask_descriptors: how descriptors can read the bias and the mask: "tiles" of queries and keys, "keys"
+        where one row serves all queries, or "" if they cannot.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """

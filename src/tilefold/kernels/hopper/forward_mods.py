@@ -10,7 +10,6 @@ from .forward_work import CAUSAL
 from .gluon import barriers, constexpr_function, gl, jit, mbarrier, opaque, reinterpret, tma_load
 from .parts import columns_of
 
-
 # ---------------------------------------------------------------- tiles of a bias or a mask
 
 
