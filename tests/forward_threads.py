@@ -272,7 +272,7 @@ class Run:
         sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
         outs = (Number(0), Number(0), *map(Number, STRIDES))
         tile = (self.keys, self.slots, n, self.pack)
-        (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, self.tile_slots)
+        (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, *self.tile_slots)
 
         def consumer(c):
             self.local.consumer, self.local.turns = c, turns

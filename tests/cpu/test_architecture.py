@@ -49,6 +49,7 @@ SHARED_BY_HOPPER = (
     "parts",
     "backward_parts",
     "backward_ranges",
+    "forward_mods",
     "forward_parts",
     "forward_work",
     "backward_work",

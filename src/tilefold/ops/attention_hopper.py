@@ -94,8 +94,10 @@ def _tile_constants(call: Call) -> dict[str, Any]:
     from ..plan.attention_hopper import MOD_SLOTS
 
     rows = {"": 0, "tiles": 64, "keys": 1}
-    slots = tuple(0 if t is None else MOD_SLOTS[t.element_size()] for t in (call.bias, call.mask))
-    return {"BIAS": rows[tiles_of(call.bias)], "MASK": rows[tiles_of(call.mask)], "TILE_SLOTS": slots}
+    made = {}
+    for name, t in (("BIAS", call.bias), ("MASK", call.mask)):
+        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else MOD_SLOTS[t.element_size()]}
+    return made
 
 
 def _tile_boxes(call: Call, plan: "AttentionPlan") -> "tuple[Box, ...]":

@@ -56,7 +56,7 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "le
 def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t, group, left, right,
                    programs, KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr,
                    SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr,
-                   BIAS: gl.constexpr, MASK: gl.constexpr, TILE_SLOTS: gl.constexpr):  # fmt: skip
+                   BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Make every load of one query block -> the item after it, and the position in the rings."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     i_q, i_b, i_h, seq_q, seq_k, first_q, first_k, _, i_s = place
@@ -78,10 +78,10 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_
         load_tile(k_desc, k_full.index(slot), k_buf, slot, i_b, i_k, row, KEYS, DIM_QK)
         if BIAS:
             load_tiles(tiles_in[0], tile_rings[0], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, BIAS, KEYS,
-                       TILE_SLOTS[0], CONSUMERS)  # fmt: skip
+                       BIAS_SLOTS, CONSUMERS)  # fmt: skip
         if MASK:
             load_tiles(tiles_in[1], tile_rings[1], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, MASK, KEYS,
-                       TILE_SLOTS[1], CONSUMERS)  # fmt: skip
+                       MASK_SLOTS, CONSUMERS)  # fmt: skip
         mbarrier.wait(v_empty.index(slot), parity)
         load_tile(v_desc, v_full.index(slot), v_buf, slot, i_b, i_k, row, KEYS, DIM_V)
         t += 1
@@ -97,7 +97,7 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_
 def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
              KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
              CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr, BIAS: gl.constexpr,
-             MASK: gl.constexpr, TILE_SLOTS: gl.constexpr):  # fmt: skip
+             MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     q_full, q_empty = rings[3], rings[4]
     seq_q, seq_k, heads, q_blocks, left, right = sizes
@@ -110,7 +110,7 @@ def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tile
         if place[7]:
             item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t,
                                      group, left, right, programs, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN,
-                                     ALIBI, BIAS, MASK, TILE_SLOTS)  # fmt: skip
+                                     ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
             i += 1
         else:
             item = programs + read_ticket(draw_ticket(Tickets))
@@ -129,7 +129,8 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
              KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
              SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
              FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, SKIP: gl.constexpr,
-             ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, TILE_SLOTS: gl.constexpr):  # fmt: skip
+             ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+             MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     Out, Lse, stride_ob, stride_om, stride_oh = outs
@@ -190,7 +191,7 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
             s = soften(s, inner, SOFTCAP)
         if ALIBI or BIAS or MASK:
             s = change_scores(s, natural, tile_rings, t, slope, row, first * KEYS, shift, CID, KIND, PACK, ALIBI, BIAS, MASK,
-                              TILE_SLOTS)  # fmt: skip
+                              BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
         s = cut_if_needed(s, row, first * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
         p, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
         for j in range(1, tiles):
@@ -216,7 +217,7 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
                 s = soften(s, inner, SOFTCAP)
             if ALIBI or BIAS or MASK:
                 s = change_scores(s, natural, tile_rings, t, slope, row, (first + j) * KEYS, shift, CID, KIND, PACK, ALIBI,
-                                  BIAS, MASK, TILE_SLOTS)  # fmt: skip
+                                  BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
             s = cut_if_needed(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
             p_next, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
             if FENCE:
@@ -268,7 +269,7 @@ def attention_forward_hopper(
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    SKIP: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, TILE_SLOTS: gl.constexpr,
+    SKIP: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
@@ -285,7 +286,7 @@ def attention_forward_hopper(
 
     BIAS, MASK: rows of a tile of the bias, of the mask: 64, 1 where one row serves all queries, or 0.  bias_desc (16 or 32 bits),
     mask_desc (8 bits, 0: not seen): [B or 1, H or 1, Sq or 1, Sk] with boxes [1, 1, rows, panel_of_tile]; bias_b, bias_h, mask_b,
-    mask_h: 1, or 0 where there is one for all batch entries, heads; TILE_SLOTS: buffers of the one and the other for each
+    mask_h: 1, or 0 where there is one for all batch entries, heads; BIAS_SLOTS, MASK_SLOTS: buffers for each
     warpgroup.  Slopes [B, H] of ALiBi by its strides, or None.  With one of these and PACK, only Slopes may differ between heads.
 
     FENCE holds the wait for O behind the softmax; LATE gives K's buffer back with V's; with TURNS the consumers issue their
@@ -312,10 +313,10 @@ def attention_forward_hopper(
         slopes = (Slopes, slope_b, slope_h)
     if BIAS:
         bias_in = (bias_desc, bias_b, bias_h)
-        bias_ring = tile_ring(bias_desc, BIAS, KEYS, TILE_SLOTS[0], CONSUMERS)
+        bias_ring = tile_ring(bias_desc, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     if MASK:
         mask_in = (mask_desc, mask_b, mask_h)
-        mask_ring = tile_ring(mask_desc, MASK, KEYS, TILE_SLOTS[1], CONSUMERS)
+        mask_ring = tile_ring(mask_desc, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     fence_async_shared()
     rings = (q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     tiles_in, tile_rings = (bias_in, mask_in), (bias_ring, mask_ring)
@@ -325,32 +326,35 @@ def attention_forward_hopper(
         gl.warp_specialize([
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND, DIM_QK,
                         DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
             (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, TILE_SLOTS)),
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -141,13 +141,14 @@ def drop_masked(s, ring, t, CID: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.con
 
 @jit
 def change_scores(s, scale, rings, t, slope, row, begin, shift, CID: gl.constexpr, KIND: gl.constexpr, PACK: gl.constexpr,
-                  ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+                  ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+                  MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Scores [64, KEYS] with ALiBi, bias and mask, in this order.  With one of the first two they come out times `scale`,
     else as they were."""
     if ALIBI:
         s = subtract_distance(s, scale, slope, row, begin, shift, KIND, PACK)
     if BIAS:
-        s = add_bias(s, 1.0 if ALIBI else scale, rings[0], t, CID, BIAS, SLOTS[0])
+        s = add_bias(s, 1.0 if ALIBI else scale, rings[0], t, CID, BIAS, BIAS_SLOTS)
     if MASK:
-        s = drop_masked(s, rings[1], t, CID, MASK, SLOTS[1])
+        s = drop_masked(s, rings[1], t, CID, MASK, MASK_SLOTS)
     return s
