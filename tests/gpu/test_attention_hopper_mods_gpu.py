@@ -210,7 +210,7 @@ def test_gradients_from_its_out_and_lse():
         out = tilefold.attention(q, k, v, bias=bias, causal=True, plan=chosen)
         found.append(torch.autograd.grad(out.float().square().sum(), tensors))
     for ours, others in zip(*found, strict=True):
-        assert (ours - others).float().norm() < 0.01 * others.float().norm()
+        assert (ours - others).float().norm() < 0.02 * others.float().norm()
 
 
 def test_the_same_bits_every_run_and_in_graphs():
