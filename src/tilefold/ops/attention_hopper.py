@@ -94,7 +94,7 @@ def _tile_constants(call: Call) -> dict[str, Any]:
     from ..plan.attention_hopper import MOD_SLOTS
 
     rows = {"": 0, "tiles": 64, "keys": 1}
-    made = {}
+    made: dict[str, Any] = {}
     for name, t in (("BIAS", call.bias), ("MASK", call.mask)):
         made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else MOD_SLOTS[t.element_size()]}
     return made
