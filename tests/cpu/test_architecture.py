@@ -50,6 +50,7 @@ SHARED_BY_HOPPER = (
     "backward_items",
     "backward_parts",
     "backward_ranges",
+    "forward_mods",
     "forward_parts",
     "forward_work",
     "backward_work",

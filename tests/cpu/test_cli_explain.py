@@ -49,6 +49,8 @@ def test_every_option_reaches_the_problem():
         mask_mods=("mask",),
         sinks=True,
         descriptors=False,
+        bias_descriptors="tiles",
+        mask_descriptors="tiles",
     )
 
 

@@ -17,7 +17,7 @@ from tilefold.kernels import hopper
 if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 from tilefold.kernels.hopper import attention_backward as kernel
-from tilefold.kernels.hopper import backward_parts, backward_ranges, backward_work, parts
+from tilefold.kernels.hopper import backward_items, backward_parts, backward_ranges, backward_work, parts
 from tilefold.plan import AttentionProblem
 from tilefold.plan import attention_backward_hopper as rules
 
@@ -74,18 +74,18 @@ class Run(Launch):
                           "finish_keys", "load_kept", "add_kept")),
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),
-        (kernel, ("_batch_of", "_key_item", "_query_item", "_produce_keys", "_kept_row", "_produce_sums", "_produce",
-                  "_consume_keys", "_consume_sums", "_consume")),
+        (backward_items, ("batch_of", "key_item", "query_item", "_kept_row", "produce_sums")),
+        (kernel, ("_produce_keys", "_produce", "_consume_keys", "_consume_sums", "_consume")),
     )  # fmt: skip
 
     def names(self):
         return {
             "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "cut_if_needed": lambda s, *args: s,
-            "_sum_so_far": lambda sums, i_m, row, *args: Sum(self, (int(row), int(i_m))),
+            "sum_so_far": lambda sums, i_m, row, *args: Sum(self, (int(row), int(i_m))),
         }  # fmt: skip
 
     def finished(self, names):
-        for name in ("_key_item", "_query_item"):  # scalars, which can be cast
+        for name in ("key_item", "query_item"):  # scalars, which can be cast
             names[name] = lambda *args, inner=names[name]: tuple(map(Number, inner(*args)))
         return names
 

@@ -181,8 +181,17 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     for change, why in (
         ({"dim_v": 32}, "measured yet with head dims below 64"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
-        ({"score_mods": ("softcap", "alibi")}, "no changes of scores but softcap"),
-        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
+        ({"score_mods": ("user",)}, "no changes of scores but softcap, ALiBi and a bias"),
+        ({"score_mods": ("softcap", "alibi")}, "ot measured yet with ALiBi, a bias or a boolean mask"),
+        ({"mask_mods": ("mask", "user")}, "no masks but causal, window and a boolean one"),
+        (
+            {"mask_mods": ("mask",)},
+            "base or the strides of the mask are not multiples of 16 bytes, or its keys do not lie",
+        ),
+        (
+            {"score_mods": ("bias",)},
+            "base or the strides of the bias are not multiples of 16 bytes, or its keys do not lie",
+        ),
         ({"query_descriptors": False}, "base or the strides of Q"),
         ({"descriptors": False}, "base or the strides of K or V"),
     ):

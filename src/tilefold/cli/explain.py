@@ -91,6 +91,8 @@ def explain(
         mask_mods=("mask",) if mask else (),
         sinks=sinks,
         descriptors=not varlen,
+        bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
+        mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)

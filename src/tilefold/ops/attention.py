@@ -143,6 +143,8 @@ def problem_of(
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
     masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
+    from .attention_tiles import tiles_of
+
     return AttentionProblem(
         **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
         dtype=str(q.dtype).removeprefix("torch."),
@@ -155,6 +157,8 @@ def problem_of(
         dropout=call.dropout_p > 0,
         descriptors=boxable(k) and boxable(v),
         query_descriptors=boxable(q),
+        bias_descriptors=tiles_of(call.bias),
+        mask_descriptors=tiles_of(call.mask),
     )
 
 
@@ -326,14 +330,19 @@ def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
-    (q, k, v), call, prepared, out, lse = example_call(problem, plan)
+def example_launch(
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
+    bias: its dtype, if not that of q."""
+    (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias)
     args = _arguments(prepared, q, k, v, out, lse, call)
     return prepared.launch.fn, args, prepared.launch.keywords
 
 
-def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[Any, Call, Prepared, Any, Any]:
+def example_call(
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+) -> tuple[Any, Call, Prepared, Any, Any]:
     """((q, k, v), call, prepared, out, lse) of such a call."""
     from ..device import mods
 
@@ -348,13 +357,15 @@ def example_call(problem: "AttentionProblem", plan: "AttentionPlan") -> tuple[An
     q = tensor(*rows_q, n.heads, n.dim_qk, dtype=dtype)
     k, v = (tensor(*rows_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
     offsets = tensor(n.batch + 1, dtype=torch.int32)
+    rows_bias, rows_mask = (1 if d == "keys" else n.seq_q for d in (n.bias_descriptors, n.mask_descriptors))
+    bias_dtype = getattr(torch, bias or n.dtype)
     call = Call(
         causal=n.causal,
         window=n.window,
         softcap=30.0 if "softcap" in n.score_mods else 0.0,
         alibi_slopes=tensor(n.heads) if "alibi" in n.score_mods else None,
-        bias=tensor(n.batch, 1, n.seq_q, n.seq_k, dtype=dtype) if "bias" in n.score_mods else None,
-        mask=tensor(n.batch, 1, n.seq_q, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
+        bias=tensor(n.batch, 1, rows_bias, n.seq_k, dtype=bias_dtype) if "bias" in n.score_mods else None,
+        mask=tensor(n.batch, 1, rows_mask, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
         sinks=tensor(n.heads) if n.sinks else None,
         score_mod=mods.softcap if "user" in n.score_mods else None,
         score_grad=mods.softcap_slope if "user" in n.score_mods else None,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .attention import Prepared, head_strides, hooks_of, kind_of
+from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from .call import UNBOUNDED, Call
 from .hopper import box_of, require, tickets
 
@@ -43,9 +44,10 @@ def bind(
     strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
     if call.packed is not None:
         strides = 0, *strides
-    plain = call.sinks is None and call.packed is None  # the arguments that not every call has are the same each time
+    # the arguments that not every call has are the same each time
+    plain = all(t is None for t in (call.sinks, call.packed, call.bias, call.mask, call.alibi_slopes))
     grid = min(plan.device.sms, items), 1, 1
-    constants = {"KIND": kind_of(window), **_constants(plan)}
+    constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     return Prepared(
         plan=plan,
@@ -53,9 +55,9 @@ def bind(
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads // pack, n.group // pack, blocks, items, *sides),
         strides=strides,
-        extras=(None, None, float(call.softcap) or None, None, None, None, None) if plain else (),
+        extras=(None, None, float(call.softcap) or None, *(None,) * 13) if plain else (),
         softcap=float(call.softcap),
-        boxes=_boxes(q, k, v, call, plan, pack),
+        boxes=(*_boxes(q, k, v, call, plan, pack), *_tile_boxes(call, plan)),
         plain=plain,
         launch=Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0),
         mods=mods,
@@ -87,6 +89,22 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
     }
 
 
+def _tile_constants(call: Call) -> dict[str, Any]:
+    """Rows and buffers of the tiles of the bias and the mask."""
+    from ..plan.attention_hopper import MOD_SLOTS
+
+    rows = {"": 0, "tiles": 64, "keys": 1}
+    made: dict[str, Any] = {}
+    for name, t in (("BIAS", call.bias), ("MASK", call.mask)):
+        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else MOD_SLOTS[t.element_size()]}
+    return made
+
+
+def _tile_boxes(call: Call, plan: "AttentionPlan") -> "tuple[Box, ...]":
+    """The descriptors of the bias and the mask, of those that are there."""
+    return tuple(tile_box(t, plan.block_n) for t in (call.bias, call.mask) if t is not None)
+
+
 def _boxes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
 ) -> "tuple[Box, ...]":
@@ -104,14 +122,25 @@ def arguments(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order; None for what the call does not have."""
-    boxes = (box.over(t) for box, t in zip(p.boxes, (q, k, v), strict=True))
+    boxes = (box.over(t) for box, t in zip(p.boxes[:3], (q, k, v), strict=True))
     known = (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *p.extras)
     if p.plain:
         return known
     sinks, packed = call.sinks, call.packed
     sink: tuple[Any, ...] = (None, None) if sinks is None else (sinks, sinks.stride(0))
     batch = (None,) * 4 if packed is None else (packed.cu_q, packed.cu_k, packed.cu_q.shape[0] - 1, q.shape[0])
-    return (*known, *sink, p.softcap or None, *batch)
+    return (*known, *sink, p.softcap or None, *batch, *_mod_arguments(p, call))
+
+
+def _mod_arguments(p: Prepared, call: Call) -> tuple[Any, ...]:
+    """Bias, mask and slopes, each with what leads to a batch entry and a head."""
+    boxes, made = iter(p.boxes[3:]), []
+    for t in (call.bias, call.mask):
+        made += [None] * 3 if t is None else [next(boxes).over(bytes_of(t)), *steps_of(t)]
+    slopes = call.alibi_slopes
+    if slopes is None:
+        return (*made, None, None, None)
+    return (*made, slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))
 
 
 def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:

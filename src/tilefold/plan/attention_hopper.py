@@ -4,8 +4,6 @@ What was not timed beside the portable kernels is refused by `hopper_unmeasured`
 does not name run only where a plan asks for them (`with_tile`).
 """
 
-from dataclasses import replace
-
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
@@ -14,6 +12,7 @@ from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 __all__ = [
     "KERNEL",
     "MAX_PACKED",
+    "MOD_SLOTS",
     "OPTIONS",
     "REGISTERS",
     "consumers_of",
@@ -27,6 +26,7 @@ __all__ = [
     "hopper_violation",
     "packed_heads",
     "polynomial_of",
+    "rows_of_tile",
     "width_of",
 ]
 
@@ -36,6 +36,9 @@ REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
 BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
 MAX_PACKED = 64  # rows of a warpgroup
+MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
+RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
+MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
 LEAST_DIM = 64  # narrower head dims would be padded to it
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
@@ -57,8 +60,11 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if n.dropout:
         return "it has no dropout"
-    if n.score_mods not in ((), ("softcap",)) or not replace(n, score_mods=(), sinks=False).plain:
-        return "it has no changes of scores but softcap, and no masks but causal and window"
+    if "user" in (*n.score_mods, *n.mask_mods):
+        return "it has no changes of scores but softcap, ALiBi and a bias, and no masks but causal, window and a boolean one"
+    for name in ("bias", "mask"):
+        if name in (*n.score_mods, *n.mask_mods) and not rows_of_tile(n, name):
+            return f"the base or the strides of the {name} are not multiples of 16 bytes, or its keys do not lie side by side"
     if n.dim_v % 4:
         return f"it stores 4 columns at a time, V has {n.dim_v}"
     if not n.query_descriptors:
@@ -74,6 +80,8 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
     n = problem
     if min(n.dim_qk, n.dim_v) < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
+    if n.mask_mods or n.score_mods not in ((), ("softcap",)):
+        return "not measured yet with ALiBi, a bias or a boolean mask"
     return None
 
 
@@ -83,7 +91,7 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
     chosen = {
         "fence": width_of(n.dim_v) >= 96,
         "turns": consumers_of(tile) > 1,
-        "skip": True,
+        "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
         "late": width_of(n.dim_qk) == 192,
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
@@ -127,7 +135,8 @@ def polynomial_of(options: tuple[str, ...]) -> int:
 
 
 def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
-    """128 queries, 4 warps in each of two warpgroups, or 192 of three; num_stages: buffers for K, and for V.
+    """128 queries, 4 warps in each of two warpgroups, or 192 of three; num_stages: buffers for K, and for V, as many as a bias
+    or a mask leaves room for.
 
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
     no room for two buffers."""
@@ -135,7 +144,7 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     if widths == (64, 64) and _three_pay(problem, device):
         return Tile(192, 128, 4, STAGES[widths])
     for keys in (128, 64):
-        for stages in (STAGES[widths],) if widths in STAGES else (4, 3, 2):
+        for stages in _stages(problem, widths, keys):
             tile = Tile(128, keys, 4, stages)
             if (
                 _registers_held(problem, tile) <= HELD[2]
@@ -145,6 +154,14 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     return Tile(128, 64, 4, 1)
 
 
+def _stages(problem: AttentionProblem, widths: tuple[int, int], keys: int) -> tuple[int, ...]:
+    """Numbers of buffers to try; what was measured without a bias or a mask may not leave them room."""
+    if widths in STAGES and not _mod_bytes(problem, 64, 64):
+        return (STAGES[widths],)
+    most = STAGES.get(widths, 4) if keys == 128 else 4
+    return tuple(range(most, 1, -1))
+
+
 def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> tuple[int, int, int]:
     """Blocks of queries to draw; of a packed batch the most that there can be."""
     pack = packed_heads(problem, options)
@@ -152,9 +169,23 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
 
 
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
-    """Shared memory of a program (bytes): Q, the rings of K and V, barriers."""
+    """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
-    return (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize + BARRIER_BYTES
+    held = (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
+    return held + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
+
+
+def rows_of_tile(problem: AttentionProblem, name: str) -> int:
+    """Rows of a warpgroup's tile of the "bias" or the "mask": 64, 1 where one serves all queries; 0 without, or without boxes."""
+    if name not in (*problem.score_mods, *problem.mask_mods):
+        return 0
+    return {"tiles": 64, "keys": 1, "": 0}[getattr(problem, f"{name}_descriptors")]
+
+
+def _mod_bytes(problem: AttentionProblem, block_m: int, block_n: int) -> int:
+    """Of the rings of a bias and a mask, with their barriers."""
+    rings = [(rows_of_tile(problem, name), size) for name, size in MOD_BYTES.items()]
+    return sum(rows * size * block_m // 64 * block_n + RING_BYTES for rows, size in rings if rows)
 
 
 def hopper_violation(
@@ -197,6 +228,8 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
 def _pack_fault(problem: AttentionProblem) -> str | None:
     if problem.varlen:
         return "pack needs sequences of one length, this is a packed batch"
+    if "bias" in problem.score_mods or "mask" in problem.mask_mods:
+        return "pack makes heads rows of one block, which a tile of a bias or a mask does not hold"
     if problem.group == 1 or MAX_PACKED % problem.group:
         return f"pack needs a number of query heads a KV head that divides {MAX_PACKED}, got {problem.group}"
     return None
@@ -206,7 +239,12 @@ def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     """Whether three warpgroups are faster than two: where exponentials are the bound, and few rows and scores are in vain."""
     n = problem
     blocks = -(-n.seq_q // 192)
-    if n.score_mods or n.batch * n.heads * blocks < device.sms or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks:
+    if (
+        n.score_mods
+        or n.mask_mods
+        or n.batch * n.heads * blocks < device.sms
+        or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks
+    ):
         return False
     left, right = n.sides
     if left < 0 and right < 0:

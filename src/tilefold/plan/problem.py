@@ -10,6 +10,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 
 _SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
+_TILES = ("", "tiles", "keys")
 _FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout")
 
 
@@ -38,6 +39,8 @@ class AttentionProblem:
     sinks: a learned score per head joins each softmax.
     descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides); query_descriptors: Q can.
     dropout: probabilities are dropped at random.
+    bias_descriptors, mask_descriptors: how descriptors can read the bias and the mask: "tiles" of queries and keys, "keys"
+        where one row serves all queries, or "" if they cannot.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """
@@ -59,6 +62,8 @@ class AttentionProblem:
     descriptors: bool = True
     query_descriptors: bool = True
     dropout: bool = False
+    bias_descriptors: str = ""
+    mask_descriptors: str = ""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -72,6 +77,9 @@ class AttentionProblem:
             mods = getattr(self, name)
             if type(mods) is not tuple or not all(type(mod) is str and mod for mod in mods):
                 raise ValueRangeError(f"{name} must be a tuple of names, such as ('softcap',), got {mods!r}")
+        for name in ("bias_descriptors", "mask_descriptors"):
+            if getattr(self, name) not in _TILES:
+                raise ValueRangeError(f"{name} must be 'tiles', 'keys' or '', got {getattr(self, name)!r}")
 
     def _check_sizes(self) -> None:
         for name in _SIZES:

@@ -14,6 +14,7 @@ from a counter, those with the most keys of a head first: the long ones begin ea
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 3.2.
 """
 
+from .forward_mods import change_scores, load_slopes, load_tiles, tile_ring
 from .forward_parts import (
     accumulators,
     begin_fold,
@@ -31,7 +32,7 @@ from .forward_parts import (
     wait_values,
     wide_of,
 )
-from .forward_work import cut_if_needed, find_place, range_of_block, read_item, read_place, write_note
+from .forward_work import cut_if_needed, find_place, range_of_block, read_item, read_place, read_sequence, write_note
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -47,22 +48,24 @@ from .gluon import (
 from .parts import LOG2E, draw_ticket, read_ticket
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
-           "stride_oh", "cap", "stride_sinks", "batch", "total_q"]  # fmt: skip
+           "stride_oh", "cap", "stride_sinks", "batch", "total_q", "bias_b", "bias_h", "mask_b", "mask_h", "slope_b",
+           "slope_h"]  # fmt: skip
 
 
 @jit
-def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i, t, group, left, right, programs,
-                   KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
-                   CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t, group, left, right,
+                   programs, KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr,
+                   SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr,
+                   BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Make every load of one query block -> the item after it, and the position in the rings."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    i_q, i_b, i_h, seq_q, seq_k, first_q, first_k, _ = place
+    i_q, i_b, i_h, seq_q, seq_k, first_q, first_k, _, i_s = place
     drawn = 0
     following = item
     first, tiles = range_of_block(i_q, seq_q, seq_k, left, right, KIND, CONSUMERS * 64, KEYS, PACK)
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, item, i_q, seq_q, seq_k, first_q, VARLEN)
+    write_note(note, item, i_q, seq_q, seq_k, first_q, i_s, VARLEN, ALIBI)
     for c in gl.static_range(CONSUMERS):
         row = first_q + i_q * (CONSUMERS * 64) + c * 64
         load_tile(q_desc, q_full.index(c), q_buf, c, i_b, i_h, row, 64, DIM_QK, PACK)
@@ -73,6 +76,12 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i,
         row = first_k + (first + j) * KEYS
         mbarrier.wait(k_empty.index(slot), parity)
         load_tile(k_desc, k_full.index(slot), k_buf, slot, i_b, i_k, row, KEYS, DIM_QK)
+        if BIAS:
+            load_tiles(tiles_in[0], tile_rings[0], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, BIAS, KEYS,
+                       BIAS_SLOTS, CONSUMERS)  # fmt: skip
+        if MASK:
+            load_tiles(tiles_in[1], tile_rings[1], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, MASK, KEYS,
+                       MASK_SLOTS, CONSUMERS)  # fmt: skip
         mbarrier.wait(v_empty.index(slot), parity)
         load_tile(v_desc, v_full.index(slot), v_buf, slot, i_b, i_k, row, KEYS, DIM_V)
         t += 1
@@ -85,9 +94,10 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i,
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND: gl.constexpr,
-             DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr,
-             PACK: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
+             KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
+             CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr, BIAS: gl.constexpr,
+             MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     q_full, q_empty = rings[3], rings[4]
     seq_q, seq_k, heads, q_blocks, left, right = sizes
@@ -98,14 +108,15 @@ def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, size
     while item < items:
         place = find_place(CuQ, CuK, batch, item, seq_q, seq_k, heads, q_blocks, VARLEN, CONSUMERS * 64)
         if place[7]:
-            item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i, t, group, left, right,
-                                     programs, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN)  # fmt: skip
+            item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t,
+                                     group, left, right, programs, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN,
+                                     ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
             i += 1
         else:
             item = programs + read_ticket(draw_ticket(Tickets))
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, -1, 0, 0, 0, 0, VARLEN)
+    write_note(note, -1, 0, 0, 0, 0, 0, VARLEN, ALIBI)
     for c in gl.static_range(CONSUMERS):
         mbarrier.arrive(q_full.index(c), count=1)
     # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
@@ -114,11 +125,12 @@ def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, size
 
 
 @jit
-def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, CID: gl.constexpr, KIND: gl.constexpr,
-             DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
-             CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, FENCE: gl.constexpr,
-             LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-             SKIP: gl.constexpr):  # fmt: skip
+def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, CID: gl.constexpr,
+             KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
+             SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
+             FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, SKIP: gl.constexpr,
+             ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+             MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     Out, Lse, stride_ob, stride_om, stride_oh = outs
@@ -141,7 +153,13 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
     if SOFTCAP:
         inner = scale / cap
         scale = cap
-    scale = scale * LOG2E
+    natural = scale
+    if ALIBI or BIAS:
+        scale = LOG2E  # what they are added to is scaled before
+    else:
+        scale = scale * LOG2E
+    if not ALIBI:
+        slope = None
     nothing = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)  # use_acc=False: never read
     i = 0  # query blocks that were begun
     t = 0  # the rings' position
@@ -154,6 +172,9 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
         shift = n_k - n_q
         first, tiles = range_of_block(i_q, n_q, n_k, left, right, KIND, CONSUMERS * 64, KEYS, PACK)
         row = i_q * (CONSUMERS * 64) + CID * 64
+        if ALIBI:
+            i_s = read_sequence(note, i_b, VARLEN)
+            slope = load_slopes(nothing, slopes[0], slopes[1], slopes[2], i_s, i_h, PACK)
         m, l = begin_fold(nothing, Sinks, stride_sinks, i_h, ROW_S, PACK)
         acc = accumulators(DIM_V, WARPS)
         slot = t % SLOTS
@@ -168,6 +189,9 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
         mbarrier.arrive(k_empty.index(slot), count=1)
         if SOFTCAP:
             s = soften(s, inner, SOFTCAP)
+        if ALIBI or BIAS or MASK:
+            s = change_scores(s, natural, tile_rings, t, slope, row, first * KEYS, shift, CID, KIND, PACK, ALIBI, BIAS, MASK,
+                              BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
         s = cut_if_needed(s, row, first * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
         p, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
         for j in range(1, tiles):
@@ -191,6 +215,9 @@ def _consume(note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q,
                 mbarrier.arrive(k_empty.index(ahead), count=1)
             if SOFTCAP:
                 s = soften(s, inner, SOFTCAP)
+            if ALIBI or BIAS or MASK:
+                s = change_scores(s, natural, tile_rings, t, slope, row, (first + j) * KEYS, shift, CID, KIND, PACK, ALIBI,
+                                  BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
             s = cut_if_needed(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
             p_next, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
             if FENCE:
@@ -238,10 +265,12 @@ def attention_forward_hopper(
     q_desc, k_desc, v_desc, Out, Lse, Tickets,
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
+    bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SKIP: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
     [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq]; Tickets [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of
@@ -255,14 +284,20 @@ def attention_forward_hopper(
     VARLEN: tensors [1, H, T, D], Out [T, H, COLUMNS], Lse [H, T]; sequence b is queries CuQ[b] to CuQ[b+1] and keys CuK[b] to
     CuK[b+1] (int32); q_blocks = T // ROWS + batch places, see `sequence_of_place`; seq_q and seq_k are not read; no PACK.
 
+    BIAS, MASK: rows of a tile of the bias, of the mask: 64, 1 where one row serves all queries, or 0.  bias_desc (16 or 32 bits),
+    mask_desc (8 bits, 0: not seen): [B or 1, H or 1, Sq or 1, Sk] with boxes [1, 1, rows, panel_of_tile]; bias_b, bias_h, mask_b,
+    mask_h: 1, or 0 where there is one for all batch entries, heads; BIAS_SLOTS, MASK_SLOTS: buffers for each
+    warpgroup.  Slopes [B, H] of ALiBi by its strides, or None.  With one of these and PACK, only Slopes may differ between heads.
+
     FENCE holds the wait for O behind the softmax; LATE gives K's buffer back with V's; with TURNS the consumers issue their
     products in turns; POLYNOMIAL, SKIP: see `fold_scores`."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_buf = ring(DTYPE, CONSUMERS, 64, DIM_QK)
     k_buf = ring(DTYPE, SLOTS, KEYS, DIM_QK)
     v_buf = ring(DTYPE, SLOTS, KEYS, DIM_V)
+    ALIBI: gl.constexpr = Slopes is not None
     if VARLEN:
-        note = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        note = gl.allocate_shared_memory(gl.int32, [6 if ALIBI else 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         note = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = barriers(CONSUMERS, 1)
@@ -271,34 +306,55 @@ def attention_forward_hopper(
     k_empty = barriers(SLOTS, CONSUMERS)
     v_full = barriers(SLOTS, 1)
     v_empty = barriers(SLOTS, CONSUMERS)
+    slopes = ()
+    bias_in, mask_in = (), ()
+    bias_ring, mask_ring = (), ()
+    if ALIBI:
+        slopes = (Slopes, slope_b, slope_h)
+    if BIAS:
+        bias_in = (bias_desc, bias_b, bias_h)
+        bias_ring = tile_ring(bias_desc, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
+    if MASK:
+        mask_in = (mask_desc, mask_b, mask_h)
+        mask_ring = tile_ring(mask_desc, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     fence_async_shared()
     rings = (q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    tiles_in, tile_rings = (bias_in, mask_in), (bias_ring, mask_ring)
     outs = (Out, Lse, stride_ob, stride_om, stride_oh)
     sizes = (seq_q, seq_k, heads, q_blocks, left, right)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
-                        KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
-                        KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_consume, (note, rings, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND, DIM_QK, DIM_V, COLUMNS, KEYS,
-                        SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V,
-                        KEYS, SLOTS, CONSUMERS, PACK, VARLEN)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND, DIM_QK,
+                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
+                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
+                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                        MASK_SLOTS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -36,22 +36,23 @@ def sequence_of_place(CuQ, place, batch, ROWS: gl.constexpr):
 
 @jit
 def find_place(CuQ, CuK, batch, item, seq_q, seq_k, heads, q_blocks, VARLEN: gl.constexpr, ROWS: gl.constexpr):
-    """_read_place, of the producer, which finds it; and the row of the first key, and whether there is anything to do."""
+    """_read_place, of the producer, which finds it; and the row of the first key, whether there is anything to do, and which
+    sequence it is."""
     if VARLEN:
         i_h = item // q_blocks
         i_s, i_q = sequence_of_place(CuQ, q_blocks - 1 - (item - i_h * q_blocks), batch, ROWS)
         first_q, first_k = gl.load(CuQ + i_s), gl.load(CuK + i_s)
         n_q = gl.load(CuQ + i_s + 1) - first_q
         n_k = gl.load(CuK + i_s + 1) - first_k
-        return i_q, item - item, i_h, n_q, n_k, first_q, first_k, (i_q >= 0) & (i_q * ROWS < n_q)
+        return i_q, item - item, i_h, n_q, n_k, first_q, first_k, (i_q >= 0) & (i_q * ROWS < n_q), i_s
     else:
         i_q, i_b, i_h = block_of_item(item, q_blocks, heads)
-        return i_q, i_b, i_h, seq_q, seq_k, 0, 0, True
+        return i_q, i_b, i_h, seq_q, seq_k, 0, 0, True, i_b
 
 
 @jit
-def write_note(note, item, i_q, seq_q, seq_k, first_q, VARLEN: gl.constexpr):
-    """What the consumers are to do, -1 to leave; of a packed batch, where its sequence lies, too."""
+def write_note(note, item, i_q, seq_q, seq_k, first_q, i_s, VARLEN: gl.constexpr, NUMBERED: gl.constexpr):
+    """What the consumers are to do, -1 to leave; of a packed batch, where its sequence lies, too, and if NUMBERED which it is."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     if VARLEN:
         note.index(0).store(gl.full([1], item, gl.int32, LAYOUT))
@@ -59,6 +60,8 @@ def write_note(note, item, i_q, seq_q, seq_k, first_q, VARLEN: gl.constexpr):
         note.index(2).store(gl.full([1], seq_q, gl.int32, LAYOUT))
         note.index(3).store(gl.full([1], seq_k, gl.int32, LAYOUT))
         note.index(4).store(gl.full([1], first_q, gl.int32, LAYOUT))
+        if NUMBERED:
+            note.index(5).store(gl.full([1], i_s, gl.int32, LAYOUT))
     else:
         note.store(gl.full([1], item, gl.int32, LAYOUT))
 
@@ -84,6 +87,16 @@ def read_place(note, item, seq_q, seq_k, heads, q_blocks, VARLEN: gl.constexpr):
     else:
         i_q, i_b, i_h = block_of_item(item, q_blocks, heads)
         return i_q, i_b, i_h, seq_q, seq_k, 0
+
+
+@jit
+def read_sequence(note, i_b, VARLEN: gl.constexpr):
+    """Which sequence, of a note that says so, or which batch entry."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    if VARLEN:
+        return gl.sum(note.index(5).load(LAYOUT), 0)
+    else:
+        return i_b
 
 
 # ---------------------------------------------------------------- its tiles and masks

@@ -1,0 +1,318 @@
+"""The dense Gluon kernel for sm_90 on CPU threads: its partitions over stand-ins of buffers, barriers and products.
+
+Q is read from shared memory by every product with K, so its buffer has to stay until the last of them has been waited for.
+"""
+
+import contextlib
+import threading
+import time
+import types
+
+from gluon_threads import Anything, Barrier, Memory, Note, Number, Offsets, Turn, run_threads
+from tilefold.kernels.hopper import attention_forward, forward_parts, forward_work
+
+FULL, CAUSAL, WINDOW = 0, 1, 2
+STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
+REAL = {
+    attention_forward: ("_produce_block", "_produce", "_consume"),
+    forward_parts: ("load_tile", "_load_panel", "multiply_keys", "multiply_values", "wait_values"),
+    forward_work: (
+        "write_note",
+        "read_item",
+        "read_place",
+        "find_place",
+        "block_of_item",
+        "sequence_of_place",
+        "range_of_block",
+    ),
+}
+
+
+def parts_of(dim):
+    """Widths of the tiles of a head dim."""
+    wide = 1 << (dim.bit_length() - 1)
+    return (wide,) if wide == dim else (wide, dim - wide)
+
+
+class Buffers:
+    """Panels of 64 columns in shared memory: what was copied there, and how many products read each."""
+
+    def __init__(self, memory, name, number, part, columns):
+        self.memory, self.name, self.part, self.dtype = memory, name, part, Anything()
+        self.columns = columns  # where the panels of a tile begin
+        self.content, self.readers = [None] * (number * len(columns)), [0] * (number * len(columns))
+
+    def index(self, i):
+        return Panel(self, i)
+
+
+class Panel:
+    def __init__(self, buffers, i):
+        self.buffers, self.i = buffers, i
+
+    def fill(self, content):
+        with self.buffers.memory.changed:
+            if self.buffers.readers[self.i]:
+                self.buffers.memory.fail(f"{self.buffers.name}[{self.i}] is written while it is read")
+            self.buffers.content[self.i] = content
+
+
+class Tile:
+    """The panels of one tile."""
+
+    def __init__(self, buffers, slot):
+        self.buffers, number = buffers, len(buffers.columns)
+        self.panels = range(slot * number, (slot + 1) * number)
+
+    def permute(self, order):
+        return self
+
+    def held(self):
+        return [self.buffers.content[i] for i in self.panels]
+
+    def reading(self, number):
+        for i in self.panels:
+            self.buffers.readers[i] += number
+
+
+class Run:
+    """One launch over `heads` query heads in groups; P of a tile is its key tile's number.
+
+    lengths: of each sequence, (queries, keys); several make a packed batch."""
+
+    real, bias, mask, tile_slots = REAL, 0, 0, (0, 0)
+
+    def __init__(
+        self,
+        seed,
+        kind,
+        lengths,
+        heads,
+        group,
+        slots,
+        dims=(128, 128),
+        consumers=2,
+        turns=False,
+        late=False,
+        keys=128,
+        pack=1,
+    ):
+        self.memory, self.kind, self.lengths, self.left, self.right = Memory(seed), kind, lengths, 100, 30
+        self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
+        self.consumers, self.turns, self.late, self.rows = consumers, turns, late, consumers * 64
+        self.varlen, self.pack = len(lengths) > 1, pack  # heads that make one; `heads` and `group` are what is left
+        self.first = [[sum(pair[side] for pair in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1)]
+        (seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
+        self.seq_q = seq_q
+        self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-seq_q * pack // self.rows)
+        self.items, self.counter, self.made, self.order = self.q_blocks * heads, 0, [], []
+        self.local = threading.local()
+
+    def namespace(self, program, programs):
+        run = self
+        gl = types.SimpleNamespace(
+            **dict.fromkeys(("float32", "int32", "int64", "NVMMADistributedLayout", "DotOperandLayout"), Anything()),
+            **dict.fromkeys(("NVMMASharedLayout", "BlockedLayout", "SliceLayout", "zeros", "zeros_like"), Anything()),
+            **dict.fromkeys(("expand_dims",), Anything()), constexpr=None, static_range=range, num_warps=lambda: 4,
+            program_id=lambda axis: Number(program), num_programs=lambda axis: programs, minimum=min, maximum=max,
+            where=lambda c, a, b: a if c else b, sum=lambda x, axis: x, convert_layout=lambda x, layout: x,
+            full=lambda shape, value, *rest: value, load=lambda pointer: pointer.values[pointer.i],
+            store=lambda pointer, value: setattr(run, "counter", value),
+        )  # fmt: skip
+        names = {
+            "gl": gl, "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "LOG2E": 1.0, "range": range, "len": len,
+            "mbarrier": types.SimpleNamespace(
+                wait=lambda bar, parity: bar.wait(parity), expect=lambda bar, size: bar.arrive(expected=size),
+                arrive=lambda bar, count: bar.arrive(),
+            ),
+            "tma_load": run.copy, "wgmma": run.product, "wgmma_wait": run.wait_products, "wide_of": lambda dim: parts_of(dim)[0],
+            "panel_of": lambda dim: 64, "tiles_of": lambda buffers, *shape: tuple(map(Tiles, buffers)),
+            "tile_of": lambda tiles, i: tuple(t.index(i) for t in tiles), "draw_ticket": lambda tickets: run.draw(),
+            "read_ticket": lambda drawn: drawn, "place_of_item": lambda item, blocks, heads: (
+                Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
+            "turn_wait": lambda own: run.local.turns[own].sync(), "turn_pass": lambda c: run.local.turns[c].arrive(),
+            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "opaque": lambda x: x,
+            "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
+            "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
+            "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
+            "clear_tail": run.clear, "finish_block": run.finish,
+        }  # fmt: skip
+        names |= self.more()
+        for module, functions in self.real.items():
+            for name in functions:
+                fn = getattr(module, name).fn
+                names[name] = types.FunctionType(fn.__code__, names, name, fn.__defaults__)
+        read, place = names["read_item"], names["read_place"]
+        names["read_item"] = lambda *args: run.begin(read(*args))
+        names["read_place"] = lambda *args: tuple(map(Number, place(*args)))  # scalars, which can be cast
+        self.range_of_block = names["range_of_block"]
+        return names
+
+    def more(self):
+        """Further names for the kernel's functions."""
+        return {}
+
+    def tile_rings(self):
+        """What the loading warp has of a bias and a mask, and their rings."""
+        return ((), ()), ((), ())
+
+    def draw(self):
+        with self.memory.changed:
+            self.counter += 1
+            return self.counter - 1
+
+    def place(self, item):
+        """-> sequence, head, query block of an item, or None: worked out in another way than the kernel's."""
+        head, place = item // self.q_blocks, self.q_blocks - 1 - item % self.q_blocks
+        if not self.varlen:
+            return 0, head, place
+        begins = [self.first[0][b] // self.rows + b for b in range(len(self.lengths))]
+        b = max(i for i, begin in enumerate(begins) if begin <= place)
+        block = place - begins[b]
+        return (b, head, block) if block * self.rows < self.lengths[b][0] else None
+
+    def begin(self, item):
+        self.local.item, self.local.open, self.local.tiles = item, [], {}
+        return item
+
+    def copy(self, desc, place, barrier, panel):
+        panel.fill(None)
+
+        def arrive():
+            time.sleep(self.memory.random.random() * 1e-3)
+            with contextlib.suppress(AssertionError):  # noted in memory.failure
+                panel.fill((desc, *(int(p) for p in place)))
+                barrier.arrive(copied=self.bytes_of(desc))
+
+        threading.Thread(target=arrive, daemon=True).start()
+
+    def bytes_of(self, desc):
+        return (64 if desc == "q" else self.keys) * 64 * 2
+
+    def clear(self, buffers, slot, live, keys, dim):
+        """Both consumers of a tile may, while the other reads: they write what is there."""
+        with self.memory.changed:
+            if live >= keys or any(held is None for part in buffers for held in Tile(part, slot).held()):
+                self.memory.fail(f"item {self.local.item}: V is cleared from row {live} before it is there")
+
+    def finish(self, out, lse, acc, m, l, rows, strides, dtype, layout, columns, pack):
+        """Where the block's rows go, worked out in another way."""
+        sequence, head, block = self.place(self.local.item)
+        row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
+        query, total = row // self.pack, self.first[0][-1]
+        if self.varlen:
+            wanted = (self.first[0][sequence] + query) * STRIDES[1], head * total + self.first[0][sequence] + query
+        else:
+            wanted = query * STRIDES[1], head * self.pack * n_q + query
+        wanted = head * self.pack * STRIDES[2] + wanted[0], wanted[1], n_q * self.pack - row, (*STRIDES[1:], n_q)
+        with self.memory.changed:
+            if (out, lse, rows, strides) != wanted:
+                self.memory.fail(f"item {self.local.item}: stored at {out, lse, rows, strides}, not {wanted}")
+            self.made.append((self.local.item, self.local.consumer))
+
+    def product(self, a, tile, acc, use_acc=True, is_async=True):
+        """Reads its buffers from now until it is waited for; they hold what the item names."""
+        side, part = tile.buffers.name, tile.buffers.part
+        sequence, head, block = self.place(self.local.item)
+        seq_q, seq_k = self.lengths[sequence]
+        first, _ = self.range_of_block(
+            block, seq_q, seq_k, self.left, self.right, self.kind, self.rows, self.keys, self.pack
+        )
+        j = self.local.tiles.get((side, part), 0)
+        self.local.tiles[side, part] = j + 1
+        reads = [tile]
+
+        def check(tile, desc, head, row):
+            packed = (row // self.pack, 0) if desc == "q" and self.pack > 1 else (row,)
+            wanted = [(desc, 0, head, *packed, column) for column in tile.buffers.columns]
+            if tile.held() != wanted:
+                self.memory.fail(f"item {self.local.item}: {desc} holds {tile.held()}, not {wanted}")
+
+        with self.memory.changed:
+            check(tile, side, head // self.group, self.first[1][sequence] + (first + j) * self.keys)
+            if side == "k":
+                reads.append(a)
+                check(a, "q", head, self.first[0][sequence] + block * self.rows + self.local.consumer * 64)
+                if part == 0:
+                    self.order.append(self.local.consumer)
+            elif a != j:
+                self.memory.fail(f"item {self.local.item}: P of tile {a} meets V of tile {j}")
+            for t in reads:
+                t.reading(1)
+        self.local.open.append(reads)
+        return Product(j) if side == "k" else acc
+
+    def wait_products(self, pending, deps):
+        self.memory.nap()
+        while len(self.local.open) > pending:
+            with self.memory.changed:
+                for t in self.local.open.pop(0):
+                    t.reading(-1)
+        return deps[0] if len(deps) == 1 else deps
+
+    def buffers(self, name, number, dim):
+        begin, made = 0, []
+        for part, width in enumerate(parts_of(dim)):
+            made.append(Buffers(self.memory, name, number, part, range(begin, begin + width, 64)))
+            begin += width
+        return tuple(made)
+
+    def program(self, program, programs):
+        memory, names, note, n = self.memory, self.namespace(program, programs), Note(), self.consumers
+        rings = [
+            self.buffers("q", n, self.dims[0]),
+            *(self.buffers(s, self.slots, d) for s, d in zip("kv", self.dims, strict=True)),
+        ]
+        shapes = {"q_full": (n, 1), "q_empty": (n, 1), "k_full": (self.slots, 1), "k_empty": (self.slots, n),
+                  "v_full": (self.slots, 1), "v_empty": (self.slots, n)}  # fmt: skip
+        for name, (number, count) in shapes.items():
+            made = [Barrier(memory, f"{name}[{i}]", count) for i in range(number)]
+            rings.append(types.SimpleNamespace(index=made.__getitem__))
+        turns = [Turn(memory, f"turn {c}") for c in range(n)]
+        sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
+        outs = (Number(0), Number(0), *map(Number, STRIDES))
+        tile = (self.keys, self.slots, n, self.pack)
+        (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, *self.tile_slots)
+
+        def consumer(c):
+            self.local.consumer, self.local.turns = c, turns
+            names["_consume"](note, rings, tile_rings, (), outs, sizes, 1.0, None, None, None, self.first[0][-1], c, self.kind,
+                              *self.dims, self.dims[1], *tile, self.varlen, 0, True, self.late, self.turns, 0, False,
+                              *mods)  # fmt: skip
+            if self.turns and c == 0:
+                assert not any(turn.arrived for turn in turns)
+
+        offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
+        yield lambda: names["_produce"]("q", "k", "v", None, *offsets, note, rings, tiles_in, tile_rings, sizes, self.group,
+                                        self.items, self.kind, *self.dims, *tile, self.varlen, *mods)  # fmt: skip
+        yield from (lambda c=c: consumer(c) for c in range(n))
+
+    def __call__(self, programs):
+        programs = min(programs, self.items)
+        run_threads(self.memory, [work for p in range(programs) for work in self.program(p, programs)])
+        items = [item for item in range(self.items) if self.place(item) is not None]
+        assert sorted(self.made) == [(item, c) for item in items for c in range(self.consumers)]
+        blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
+        assert len(items) == blocks * self.heads
+        assert self.counter == 0
+        if self.turns and programs == 1:
+            assert self.order == [i % self.consumers for i in range(len(self.order))]
+
+
+class Tiles:
+    """A ring as tiles."""
+
+    def __init__(self, buffers):
+        self.buffers = buffers
+
+    def index(self, slot):
+        return Tile(self.buffers, slot)
+
+
+class Product(int):
+    """S, and P made of it: the number of its key tile."""
+
+    def __eq__(self, other):
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__

@@ -1,0 +1,241 @@
+"""Biases, ALiBi and boolean masks in the Gluon kernel for dense attention on sm_90, against the fp64 oracle."""
+
+import math
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, packed, qkv, rand
+from tilefold import reference
+from tilefold.plan.attention_hopper import hopper_tile
+
+DEVICE = torch.device("cuda")
+HOPPER = "attention_forward_hopper"
+BF = torch.bfloat16
+pytestmark = [
+    pytest.mark.no_poison,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+    ),
+]
+MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
+LENGTHS = [(1, 8), (127, 136), (333, 1000), (1001, 336), (64, 2000)]
+
+
+def draw(*shape, dtype=BF):
+    return rand(*shape, dtype=dtype, device=DEVICE)
+
+
+def some(*shape, share=0.5):
+    """Booleans, of which this share is true."""
+    return torch.rand(*shape).to(DEVICE) < share
+
+
+def forced(plan, **changes):
+    """The plan for the kernel, whether it would be taken or not."""
+    tile = hopper_tile(plan.problem, plan.device)
+    asked = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": 4, "num_stages": tile.num_stages, **changes}
+    return plan.with_tile(kernel=HOPPER, **asked)
+
+
+def held(q, k, v, changes=None, **options):
+    """Hold the kernel to the oracle; changes: of the plan."""
+    plan = forced(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
+    out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
+    oracle = reference.attention(q, k, v, **options)
+    plain = reference.attention(q, k, v, dtype=q.dtype, **options)
+    tensors = {name: (tuple(t.shape), t.dtype) for name, t in options.items() if isinstance(t, torch.Tensor)}
+    note = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {q.dtype} {tensors} {changes}"
+    judge(out, oracle[0], plain[0], f"out {note}")
+    judge(lse, oracle[1], plain[1].float(), f"lse {note}")
+    return out
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_bias(options, dim):
+    for sq, sk in LENGTHS:
+        q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=BF, device=DEVICE)
+        held(q, k, v, bias=draw(2, 8, sq, sk), **options)
+        held(q, k, v, bias=draw(1, 1, sq, sk, dtype=torch.float32), **options)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 1), (1, 1), (2, 8)], ids=str)
+def test_broadcast(shape):
+    q, k, v = qkv(2, 300, 520, 8, 8, 128, dtype=BF, device=DEVICE)
+    for bias in (draw(*shape, 300, 520), draw(*shape, 1, 520), draw(*shape, 1, 520).expand(2, 8, 300, -1)):
+        held(q, k, v, bias=bias)
+        held(q, k, v, bias=bias, causal=True)
+    mask = some(*shape, 300, 528)[..., :520]
+    held(q, k, v, mask=mask)
+    held(q, k, v, mask=mask[:, :, :1], causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [torch.float16, torch.bfloat16])
+def test_dtypes(dtype, inputs):
+    q, k, v = qkv(1, 300, 520, 4, 4, 128, dtype=inputs, device=DEVICE)
+    held(q, k, v, bias=draw(1, 4, 300, 520, dtype=dtype))
+    held(q, k, v, bias=draw(1, 4, 1, 520, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (96, 96), (64, 256), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_head_dims(dims):
+    q, k, v = qkv(1, 300, 528, 4, 2, *dims, dtype=BF, device=DEVICE)
+    held(q, k, v, bias=draw(1, 4, 300, 528))
+    held(q, k, v, bias=draw(1, 4, 300, 528, dtype=torch.float32), causal=True)
+    held(q, k, v, bias=draw(1, 4, 1, 528), causal=True)
+    held(q, k, v, mask=some(1, 4, 300, 528), causal=True)
+    held(q, k, v, mask=some(1, 1, 1, 528))
+    held(q, k, v, alibi_slopes=torch.rand(4, device=DEVICE), window=(100, 30))
+    held(q, k, v, bias=draw(1, 1, 300, 528), mask=some(1, 4, 300, 528), alibi_slopes=torch.rand(4, device=DEVICE))
+
+
+def test_strides_and_lengths_that_boxes_overhang():
+    q, k, v = qkv(2, 201, 333, 4, 4, 128, dtype=BF, device=DEVICE)
+    held(q, k, v, bias=draw(2, 4, 201, 336)[..., :333])
+    held(q, k, v, bias=draw(201, 2, 3, 4, 352).permute(1, 3, 0, 2, 4)[:, :, :, 1, 8:341], causal=True)
+    held(q, k, v, mask=some(2, 4, 201, 352)[..., 16:349])
+    dirty = torch.full((2, 4, 201, 336), math.nan, dtype=BF, device=DEVICE)
+    dirty[..., :333] = draw(2, 4, 201, 333)
+    held(q, k, v, bias=dirty[..., :333])
+    odd = tilefold.attention_plan(q, k, v, bias=draw(2, 4, 201, 333))
+    assert "strides of the bias are not multiples of 16 bytes" in " ".join(entry.why for entry in odd.rejected)
+
+
+@pytest.mark.parametrize("options", [*MASKS, {"window": (0, -1)}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alibi(dim, options):
+    slopes = torch.tensor([2.0 ** -(i + 1) for i in range(8)], device=DEVICE)
+    for sq, sk in ((1, 1), (127, 129), (333, 1001), (1001, 333), (64, 2000)):
+        q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=BF, device=DEVICE)
+        held(q, k, v, alibi_slopes=slopes, **options)
+        held(q, k, v, {"options": ("pack",)}, alibi_slopes=torch.stack((slopes, -slopes / 100)), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_mask(options, dim):
+    for sq, sk in ((1, 16), (127, 144), (333, 1008), (1008, 336)):
+        q, k, v = qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE)
+        mask = some(2, 4, sq, sk)
+        mask[:, :, ::7] = False  # rows that see nothing
+        held(q, k, v, mask=mask, **options)
+        held(q, k, v, mask=some(1, 4, sq, sk, share=0.02), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_everything(dim, options):
+    for sq, sk in ((200, 528), (700, 336)):
+        q, k, v = qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE)
+        every = {"softcap": 20.0, "alibi_slopes": torch.rand(2, 4, device=DEVICE), "bias": draw(1, 4, sq, sk)}
+        held(q, k, v, sinks=draw(4), **every, **options)
+        held(q, k, v, mask=some(2, 1, sq, sk), sinks=draw(4), **every, **options)
+
+
+VERSIONS = [
+    (64, {"block_m": 64}),
+    (64, {"block_m": 192, "num_stages": 2}),
+    (64, {"options": ()}),
+    (64, {"block_n": 64}),
+    (128, {"options": ()}),
+    (128, {"options": ("fence", "turns", "skip", "late")}),
+    (128, {"options": ("fence", "turns", "skip", "polynomial 2")}),
+    (128, {"block_m": 64}),
+    (128, {"block_n": 64, "num_stages": 4}),
+    (256, {"options": ("fence",)}),
+]
+
+
+@pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
+def test_versions(dim, changes):
+    for options in ({}, {"causal": True}):
+        q, k, v = qkv(2, 333, 1008, 4, 2, dim, dtype=BF, device=DEVICE)
+        held(q, k, v, changes, bias=draw(2, 4, 333, 1008), **options)
+        held(q, k, v, changes, mask=some(2, 1, 333, 1008), alibi_slopes=torch.rand(4, device=DEVICE), **options)
+
+
+def test_biases_that_mask():
+    q, k, v = qkv(1, 300, 520, 4, 4, 128, dtype=BF, device=DEVICE)
+    seen = some(1, 4, 300, 520)
+    seen[:, :, 5] = False
+    for value in (-math.inf, -1e9):
+        bias = torch.where(seen, 0.0, value).to(BF)
+        held(q, k, v, bias=bias, causal=True)
+        held(q, k, v, bias=bias)
+    held(q, k, v, bias=torch.where(seen[:, :, :1], 0.0, -math.inf).to(BF))
+
+
+def test_nan_in_a_bias_stays_in_its_rows_and_behind_a_mask():
+    q, k, v = qkv(1, 512, 512, 2, 2, 128, dtype=BF, device=DEVICE)
+    bias = draw(1, 2, 512, 512)
+    plan = forced(tilefold.attention_plan(q, k, v, causal=True, bias=bias))
+    clean = tilefold.attention(q, k, v, causal=True, bias=bias, plan=plan)
+    bias[0, 0, 100, 7] = math.nan
+    bias[0, 1, 100, 101:] = math.nan  # not seen
+    out = tilefold.attention(q, k, v, causal=True, bias=bias, plan=plan)
+    assert out[0, 100, 0].isnan().all()
+    out[0, 100, 0] = clean[0, 100, 0]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_packed_sequences(options):
+    lengths = (300, 300), (1, 50), (129, 700), (128, 128), (64, 3), (700, 90)
+    (q, k, v), batch = packed(*zip(*lengths, strict=True), 4, 2, 128, 128, dtype=BF, device=DEVICE)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    every = {"bias": draw(6, 4, 700, 704)[..., :700], "alibi_slopes": torch.rand(6, 4, device=DEVICE), **options}
+    for mods in (
+        every,
+        {**every, "mask": some(6, 1, 1, 704)[..., :700]},
+        {"alibi_slopes": torch.rand(4, device=DEVICE)},
+    ):
+        plan = forced(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **mods))
+        out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **mods)
+        oracle = reference.attention_varlen(q, k, v, *batch, **mods)
+        plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **mods)
+        judge(out, oracle[0], plain[0], f"out {sorted(mods)}")
+        judge(lse, oracle[1], plain[1].float(), f"lse {sorted(mods)}")
+
+
+def test_gradients_from_its_out_and_lse():
+    q, k, v = qkv(1, 300, 520, 4, 2, 128, dtype=BF, device=DEVICE)
+    bias = draw(1, 4, 300, 520)
+    plan = tilefold.attention_plan(q, k, v, bias=bias, causal=True)
+    tensors = [t.requires_grad_() for t in (q, k, v, bias)]
+    found = []
+    for chosen in (forced(plan), plan.with_tile()):
+        out = tilefold.attention(q, k, v, bias=bias, causal=True, plan=chosen)
+        found.append(torch.autograd.grad(out.float().square().sum(), tensors))
+    for ours, others in zip(*found, strict=True):
+        assert (ours - others).float().norm() < 0.02 * others.float().norm()
+
+
+def test_the_same_bits_every_run_and_in_graphs():
+    q, k, v = qkv(2, 1500, 1512, 16, 4, 128, dtype=BF, device=DEVICE)
+    options = {"bias": draw(1, 16, 1500, 1512), "mask": some(2, 1, 1, 1536)[..., :1512], "causal": True}
+    plan = forced(tilefold.attention_plan(q, k, v, **options))
+    first = tilefold.attention(q, k, v, plan=plan, **options)
+    assert all(torch.equal(first, tilefold.attention(q, k, v, plan=plan, **options)) for _ in range(30))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilefold.attention(q, k, v, plan=plan, **options)
+    for _ in range(3):
+        options["bias"].copy_(draw(1, 16, 1500, 1512))
+        options["mask"].copy_(some(2, 1, 1, 1512))
+        graph.replay()
+        assert torch.equal(out, tilefold.attention(q, k, v, plan=plan, **options))
+
+
+@pytest.mark.large
+def test_a_bias_of_more_than_two_to_the_31_elements():
+    n = 47104
+    q, k, v = qkv(1, n, n, 1, 1, 64, dtype=BF, device=DEVICE)
+    bias = torch.randn(1, 1, n, n, dtype=BF, device=DEVICE)
+    out = tilefold.attention(q, k, v, bias=bias, plan=forced(tilefold.attention_plan(q, k, v, bias=bias)))
+    rows = slice(n - 64, n)
+    oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
+    plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=BF)
+    judge(out[:, rows], oracle[0], plain[0], "out")
