@@ -10,7 +10,7 @@ The roles, rings and order of work are those of attention_forward.  What differs
 
 What a consumer has in flight:   issue S'  |  add PV  |  issue PV'  |  wait for S'  |  its softmax  |  wait for PV'
 
-Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3; the sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
+Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3; sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
 """
 
 from .forward_parts import rescale_all
@@ -196,7 +196,9 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
         mbarrier.arrive(q_empty.index(CID), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, ROW_O), 1)
         mbarrier.wait(v_full.index(slot), parity)
-        acc = wgmma_wait(0, deps=(wgmma(operand(p, zero, P_LAYOUT), v_tiles.index(slot).permute((1, 0)), acc, is_async=True),))
+        acc = wgmma_wait(
+            0, deps=(wgmma(operand(p, zero, P_LAYOUT), v_tiles.index(slot).permute((1, 0)), acc, is_async=True),)
+        )
         mbarrier.arrive(v_empty.index(slot), count=1)
         b, h = i_b.to(gl.int64), i_h.to(gl.int64)
         lse = Lse + (b * heads + i_h) * n_q + row
@@ -220,11 +222,11 @@ def attention_forward_fp8(
     POLYNOMIAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """e4m3: q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel], v_desc
-    [B, H/group, D, Sk or more] (what transpose_values makes) with boxes [1, 1, DIM_V, KEYS].  Out [B, Sq, H, COLUMNS] bf16 by strides,
-    Lse [B, H, Sq]; Tickets [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.  KIND: FULL, CAUSAL
-    or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles, at least the head
-    dims, of which COLUMNS is V's.  QScale [B, H/q_group], KScale, VScale [B, H/group] fp32 by strides, each or None: what q, k and v are
-    to be multiplied with, > 0.  Grid (min(items, SMs),).
+    [B, H/group, D, Sk or more] (what transpose_values makes) with boxes [1, 1, DIM_V, KEYS].  Out [B, Sq, H, COLUMNS] bf16 by
+    strides, Lse [B, H, Sq]; Tickets [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.
+    KIND: FULL, CAUSAL or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles,
+    at least the head dims, of which COLUMNS is V's.  QScale [B, H/q_group], KScale, VScale [B, H/group] fp32 by strides, each or
+    None: what q, k and v are to be multiplied with, > 0.  Grid (min(items, SMs),).
 
     DIRECT leaves sums over tiles to wgmma; FENCE, TURNS as of attention_forward_hopper; POLYNOMIAL: see `exponentials`."""
     q_buf = ring(CONSUMERS, 64, DIM_QK)

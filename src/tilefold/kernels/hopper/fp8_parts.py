@@ -1,4 +1,4 @@
-"""What the FP8 forward kernel for sm_90 computes with: tiles of bytes, the softmax step whose weights are e4m3, the sums' way out.
+"""What the FP8 forward kernel for sm_90 computes with: tiles of bytes, the softmax step with e4m3 weights, the way out.
 
 Widths: a tile of a head dim is 64, 128 or 256 bytes wide; what a head dim leaves of it the copy engine fills with zeros.
 """
@@ -7,7 +7,9 @@ from .forward_parts import exponentials
 from .gluon import constexpr_function, gl, jit, mbarrier, reinterpret, tma_load
 from .parts import quad_sums, reciprocal, store_accumulator, store_lse
 
-SHIFT = gl.constexpr(8.0)  # weights are 2^8 times as large: up to 256 of e4m3's 448, and normal from 2^-14 of the largest on
+SHIFT = gl.constexpr(
+    8.0
+)  # weights are 2^8 times as large: up to 256 of e4m3's 448, and normal from 2^-14 of the largest on
 
 
 @constexpr_function
@@ -53,8 +55,8 @@ def load_keys_of_values(desc, bar, buffers, slot, i_b, i_h, key, DIM: gl.constex
 
 @jit
 def weigh(s, m, l, scale, POLYNOMIAL: gl.constexpr):
-    """Scores [64, KEYS], m [64], l [64, 4] -> weights in e4m3 (`packed`), m, l, alpha [64].  m is SHIFT below the largest score (base
-    2), so that weights and sums are 2^SHIFT times as large alike; l sums them before they are rounded."""
+    """Scores [64, KEYS], m [64], l [64, 4] -> weights in e4m3 (`packed`), m, l, alpha [64].  m is SHIFT below the largest score
+    (base 2), so that weights and sums are 2^SHIFT times as large alike; l sums them before they are rounded."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale - SHIFT)
     p = exponentials(s * scale - gl.expand_dims(m_new, 1), POLYNOMIAL)
     alpha = gl.exp2(m - m_new)
@@ -66,8 +68,8 @@ def weigh(s, m, l, scale, POLYNOMIAL: gl.constexpr):
 def packed(p):
     """Weights [64, KEYS] fp32, at most 448 -> [64, KEYS / 16, 4] int32, each four of e4m3, rounded to nearest even.
 
-    Of each 16 keys a thread of a quad has 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 in the accumulator and 4t to 4t + 3 in the operand: the keys
-    change places, without an exchange, and the rows of V^T have theirs in the same order (kernels.transpose_values)."""
+    Of each 16 keys a thread of a quad has 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 in the accumulator and 4t to 4t + 3 in the operand: the
+    keys change places, without an exchange, and V^T has them in the same order (kernels.transpose_values)."""
     first, second = p.reshape([64, p.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()
     a, c = first.split()
     b, d = second.split()
@@ -90,7 +92,9 @@ def operand(words, zero, P_LAYOUT: gl.constexpr):
     and a mere move would be left out by the assembler, which then makes the one wait for the other: hence the instruction."""
     p = gl.join(gl.join(words, words), gl.join(words, words)).reshape([64, words.shape[1] * 16])
     p = gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
-    return gl.inline_asm_elementwise("or.b32 $0, $1, $5;", "=r,r,r,r,r,r,r,r,r", [p, zero], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(
+        "or.b32 $0, $1, $5;", "=r,r,r,r,r,r,r,r,r", [p, zero], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
 
 
 @jit
