@@ -10,7 +10,7 @@ from .attention_fp8 import E4M3, Fp8Call, forward, plain_call, prepare, result_s
 from .call import check_options, value_of
 from .hopper import inside_operator
 from .library import named
-from .watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from .watch import is_transformed, is_watched, refuse_tangents
 
 if TYPE_CHECKING:
     from ..plan import AttentionFp8Plan
@@ -119,15 +119,17 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> tup
     """Straight to the kernel when eager, through torch's dispatcher when traced; Unsupported if a gradient is asked for."""
     call = _tidy(call)
     tensors = {"q": q, "k": k, "v": v, **{name: getattr(call, name) for name in DESCALES}}
-    refuse_tangents(tensors)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:  # a tracer knows of no tangents and no functorch
+        refuse_tangents(tensors)
+        if is_transformed():
+            raise Unsupported("attention of float8_e4m3fn tensors has no transforms of torch.func")
     for name, t in tensors.items():
-        if torch.is_grad_enabled() and wants_gradient((t,)):
+        if torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad:
             raise Unsupported(
                 f"{name} requires a gradient, but attention of float8_e4m3fn tensors has none: detach() it, or use bfloat16"
             )
-    if is_transformed():
-        raise Unsupported("attention of float8_e4m3fn tensors has no transforms of torch.func")
-    if torch.compiler.is_compiling() or is_watched(tensors.values()):
+    if compiling or is_watched(tensors.values()):
         return _dispatched(q, k, v, call)
     return forward(q, k, v, call._replace(plan=value_of(call.plan)))
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch's attention of e4m3 tensors: dequantised, scores and sums in fp32, weights rounded to e4m3 as FP8 kernels round them."""
+"""Plain PyTorch's attention of e4m3 tensors: dequantised, the weights rounded to e4m3 as FP8 kernels round them."""
 
 import math
 from typing import Any
@@ -22,36 +22,34 @@ def attention_fp8(
     v_descale: torch.Tensor | None = None,
     layout: str = "bshd",
     weights: torch.dtype | None = torch.float8_e4m3fn,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as `tilefold.attention` of e4m3 tensors: out in bfloat16, or in `dtype` where that is float64.
+    """(out, lse) as `tilefold.attention` of e4m3 tensors, computed in `dtype`.
 
-    The weights exp(s - largest score of the row) are rounded to `weights` (None: not at all, the oracle proper in fp64), 2^8 times
-    as large; their sum is of unrounded ones.  options: causal, window, scale."""
+    The weights exp(s - largest score of the row) are rounded to `weights`, 2^8 times as large; their sum is of unrounded ones.
+    With weights None and dtype float64 it is the oracle: nothing is rounded.  options: causal, window, scale."""
     heads = q.shape[2 if layout == "bshd" else 1]
     wide = [
-        t.to(dtype) if f is None else t.to(dtype) * _spread(f, t, layout).to(dtype)
+        t.to(dtype) if f is None else (t.double() * _spread(f, t, layout)).to(dtype)
         for t, f in ((q, q_descale), (k, k_descale), (v, v_descale))
     ]
     out, lse = attention(*wide, layout=layout, dtype=dtype, **options)
     if weights is None:
         return out, lse
-    seq = 1 if layout == "bshd" else 2
     values = wide[2].transpose(1, 2) if layout == "bshd" else wide[2]
     values = values.repeat_interleave(heads // max(1, values.shape[1]), 1)
     p, total = _weights(wide[0], wide[1], layout, dtype, options)
-    rounded = (p * 2**SHIFT).to(weights).to(dtype) / 2**SHIFT
+    rounded = (p.float() * 2**SHIFT).to(weights).to(dtype) / 2**SHIFT
     made = torch.einsum("bhqk,bhkd->bhqd", rounded, values) / torch.where(total == 0, 1.0, total)
     made = made.transpose(1, 2) if layout == "bshd" else made
-    assert made.shape[seq] == q.shape[seq]
-    return (made if dtype == torch.float64 else made.to(torch.bfloat16)), lse
+    return made, lse
 
 
 def _weights(
     q: torch.Tensor, k: torch.Tensor, layout: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(s - largest) [B, H, Sq, Sk] and its sums [B, H, Sq, 1], 0 in rows without a live key: by the fp64 oracle's own masks."""
+    """exp(s - largest) [B, H, Sq, Sk] and its sums [B, H, Sq, 1], 0 in rows without a live key."""
     if layout == "bshd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)

@@ -22,6 +22,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     schedule_fence,
     turn_pass,
     turn_wait,
@@ -102,11 +103,10 @@ def _factor(Scale, i_b, i_h, stride_b, stride_h):
 
 
 @jit
-def _factors(scales, i_b, i_h, group):
-    """-> of the scores, of the result.  scales = (QScale, KScale, VScale, q_group, their strides by batch entry and head)."""
+def _score_factor(scales, i_b, i_h, group):
+    """Of a head's scores.  scales = (QScale, KScale, VScale, q_group, their strides by batch entry and head)."""
     q = _factor(scales[0], i_b, i_h // scales[3], scales[4], scales[5])
-    k = _factor(scales[1], i_b, i_h // group, scales[6], scales[7])
-    return q * k, _factor(scales[2], i_b, i_h // group, scales[8], scales[9])
+    return q * _factor(scales[1], i_b, i_h // group, scales[6], scales[7])
 
 
 @jit
@@ -141,8 +141,7 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
         shift = n_k - n_q
         first, tiles = range_of_block(i_q, n_q, n_k, left, right, KIND, CONSUMERS * 64, KEYS, 1)
         row = i_q * (CONSUMERS * 64) + CID * 64
-        of_scores, of_result = _factors(scales, i_b, i_h, group)
-        by = scale * of_scores
+        by = scale * _score_factor(scales, i_b, i_h, group)
         m = gl.full([64], LOWEST, gl.float32, ROW_S)
         l = gl.zeros_like(quad_sums(no_scores))
         acc = gl.zeros([64, DIM_V], gl.float32, O_LAYOUT)
@@ -200,6 +199,10 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
             0, deps=(wgmma(operand(p, zero, P_LAYOUT), v_tiles.index(slot).permute((1, 0)), acc, is_async=True),)
         )
         mbarrier.arrive(v_empty.index(slot), count=1)
+        # worked out again: numbers that live across the loop take registers that are not there
+        i_q, i_b, i_h, n_q, n_k, _ = read_place(note, opaque(item), seq_q, seq_k, heads, q_blocks, False)
+        row = i_q * (CONSUMERS * 64) + CID * 64
+        of_result = _factor(scales[2], i_b, i_h // group, scales[8], scales[9])
         b, h = i_b.to(gl.int64), i_h.to(gl.int64)
         lse = Lse + (b * heads + i_h) * n_q + row
         out = Out + b * stride_ob + h * stride_oh + row.to(gl.int64) * stride_om
