@@ -6,11 +6,8 @@ import torch
 
 from .errors import Unsupported
 from .ops import attention as _ops
-from .ops.attention_fp8 import Fp8Call
 from .ops.call import Call, Packed, args_of, check_kinds
-from .ops.fp8_library import is_fp8, refuse_others, refuse_packed
-from .ops.fp8_library import plan_of as fp8_plan_of
-from .ops.fp8_library import run as run_fp8
+from .ops.fp8 import is_fp8, refuse_packed
 from .ops.library import dispatched, resolved
 from .ops.quantise import quantize_fp8
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
@@ -110,11 +107,15 @@ def attention(
     """
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     if is_fp8(q, q_descale, k_descale, v_descale):
-        refuse_others(q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
-                      score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad,
-                      backward_plan=backward_plan, dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
-        given = Fp8Call(causal, window, scale, layout, q_descale, k_descale, v_descale, cast("Any", plan))
-        out, lse = run_fp8(q, k, v, given)
+        from .ops import attention_fp8, fp8_library  # here: `import tilefold` stays light
+
+        fp8_library.refuse_others(
+            q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
+            score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
+            dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
+        descales = (q_descale, k_descale, v_descale)
+        given = attention_fp8.Fp8Call(causal, window, scale, layout, *descales, cast("Any", plan))
+        out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
@@ -191,7 +192,9 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
     if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
-        return fp8_plan_of(q, k, v, options)
+        from .ops import fp8_library  # here: `import tilefold` stays light
+
+        return fp8_library.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
     return prepared.plan
 

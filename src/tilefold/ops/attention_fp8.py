@@ -13,6 +13,7 @@ from ..types import Constant, Layout, Window
 from .attention import boxable, describe_box, head_strides, kind_of
 from .call import UNBOUNDED, Call, check_heads, check_options, facts_of, result_shapes, window_of
 from .device import device_of
+from .fp8 import E4M3
 from .records import remember
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .launch import Box
 
 __all__ = [
-    "E4M3",
     "Fp8Call",
     "Prepared",
     "example_launch",
@@ -31,7 +31,6 @@ __all__ = [
     "result_shapes_of",
 ]
 
-E4M3 = torch.float8_e4m3fn
 TRANSPOSED_AT_ONCE = 128  # keys
 
 

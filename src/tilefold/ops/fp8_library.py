@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..errors import DtypeError, Unsupported
+from ..errors import Unsupported
 from ..types import Constant, Layout
-from .attention_fp8 import E4M3, Fp8Call, forward, plain_call, prepare, result_shapes_of
+from .attention_fp8 import Fp8Call, forward, plain_call, prepare, result_shapes_of
 from .call import check_options, value_of
+from .fp8 import DESCALES, refuse_packed
 from .hopper import inside_operator
 from .library import named
 from .watch import is_transformed, is_watched, refuse_tangents
@@ -15,20 +16,7 @@ from .watch import is_transformed, is_watched, refuse_tangents
 if TYPE_CHECKING:
     from ..plan import AttentionFp8Plan
 
-__all__ = ["attention_fp8_op", "is_fp8", "plan_of", "refuse_others", "refuse_packed", "run"]
-
-DESCALES = ("q_descale", "k_descale", "v_descale")
-
-
-def is_fp8(q: Any, *descales: Any) -> bool:
-    """Whether a call is one of e4m3 tensors; factors without them are refused."""
-    if getattr(q, "dtype", None) is E4M3:
-        return True
-    for name, t in zip(DESCALES, descales, strict=False):
-        if t is not None:
-            dtype = str(getattr(q, "dtype", type(q).__name__)).removeprefix("torch.")
-            raise DtypeError(f"{name} goes with q, k and v of dtype float8_e4m3fn, but q has dtype {dtype}")
-    return False
+__all__ = ["attention_fp8_op", "plan_of", "refuse_others", "run"]
 
 
 def refuse_others(q: torch.Tensor, **options: Any) -> None:
@@ -40,14 +28,6 @@ def refuse_others(q: torch.Tensor, **options: Any) -> None:
                 f"{name} was given with q of dtype float8_e4m3fn, which has causal, window, scale, layout, descales and plan: "
                 "dequantise q, k and v to bfloat16 for the rest"
             )
-
-
-def refuse_packed(q: Any) -> None:
-    """Unsupported for packed e4m3 sequences: V^T would need a place of its own for each of them."""
-    if getattr(q, "dtype", None) is E4M3:
-        raise Unsupported(
-            "q has dtype float8_e4m3fn, which attention_varlen does not take: use attention, or dequantise"
-        )
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> "AttentionFp8Plan":
