@@ -265,7 +265,7 @@ class Launch:
             self.local.open.pop(0)
         return deps if len(deps) > 1 else deps[0]
 
-    def store(self, out, acc, rows, stride, dtype):
+    def store(self, out, acc, rows, stride, dtype, columns=None):
         with self.memory.changed:
             key = out.name, self.local.item
             if key in self.made:

@@ -6,7 +6,7 @@ Importing it imports neither Triton nor transformers and does not touch the GPU.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_backward_plan, attention_plan, attention_varlen
+from .api import attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
 from .errors import (
     DeviceError,
     DtypeError,
@@ -22,12 +22,13 @@ from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attenti
 from .types import constant
 
 if TYPE_CHECKING:
-    from .plan import AttentionPlan, AttentionProblem, plan_attention
+    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, plan_attention
     from .sparse import BlockIndex
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionFp8Plan",
     "AttentionPlan",
     "AttentionProblem",
     "BlockIndex",
@@ -46,6 +47,7 @@ __all__ = [
     "attention_varlen",
     "constant",
     "plan_attention",
+    "quantize_fp8",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",
@@ -55,7 +57,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The planner, the index of blocks and the references load when first used."""
-    if name in ("AttentionPlan", "AttentionProblem", "plan_attention"):
+    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex

@@ -7,15 +7,17 @@ import torch
 from .errors import Unsupported
 from .ops import attention as _ops
 from .ops.call import Call, Packed, args_of, check_kinds
+from .ops.fp8 import is_fp8, refuse_packed
 from .ops.library import dispatched, resolved
+from .ops.quantise import quantize_fp8
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
-    from .plan import AttentionPlan
+    from .plan import AttentionFp8Plan, AttentionPlan
     from .plan.attention_backward import AttentionBackwardPlan
 
-__all__ = ["attention", "attention_backward_plan", "attention_plan", "attention_varlen"]
+__all__ = ["attention", "attention_backward_plan", "attention_plan", "attention_varlen", "quantize_fp8"]
 
 
 def attention(
@@ -37,16 +39,20 @@ def attention(
     mask_args: ModArgs = (),
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: "AttentionPlan | Constant | None" = None,
+    plan: "AttentionPlan | AttentionFp8Plan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
     Args:
-        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
+        q: [batch, seq_q, heads, dim] fp16, bf16, fp32 or float8_e4m3fn (see below); dim 1 to 256; any strides with
+            a contiguous last dimension.
         k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads (MHA, GQA, MQA).
         v: [batch, seq_k, kv_heads, dim_v], dtype of q; dim_v 1 to 256, may differ from dim.
         causal: query i sees key j if j <= i + seq_k - seq_q (aligned to the bottom right).
@@ -75,6 +81,14 @@ def attention(
         dropout_seed: [1] int64 on the same device, not read on the host: what is dropped is a function of it, batch, head, query
             and key alone.  Default: drawn from torch's generator of the device, as activation checkpoints and CUDA graphs want
             it.  Not used if dropout_p is 0.
+        q_descale: [batch, heads] or [batch, kv_heads] fp32, greater than 0 (not read on the host), for e4m3 inputs: what q is to
+            be multiplied with; default 1.  `quantize_fp8` makes e4m3 tensors and their factors.
+        k_descale, v_descale: [batch, kv_heads] fp32, the same of k and v.
+
+    With q, k and v in float8_e4m3fn there are causal, window, scale, layout, return_lse and an `AttentionFp8Plan` as plan, and no
+    gradients; out is bfloat16.  On sm_90 the products are of bytes: each softmax weight is rounded to e4m3, 2^8 times as large,
+    so what is below 2^-18 of the largest one counts in lse alone.  Elsewhere, and where the plan says so, the tensors are
+    dequantised to bfloat16.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.
@@ -92,8 +106,19 @@ def attention(
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
+    if is_fp8(q, q_descale, k_descale, v_descale):
+        from .ops import attention_fp8, fp8_library  # here: `import tilefold` stays light
+
+        fp8_library.refuse_others(
+            q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
+            score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
+            dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
+        descales = (q_descale, k_descale, v_descale)
+        given = attention_fp8.Fp8Call(causal, window, scale, layout, *descales, cast("Any", plan))
+        out, lse = fp8_library.run(q, k, v, given)
+        return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
+                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -152,6 +177,7 @@ def attention_varlen(
     Source: the packed layout and its names are flash-attention's (https://github.com/Dao-AILab/flash-attention).
     """
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
+    refuse_packed(q)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
@@ -159,13 +185,18 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> "AttentionPlan":
-    """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
+def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """The AttentionPlan that `attention(q, k, v, **options)` follows, without running it (an AttentionFp8Plan for e4m3 tensors);
+    `print` it to read the decision.
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
+    if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
+        from .ops import fp8_library  # here: `import tilefold` stays light
+
+        return fp8_library.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
-    return cast("AttentionPlan", prepared.plan)
+    return prepared.plan
 
 
 def attention_backward_plan(

@@ -95,9 +95,15 @@ JOBS_HOPPER = {
     if part == "main" or (part, name) in (("statistics", "d128"), ("prepare", "packed d128"))
 }
 NEWEST_HOPPER = (
-    "main d128 causal stripes, two tiles", "main d128 window", "main d256 causal fp16 stripes", "main d64 stripes, two tiles",
-    "prepare packed d128", "main packed d128 causal fp16, two tiles", "main packed d128 window, two tiles", "main packed d64, two tiles",
-)  # fmt: skip
+    "main d128 causal stripes, two tiles",
+    "main d128 window",
+    "main d256 causal fp16 stripes",
+    "main d64 stripes, two tiles",
+    "prepare packed d128",
+    "main packed d128 causal fp16, two tiles",
+    "main packed d128 window, two tiles",
+    "main packed d64, two tiles",
+)
 pytestmark = pytest.mark.xdist_group(
     "test_aot_attention_backward"
 )  # one process compiles, the others would only repeat it

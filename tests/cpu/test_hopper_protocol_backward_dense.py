@@ -141,9 +141,9 @@ class Run(Launch):
         keys, batch, program = self.local.place
         names, split = self.local.names, self.split()
         if keys:
-            key = names["_key_item"](batch, program, self.heads // self.group, split)
+            key = names["key_item"](batch, program, self.heads // self.group, split)
         else:
-            key = names["_query_item"](batch, program, self.heads, self.group, self.q_units, split, self.sum_tiles)
+            key = names["query_item"](batch, program, self.heads, self.group, self.q_units, split, self.sum_tiles)
         with self.memory.changed:
             key = out.name, int(key[2]), int(key[0]) + (0 if keys else self.local.stored)
             self.local.stored += 1

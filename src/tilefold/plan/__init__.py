@@ -2,6 +2,7 @@
 
 from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
 from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.attention_fp8 import AttentionFp8Plan, plan_attention_fp8
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.device import DEVICES, Device, device_named
 from tilefold.plan.limits import Tile
@@ -12,6 +13,7 @@ from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backwa
 __all__ = [
     "DEVICES",
     "AttentionBackwardPlan",
+    "AttentionFp8Plan",
     "AttentionPlan",
     "AttentionProblem",
     "Bound",
@@ -29,6 +31,7 @@ __all__ = [
     "live_pairs",
     "plan_attention",
     "plan_attention_backward",
+    "plan_attention_fp8",
     "plan_sparse",
     "plan_sparse_backward",
 ]

@@ -12,6 +12,7 @@ from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
 if TYPE_CHECKING:
     from tilefold.plan.attention import AttentionPlan
+    from tilefold.plan.attention_fp8 import AttentionFp8Plan
     from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["explain"]
@@ -46,7 +47,7 @@ def _row(label: str, text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _rejected(plan: AttentionPlan) -> list[str]:
+def _rejected(plan: AttentionPlan | AttentionFp8Plan) -> list[str]:
     if not plan.rejected:
         return _row("rejected", "nothing")
     lines, width = ["  rejected"], max(len(entry.what) for entry in plan.rejected) + 2
@@ -185,14 +186,14 @@ def _resources(plan: AttentionPlan) -> str:
     )
 
 
-def _cost(plan: AttentionPlan) -> str:
+def _cost(plan: AttentionPlan | AttentionFp8Plan) -> str:
     cost = plan.cost
     text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exp')}"
     upto = "at most " if plan.problem.varlen else ""
     return f"{upto}{text}, {_digits(cost.flops / cost.bytes)} FLOP per byte." if cost.bytes else f"{upto}{text}."
 
 
-def _bound(plan: AttentionPlan) -> str:
+def _bound(plan: AttentionPlan | AttentionFp8Plan) -> str:
     bound, cost = plan.bound, plan.cost
     if not bound.seconds:
         return "none: there is no work."

@@ -2,6 +2,7 @@
 
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
+from .fp8 import attention_fp8
 from .fuse import fuse
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
@@ -12,6 +13,7 @@ __all__ = [
     "Comparison",
     "attend_rows",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "coarse",
     "compare",

@@ -39,10 +39,12 @@ class LayerCall:
     def plan(self) -> AttentionPlan:
         """The plan that the call followed."""
         if self.offsets is None:
-            return tilefold.attention_plan(self.q, self.k, self.v, mask=self.mask, scale=self.scale)
+            plan: AttentionPlan = tilefold.attention_plan(self.q, self.k, self.v, mask=self.mask, scale=self.scale)
+            return plan
         packing = {"cu_seqlens_q": self.offsets, "cu_seqlens_k": self.offsets}
         longest = {"max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
-        return tilefold.attention_plan(self.q, self.k, self.v, **packing, **longest, scale=self.scale)
+        packed: AttentionPlan = tilefold.attention_plan(self.q, self.k, self.v, **packing, **longest, scale=self.scale)
+        return packed
 
 
 def padding_mask(**facts: Any) -> torch.Tensor | None:

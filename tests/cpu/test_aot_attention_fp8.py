@@ -1,0 +1,74 @@
+"""The kernel of e4m3 attention and the transposition before it, as planned for an H200, compile under both Tritons."""
+
+import pytest
+
+from aot_cases import Results, compiled, problem
+from tilefold.aot import Job
+from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
+from tilefold.plan.fp8_hopper import KERNEL, fp8_consumers
+
+MADE: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
+    "d128": (problem(128), {}),
+    "d128 causal": (problem(128, causal=True), {}),
+    "d128 window": (problem(128, window=(256, 0)), {}),
+    "d64 causal": (problem(64, causal=True), {}),
+    "d80 d128": (problem(80, 128), {}),
+    "d64 d96 window": (problem(64, 96, window=(256, 0)), {}),
+    "d128 direct": (problem(128, causal=True), {"options": ("direct", "fence", "turns")}),
+    "d256 direct causal": (problem(256, causal=True), {"options": ("direct", "fence", "turns")}),
+    "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("direct", "turns", "polynomial 2")}),
+}
+NEWEST = ("d128", "d128 causal", "d128 window", "d64 causal", "d256 direct causal", "transposition")
+
+
+def plan_of(name: str) -> AttentionFp8Plan:
+    made, changes = MADE[name]
+    plan = plan_attention_fp8(made, device_named("h200"))
+    return plan.with_tile(kernel=KERNEL, **changes) if changes else plan  # type: ignore[arg-type]
+
+
+JOBS = {
+    (name, "sm_90"): Job(
+        "tilefold.ops.attention_fp8:example_launch",
+        {"problem": made, "plan": plan_of(name)},
+        "sm_90",
+        label=f"{name} e4m3 for sm_90",
+    )
+    for name, (made, _) in MADE.items()
+}
+JOBS["transposition", "sm_90"] = Job(
+    "tilefold.ops.attention_fp8:example_transposition",
+    {"problem": MADE["d128"][0], "plan": plan_of("d128")},
+    "sm_90",
+    label="transposition of values for sm_90",
+)
+pytestmark = pytest.mark.xdist_group("test_aot_attention_fp8")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param, NEWEST)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_kernel(results: Results, name: str) -> None:
+    """Products of bytes, none of them made serial or its registers overwritten; one loop a folding warpgroup, without spills."""
+    result = results.of(name, "sm_90")
+    assert result.problems(tensor="best", spills="outside loops") == ()
+    report, plan = result.report, plan_of(name)
+    assert report is not None
+    assert len(report.loops) == fp8_consumers(plan.tile)
+    assert all(loop.opcodes["QGMMA"] and not loop.hazards for loop in report.loops)
+    # weights become operands of the next product by one instruction for four, without shuffles or trips through shared memory
+    assert all(loop.opcodes.get("SHFL", 0) <= 4 for loop in report.loops)
+    assert not any({"STS", "STSM", "LDSM", "LDS"} & set(loop.opcodes) for loop in report.loops)
+    assert all(loop.opcodes.get("PRMT", 0) <= 8 for loop in report.loops)
+    assert report.spill_store_bytes <= 200
+    assert report.occupancy.programs == 1
+    assert 0 <= plan.shared_bytes - report.shared_bytes < 512
+
+
+def test_transposition(results: Results) -> None:
+    """No spills; 16 bytes a load and a store."""
+    result = results.of("transposition", "sm_90")
+    assert result.problems(tensor="none", spills="none") == ()
