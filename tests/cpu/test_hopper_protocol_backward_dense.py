@@ -135,7 +135,7 @@ class Run(Launch):
                 wanted["dv", hk, k], wanted["dk", hk, k] = tuple(dv), tuple(dk)
         return wanted
 
-    def store(self, out, acc, rows, stride, dtype):
+    def store(self, out, acc, rows, stride, dtype, columns=None):
         if int(rows) <= 0:
             return  # tiles past the end: of keys in the last stripe, of queries in the last pair
         keys, batch, program = self.local.place
@@ -176,7 +176,7 @@ class Run(Launch):
             names["_consume"](
                 *(Output(name) for name in ("dq", "dk", "dv")), None, None, "keep", pool, statistics, ds, *bars, lengths,
                 self.band, work, self.split(), self.width, order, self.room_rows, item, zeros[:3], zeros,
-                self.rooms * self.room_rows, 1.0, self.kind, DIM, TILES, SLOTS, self.sum_slots, self.sum_tiles,
+                self.rooms * self.room_rows, 1.0, self.kind, DIM, None, None, TILES, SLOTS, self.sum_slots, self.sum_tiles,
                 self.stripes > 1,
                 False, self.hold)  # fmt: skip
 

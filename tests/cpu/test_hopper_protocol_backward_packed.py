@@ -127,7 +127,7 @@ class Run(Launch):
                     wanted["dv", i, own, k], wanted["dk", i, own, k] = tuple(dv), tuple(dk)
         return wanted
 
-    def store(self, out, acc, rows, stride, dtype):
+    def store(self, out, acc, rows, stride, dtype, columns=None):
         if int(rows) <= 0:
             return  # the second of two tiles of queries, past the end
         entry = self.batch.work[self.local.item]

@@ -129,5 +129,5 @@ def test_any_problem(problem: AttentionProblem, share: float) -> None:
     assert order.lines * n.group * order.width * 64 < 1 << 31
     assert order.shift >= 0
     assert order.lines == order.keys or order.longest + order.shift <= order.lines
-    assert order.lines >= min(order.keys, order.longest + places(H200) // 2)
+    assert order.lines >= min(order.keys, order.longest + places(problem, H200) // 2)
     assert plan.with_tiles(kernel="attention_backward").heads_at_once == 0
