@@ -138,6 +138,14 @@ def _write(Entries, position, mask, what, head, tile, first_q, n_q, first_k, n_k
 
 
 @triton.jit
+def _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT: tl.constexpr):
+    """-> the block of key number m, and its queries: 0 if there is no such number, or no keys there."""
+    i_b, i_k, _tile, live = keys_of_number(CuK, tl.maximum(m, 0), batch, steps, kv_heads, max_k, UNIT)
+    _first, queries = rows_of_sequence(CuQ, i_b, max_q)
+    return i_b * kv_heads + i_k, tl.where(live & (m >= 0), queries, 0)
+
+
+@triton.jit
 def _key_entries(Entries, CuQ, CuK, n, batch, steps, max_q, max_k, kv_heads, group, all_keys, longest, shift, lines,
                  UNIT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The entries of key items n."""
@@ -145,16 +153,15 @@ def _key_entries(Entries, CuQ, CuK, n, batch, steps, max_q, max_k, kv_heads, gro
     first_q, n_q = rows_of_sequence(CuQ, i_b, max_q)
     first_k, n_k = rows_of_sequence(CuK, i_b, max_k)
     place, _places = place_of_sequence(CuQ, i_b, UNIT)
-    m = n - lines  # who had the line before: a place may be empty, then it was an earlier one
-    b_b, b_k, _tile, had = keys_of_number(CuK, tl.maximum(m, 0), batch, steps, kv_heads, max_k, UNIT)
-    while tl.max((~had & (m >= lines)).to(tl.int32), 0) > 0:
-        m = tl.where(had | (m < lines), m, m - lines)
-        b_b, b_k, _tile, had = keys_of_number(CuK, tl.maximum(m, 0), batch, steps, kv_heads, max_k, UNIT)
-    _first, b_q = rows_of_sequence(CuQ, b_b, max_q)
-    wanted = tl.where(had & (m >= 0), tl.cdiv(b_q, ROWS) * group, 0)
+    m = n - lines  # who had the line before: a place may be empty or have no queries, then it was an earlier one
+    before, b_q = _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT)
+    while tl.max(((b_q == 0) & (m >= lines)).to(tl.int32), 0) > 0:
+        m = tl.where((b_q > 0) | (m < lines), m, m - lines)
+        before, b_q = _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT)
+    wanted = tl.cdiv(b_q, ROWS) * group
     position = n + queries_before(CuQ, CuK, n, batch, steps, kv_heads, group, longest, shift, UNIT, ROWS)
     _write(Entries, position, n < all_keys, tl.where(live, KEYS, NOTHING), i_k, tile, first_q, n_q, first_k, n_k, place,
-           n % lines, i_b * kv_heads + i_k, b_b * kv_heads + b_k, wanted)  # fmt: skip
+           n % lines, i_b * kv_heads + i_k, before, wanted)  # fmt: skip
 
 
 @triton.jit
