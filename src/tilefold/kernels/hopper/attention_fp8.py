@@ -41,13 +41,13 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i,
                    CONSUMERS: gl.constexpr):  # fmt: skip
     """Make every load of one query block -> the item after it, and the position in the rings."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    i_q, i_b, i_h, seq_q, seq_k, first_q, first_k, _ = place
+    i_q, i_b, i_h, seq_q, seq_k = place
     drawn = 0
     following = item
     first, tiles = range_of_block(i_q, seq_q, seq_k, left, right, KIND, CONSUMERS * 64, KEYS, 1)
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, item, i_q, seq_q, seq_k, first_q, False)
+    write_note(note, item, i_q, seq_q, seq_k, 0, 0, False, False)
     for c in gl.static_range(CONSUMERS):
         load_rows(q_desc, q_full.index(c), q_buf, c, i_b, i_h, i_q * (CONSUMERS * 64) + c * 64, 64, DIM_QK)
     i_k = i_h // group
@@ -79,13 +79,13 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, 
     i = 0  # query blocks that were begun
     t = 0  # tiles that were loaded: position in the rings
     while item < items:
-        place = find_place(None, None, 0, item, seq_q, seq_k, heads, q_blocks, False, CONSUMERS * 64)
+        place = find_place(None, None, 0, item, seq_q, seq_k, heads, q_blocks, False, CONSUMERS * 64)[:5]
         item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i, t, group, left, right, programs,
                                  KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS)  # fmt: skip
         i += 1
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, -1, 0, 0, 0, 0, False)
+    write_note(note, -1, 0, 0, 0, 0, 0, False, False)
     for c in gl.static_range(CONSUMERS):
         mbarrier.arrive(q_full.index(c), count=1)
     # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
