@@ -22,6 +22,8 @@ ZEROS = frozenset(["zeros"])  # what the copy engine gives past the end
 class Value:
     """A tile in registers: what went into it; of an accumulator, its products in order."""
 
+    type = Anything()
+
     def __init__(self, tags=frozenset(), log=()):
         self.tags, self.log = tags, log
 
