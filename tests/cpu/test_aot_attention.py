@@ -42,15 +42,11 @@ EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, a
 NEWEST = (
     "d64",
     "d128",
-    "d128 window",
-    "d128 varlen causal",
     "d128 every mod",
-    "d128 dropout",
     "d96 odd",
     "d256 causal",
     "d192 d128 varlen causal",
     "d128 groups softcap",
-    "d128 bias",
     "d128 causal wide bias",
     "d128 causal all mods",
     "d256 causal bias",
@@ -94,7 +90,6 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
     "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "options": ("polynomial 2",)}),
     "d128 bias": (problem(128, **BIAS), {}),
-    "d128 causal late bias": (problem(128, causal=True, **BIAS), {"options": ("fence", "turns", "skip", "late")}),
     "d128 bias of one row, groups": (problem(128, score_mods=("bias",), bias_descriptors="keys"), {}),
     "d128 alibi packed heads": (problem(128, causal=True, score_mods=("alibi",)), {}),
     "d128 varlen alibi bias": (
@@ -108,7 +103,6 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d96 mask": (problem(96, **MASK), {}),
     "d192 d128 causal bias": (problem(192, 128, causal=True, **BIAS), {}),
     "d256 causal bias": (problem(256, causal=True, **BIAS), {}),
-    "d256 mask of one row": (problem(256, mask_mods=("mask",), mask_descriptors="keys"), {}),
 }
 JOBS |= {
     (name, "sm_90"): Job(

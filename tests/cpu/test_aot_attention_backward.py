@@ -40,7 +40,7 @@ def job(name: str, target: str, part: str) -> Job:
     plans = {
         "problem": made,
         "plan": plan_attention(made, device),
-        "backward_plan": plan_attention_backward(made, device, bias),
+        "backward_plan": plan_attention_backward(made, device, bias, portable=True),
         "part": part,
     }
     return Job("tilefold.ops.attention_backward:example_launch", plans, target, label=f"{part} {name} for {target}")

@@ -171,7 +171,7 @@ def test_a_sparse_plan_does_not_care_where_q_lies():
 def test_each_field_of_a_tile_is_named(fields, words):
     device, problem = device_named("h200"), AttentionProblem(1, 256, 256, 2, 2, 64, 64)
     plans = (
-        plan_attention_backward(problem, device, ()),
+        plan_attention_backward(problem, device, (), portable=True),
         plan_sparse_backward(SparseProblem(problem, 64, 64, 4), device, True),
     )
     for plan in plans:

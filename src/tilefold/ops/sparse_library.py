@@ -16,7 +16,6 @@ from .call import Packed, Paged, check_options, result_shapes, shapes_of, sizes_
 from .hopper import inside_operator
 from .library import HOOKS, describe_args, named, named_values, refuse_unserved
 from .sparse import Lists, SparseCall, dense_call
-from .sparse_backward import backward
 
 __all__ = [
     "paged_dispatched",
@@ -110,6 +109,8 @@ def sparse_attention_backward_op(
     call = _call(lists, geometry, causal, scale, softcap, layout, cu_seqlens_q, cu_seqlens_k)
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
     turned = Lists(t_indices, t_counts, query_sizes, block_sizes, *(geometry[i] for i in (1, 0, 3, 2)))
+    from .sparse_backward import backward  # here: `import tilefold` stays light
+
     return cast("Tensors", backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), turned))
 
 
