@@ -37,7 +37,15 @@ PROBLEMS = {
 HOPPER = ("d64", "d64 causal", "d128", "d128 causal fp16", "d128 window", "d128 varlen causal", "d256 causal")
 """Planned for the kernel of sm_90, and compiled for it as portable ones, too."""
 HOPPER_ONLY = tuple(name for name in PROBLEMS if name.startswith(("d80", "d96 c", "d192")) or "softcap" in name)
-LIKE_OTHERS = (*HOPPER_ONLY, "d64 causal", "d128", "d128 window", "d128 dropout", "d128 one query")  # for sm_90 only
+LIKE_OTHERS = (
+    *HOPPER_ONLY,
+    "d64 causal",
+    "d128",
+    "d128 window",
+    "d128 varlen causal",
+    "d128 dropout",
+    "d128 one query",
+)  # for sm_90 only
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 NEWEST = (
     "d64",
