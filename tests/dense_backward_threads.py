@@ -60,8 +60,8 @@ class Run(Launch):
                           "finish_keys", "load_kept", "add_kept")),
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),
-        (backward_items, ("batch_of", "key_item", "query_item", "_kept_row", "produce_sums")),
-        (kernel, ("_produce_keys", "_produce", "_consume_keys", "_consume_sums", "_consume")),
+        (backward_items, ("batch_of", "key_item", "query_item", "produce_keys", "_kept_row", "produce_sums")),
+        (kernel, ("_produce", "_consume_keys", "_consume_sums", "_consume")),
     )  # fmt: skip
 
     def names(self):

@@ -32,11 +32,11 @@ class Run(dense_backward_threads.Run):
     functions = (
         (backward_work, ("work_of_item",)),
         (parts, ("load_panels",)),
-        (backward_parts, ("next_slot", "load_keys", "load_kept")),
+        (backward_parts, ("next_slot", "load_keys", "load_queries", "load_kept")),
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),
-        (backward_items, ("batch_of", "key_item", "query_item", "_kept_row", "produce_sums")),
-        (kernel, ("_produce_keys", "_produce", "_give", "_take", "_consume_dv", "_consume_dk", "_consume_sums", "_consume")),
+        (backward_items, ("batch_of", "key_item", "query_item", "produce_keys", "_kept_row", "produce_sums")),
+        (kernel, ("_produce", "_give", "_take", "_consume_dv", "_consume_dk", "_consume_sums", "_consume")),
     )  # fmt: skip
 
     def names(self):

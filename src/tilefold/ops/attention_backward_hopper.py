@@ -7,7 +7,7 @@ import torch
 
 from .attention import example_call, head_strides, kind_of
 from .call import UNBOUNDED, Call, window_of
-from .hopper import bound_or_none, require
+from .hopper import chosen_or_none
 from .hopper_backward import (
     STATISTICS,
     UNIT,
@@ -59,12 +59,7 @@ def bind(
     def compile(bound: HopperBound) -> None:
         bound.main.compile(arguments(bound, tensors, dout, scratch(bound, tensors, "meta")))
 
-    if call.backward_plan is None:
-        return bound_or_none("dense", made, compile, what="its backward pass")
-    require("backward_plan.kernel", plan.kernel)
-    bound = made()
-    compile(bound)
-    return bound
+    return chosen_or_none(plan, call.backward_plan, "dense", made, compile, "its backward pass")
 
 
 def run(

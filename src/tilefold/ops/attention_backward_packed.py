@@ -8,7 +8,7 @@ import torch
 from .attention import example_call, head_strides, kind_of
 from .attention_backward_hopper import FENCED, HOLDING
 from .call import UNBOUNDED, Call, window_of
-from .hopper import bound_or_none, require
+from .hopper import chosen_or_none
 from .hopper_backward import STATISTICS, UNIT, kept_box, side_boxes, statistics_box
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ def bind(
     def compile(bound: PackedBound) -> None:
         bound.main.compile(arguments(bound, tensors, dout, scratch(bound, tensors, "meta")))
 
-    if call.backward_plan is None:
-        return bound_or_none("dense", made, compile, what="its backward pass of packed sequences")
-    require("backward_plan.kernel", plan.kernel)
-    bound = made()
-    compile(bound)
-    return bound
+    return chosen_or_none(plan, call.backward_plan, "dense", made, compile, "its backward pass of packed sequences")
 
 
 def run(

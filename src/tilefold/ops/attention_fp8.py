@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..check import TensorSpec, bind
-from ..errors import DtypeError, ShapeError, Unsupported
+from ..errors import DtypeError, ShapeError
 from ..types import Constant, Layout, Window
 from .attention import boxable, describe_box, head_strides, kind_of
 from .call import UNBOUNDED, Call, check_heads, check_options, facts_of, result_shapes, window_of
@@ -312,8 +312,7 @@ def _dequantised(
     """bf16 attention, which holds every e4m3 number exactly; q takes the factors of the scores, out that of the values."""
     from .attention import forward as attend
 
-    if p.plan is None:
-        raise Unsupported("there is no query, so nothing is computed")
+    assert p.plan is not None
     heads = p.plan.problem.heads
 
     def spread(t: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from .attention import describe_box, head_strides
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["DISABLE", "bound_or_none", "box_of", "disabled", "inside_operator", "require", "tickets"]
+__all__ = ["DISABLE", "bound_or_none", "box_of", "chosen_or_none", "disabled", "inside_operator", "require", "tickets"]
 
 Made = TypeVar("Made")
 
@@ -109,6 +109,18 @@ def bound_or_none(
     except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
         _warn_portable(kind, f"{what} does not compile: {type(problem).__name__}: {problem}")
         return None
+    return bound
+
+
+def chosen_or_none(
+    plan: Any, given: Any, kind: str, bind: Callable[[], Made], compile: Callable[[Made], None], what: str
+) -> Made | None:
+    """bound_or_none of a backward plan, or, where the caller chose it (given is not None), an error for what it would warn of."""
+    if given is None:
+        return bound_or_none(kind, bind, compile, what)
+    require("backward_plan.kernel", plan.kernel)
+    bound = bind()
+    compile(bound)
     return bound
 
 

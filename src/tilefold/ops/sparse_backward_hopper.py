@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .attention import head_strides
-from .hopper import bound_or_none, require
+from .hopper import chosen_or_none
 from .hopper_backward import (
     STATISTICS,
     UNIT,
@@ -65,12 +65,7 @@ def bind(
     def compile(bound: HopperBound) -> None:
         bound.main.compile(arguments(bound, saved, dout, call, transposed, scratch(bound, saved, transposed, "meta")))
 
-    if call.backward_plan is None:
-        return bound_or_none("block-sparse", made, compile, what="its backward pass")
-    require("backward_plan.kernel", plan.kernel)
-    bound = made()
-    compile(bound)
-    return bound
+    return chosen_or_none(plan, call.backward_plan, "block-sparse", made, compile, "its backward pass")
 
 
 def run(

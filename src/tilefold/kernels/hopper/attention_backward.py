@@ -13,7 +13,7 @@ products.  So each sum still has one order: the same bits in every run.
 Source: the products are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1.2).
 """
 
-from .backward_items import batch_of, key_item, produce_sums, query_item, sum_so_far
+from .backward_items import batch_of, key_item, produce_keys, produce_sums, query_item, sum_so_far
 from .backward_parts import (
     STATISTICS,
     UNIT,
@@ -21,8 +21,6 @@ from .backward_parts import (
     finish_keys,
     first_products,
     key_tile,
-    load_keys,
-    load_queries,
     next_slot,
     tiles_of,
 )
@@ -48,31 +46,6 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
-                  lengths, band, work, split, order, batch, query_items, program, KIND: gl.constexpr, D: gl.constexpr,
-                  SLOTS: gl.constexpr):  # fmt: skip
-    """Bring K and V, then q, dout and statistics of every tile of queries that sees them."""
-    heads, group, no_unit = work
-    batches, delay, rooms = order
-    q_units = lengths[2]
-    i_n, i_b, i_k, local = key_item(batch, program, heads // group, split)
-    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
-    first, tiles = queries_of_keys(i_n, lengths, band, KIND)
-    slot = 0
-    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
-    for g in range(group):
-        i_h = i_k * group + g
-        row = (i_b * heads + i_h) * q_units
-        for j in range(gl.maximum(tiles, 1)):
-            # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
-            unit = gl.where(tiles > 0, first + j, q_units)
-            statistics = gl.where(tiles > 0, row + unit, no_unit)
-            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
-                         statistics, g, j, batch, rooms, query_items, batches, slot, parity, D, SLOTS)  # fmt: skip
-            slot, parity = next_slot(slot, parity, SLOTS)
-
-
-@jit
 def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
              done, lengths, band, work, split, width, order, room_rows, item, nowhere, KIND: gl.constexpr, D: gl.constexpr,
              SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
@@ -82,7 +55,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
     query_items = split[2] * work[1] * ((lengths[2] + SUM_TILES - 1) // SUM_TILES)
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
-        _produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+        produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
                       lengths, band, work, split, order, batch, query_items, program, KIND, D, SLOTS)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)

@@ -14,8 +14,8 @@ Each warpgroup has one product in flight beside the one that it waits for, and t
 Rings of q and of dout, with barriers of their own: dout is free when dP and dv are done, q when S and dk are.
 """
 
-from .backward_items import batch_of, key_item, produce_sums, query_item, sum_so_far
-from .backward_parts import STATISTICS, UNIT, load_keys, next_slot, tiles_of
+from .backward_items import batch_of, key_item, produce_keys, produce_sums, query_item, sum_so_far
+from .backward_parts import STATISTICS, UNIT, next_slot, tiles_of
 from .backward_ranges import (
     cut_if_needed,
     line_of_keys,
@@ -24,7 +24,7 @@ from .backward_ranges import (
     stripe_of_queries,
     whole_tiles,
 )
-from .backward_work import await_copies, await_queries, await_room, count_keys, count_queries, work_of_item
+from .backward_work import await_copies, await_queries, count_keys, count_queries, work_of_item
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -33,13 +33,12 @@ from .gluon import (
     mbarrier,
     opaque,
     schedule_fence_16,
-    tma_load,
     tma_store,
     tma_store_wait,
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, PANEL, load_panels, store_accumulator
+from .parts import LOG2E, PANEL, store_accumulator
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "left", "right", "stripe_units", "stripes",
            "width", "batch_heads", "batches", "delay", "rooms", "no_unit", "nowhere",
@@ -52,39 +51,6 @@ TOGETHER = gl.constexpr(2)  # tiles of queries of an item for dq: one a warpgrou
 
 
 @jit
-def _produce_keys(descs, Progress, pool, stat_buf, kv_full, bars, lengths, band, work, split, order, batch, query_items, program,
-                  KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Bring K and V, then q with its statistics, and dout, of every tile of queries that sees them."""
-    q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc = descs
-    q_full, q_empty, do_full, do_empty = bars
-    heads, group, no_unit = work
-    batches, delay, rooms = order
-    q_units = lengths[2]
-    i_n, i_b, i_k, local = key_item(batch, program, heads // group, split)
-    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
-    first, tiles = queries_of_keys(i_n, lengths, band, KIND)
-    slot = 0
-    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
-    for g in range(group):
-        i_h = i_k * group + g
-        row = (i_b * heads + i_h) * q_units
-        for j in range(gl.maximum(tiles, 1)):
-            # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
-            unit = gl.where(tiles > 0, first + j, q_units)
-            statistics = gl.where(tiles > 0, row + unit, no_unit)
-            mbarrier.wait(q_empty.index(slot), parity)
-            mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
-            load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, unit * UNIT, D)
-            tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
-            if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
-                await_room(Progress, batch, rooms, query_items, batches)
-            mbarrier.wait(do_empty.index(slot), parity)
-            mbarrier.expect(do_full.index(slot), UNIT * D * 2)
-            load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, unit * UNIT, D)
-            slot, parity = next_slot(slot, parity, SLOTS)
-
-
-@jit
 def _produce(descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band, work, split, width, order, room_rows, item,
              nowhere, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr):  # fmt: skip
     """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
@@ -93,8 +59,8 @@ def _produce(descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band
     query_items = split[2] * work[1] * ((lengths[2] + TOGETHER - 1) // TOGETHER)
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
-        _produce_keys(descs, Progress, pool, stat_buf, kv_full, bars, lengths, band, work, split, order, batch, query_items,
-                      program, KIND, D, SLOTS)  # fmt: skip
+        produce_keys(*descs[:5], Progress, pool, stat_buf, kv_full, bars[0], bars[2], bars[1], lengths, band, work, split,
+                     order, batch, query_items, program, KIND, D, SLOTS, bars[3])  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)
     else:
@@ -108,8 +74,8 @@ def _produce(descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band
 
 
 @jit
-def _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale, FENCE: gl.constexpr):
-    """P of a tile whose S is there, in 16 bits; and in fp32, with the tile of q, to the other warpgroup."""
+def _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale):
+    """P of a tile whose S is there, also to the other warpgroup; q and lse are no longer needed here."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     p = gl.exp2(s * scale - gl.expand_dims(stat_buf.index(slot).slice(0, UNIT).load(COLUMN), 0))
     mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
@@ -146,7 +112,7 @@ def _consume_dv(DV, pool, stat_buf, p_buf, kv_full, bars, given, taken, done, le
         mbarrier.wait(q_full.index(slot), parity)
         s = wgmma_wait(0, deps=(wgmma(k, tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True),))
         s = cut_if_needed(s, first, i_n, whole, lengths, band, KIND)
-        p = _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale, FENCE)
+        p = _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale)
         p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
         turn += 1
         for i_m in range(first + 1, last + 1):  # the tile after the one whose P is there
@@ -159,7 +125,7 @@ def _consume_dv(DV, pool, stat_buf, p_buf, kv_full, bars, given, taken, done, le
             dv_flying = wgmma(p16, tiles.index(SLOTS + now), dv, is_async=True)
             s = wgmma_wait(1, deps=(s_flying,))
             s = cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND)
-            p = _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale, FENCE)
+            p = _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale)
             p_next = p.to(DTYPE)
             if FENCE:
                 schedule_fence_16(p_next)

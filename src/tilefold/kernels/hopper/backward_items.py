@@ -1,6 +1,6 @@
-"""The items of the dense backward kernels for sm_90: which work a number is, and what brings and keeps the pieces of dq."""
+"""The items of the dense backward kernels for sm_90: which work a number is, what brings their tiles, where dq waits."""
 
-from .backward_parts import UNIT, load_kept, next_slot
+from .backward_parts import UNIT, load_kept, load_keys, load_queries, next_slot
 from .backward_ranges import line_of_keys, lines_of_head, queries_of_keys, stripe_of_queries
 from .gluon import gl, jit
 
@@ -33,6 +33,34 @@ def query_item(batch, program, heads, group, q_units, split, SUM_TILES: gl.const
     local = program - line * (split[2] * group)
     row = head * group + local
     return ((q_units + SUM_TILES - 1) // SUM_TILES - 1 - line) * SUM_TILES, row // heads, row % heads, local, stripe
+
+
+# ---------------------------------------------------------------- dk and dv
+
+
+@jit
+def produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
+                 lengths, band, work, split, order, batch, query_items, program, KIND: gl.constexpr, D: gl.constexpr,
+                 SLOTS: gl.constexpr, do_empty=None):  # fmt: skip
+    """Bring K and V, then q, dout and statistics of every tile of queries that sees them; do_empty: of load_queries."""
+    heads, group, no_unit = work
+    batches, delay, rooms = order
+    q_units = lengths[2]
+    i_n, i_b, i_k, local = key_item(batch, program, heads // group, split)
+    load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D, SLOTS)
+    first, tiles = queries_of_keys(i_n, lengths, band, KIND)
+    slot = 0
+    parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
+    for g in range(group):
+        i_h = i_k * group + g
+        row = (i_b * heads + i_h) * q_units
+        for j in range(gl.maximum(tiles, 1)):
+            # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
+            unit = gl.where(tiles > 0, first + j, q_units)
+            statistics = gl.where(tiles > 0, row + unit, no_unit)
+            load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit,
+                         statistics, g, j, batch, rooms, query_items, batches, slot, parity, D, SLOTS, 0, do_empty)  # fmt: skip
+            slot, parity = next_slot(slot, parity, SLOTS)
 
 
 # ---------------------------------------------------------------- dq

@@ -78,17 +78,19 @@ def load_keys(k_desc, v_desc, pool, kv_full, i_b, i_k, i_n, D: gl.constexpr, SLO
 @jit
 def load_queries(q_desc, do_desc, stat_desc, Progress, pool, stat_buf, q_full, do_full, empty, i_b, i_h, unit, statistics, g, j,
                  batch, rooms, query_items, batches, slot, parity, D: gl.constexpr, SLOTS: gl.constexpr,
-                 first=0):  # fmt: skip
+                 first=0, do_empty=None):  # fmt: skip
     """Have q, dout and statistics of a unit of queries brought to a slot: tiles `slot` and SLOTS + `slot`.
 
-    statistics: which row of them; first: of the sequence's rows.  Before the dS of the item's first unit (g, j = 0, 0) there has
-    to be room."""
+    statistics: which row of them; first: of the sequence's rows; do_empty: dout's own barriers, where it does not go with q.
+    Before the dS of the item's first unit (g, j = 0, 0) there has to be room."""
     mbarrier.wait(empty.index(slot), parity)
     mbarrier.expect(q_full.index(slot), UNIT * D * 2 + STATISTICS * 4)
     load_panels(q_desc, q_full.index(slot), pool, slot, i_b, i_h, first + unit * UNIT, D)
     tma_load(stat_desc, [statistics * STATISTICS], q_full.index(slot), stat_buf.index(slot))
     if (g == 0) & (j == 0):  # while K, V and q are on their way: there is no dS without dout
         await_room(Progress, batch, rooms, query_items, batches)
+    if do_empty is not None:
+        mbarrier.wait(do_empty.index(slot), parity)
     mbarrier.expect(do_full.index(slot), UNIT * D * 2)
     load_panels(do_desc, do_full.index(slot), pool, SLOTS + slot, i_b, i_h, first + unit * UNIT, D)
 
