@@ -49,15 +49,15 @@ class Changed(Run):
 
     def namespace(self, program, programs):
         names = super().namespace(program, programs)
-        release = names["release_tile"]
-
-        def done(ring, *args):
-            with self.memory.changed:
-                self.local.held.pop(ring[0].name).reading(-1)
-            release(ring, *args)
-
-        names["release_tile"] = done
+        names["fence_async_shared"] = self.fence
         return names
+
+    def fence(self):
+        """What threads began to read before has arrived: without it the copy engine may write there first."""
+        with self.memory.changed:
+            for tile in self.local.held.values():
+                tile.reading(-1)
+        self.local.held = {}
 
     def bytes_of(self, desc):
         if not isinstance(desc, Descriptor):
@@ -121,7 +121,7 @@ class Scores(Product):
 
 
 class Held(Tile):
-    """A tile of the bias or the mask: read from the load on until it is released."""
+    """A tile of the bias or the mask: read from the load on until the next fence."""
 
     def __init__(self, run, buffers, slot):
         super().__init__(buffers, slot)
@@ -177,3 +177,10 @@ def test_a_missing_wait_is_found(monkeypatch, barrier):
 
     with pytest.raises(AssertionError):
         several()
+
+
+def test_a_missing_fence_is_found(monkeypatch):
+    """A thread's read of shared memory may still be under way when it arrives at a barrier; an H200 showed it."""
+    monkeypatch.setattr(Changed, "fence", lambda self: None)
+    with pytest.raises(AssertionError):
+        Changed(11, FULL, [(400, 700)], 2, 1, 2)(1)

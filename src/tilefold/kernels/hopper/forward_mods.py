@@ -7,7 +7,7 @@ is a tile of one row.  The distance of ALiBi is worked out from the columns, whi
 """
 
 from .forward_work import CAUSAL
-from .gluon import barriers, constexpr_function, gl, jit, mbarrier, opaque, reinterpret, tma_load
+from .gluon import barriers, constexpr_function, fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load
 from .parts import columns_of
 
 # ---------------------------------------------------------------- tiles of a bias or a mask
@@ -81,7 +81,11 @@ def wait_tile(ring, t, like, CID: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.co
 
 @jit
 def release_tile(ring, t, CID: gl.constexpr, SLOTS: gl.constexpr):
-    """Every thread of the warpgroup has read its part of tile number t."""
+    """Every thread of the warpgroup has read its part of tile number t.
+
+    The fence makes the copy engine's next writes come after these reads: a barrier among threads alone does not order the two, and
+    reads that queue behind the products' operands were seen to find the tile after the next."""
+    fence_async_shared()
     mbarrier.arrive(ring[2].index(CID * SLOTS + t % SLOTS), count=1)
 
 

@@ -1,6 +1,6 @@
 """Which work the dense forward kernel for sm_90 does: the order of query blocks, their places, their tiles, their masks."""
 
-from .gluon import gl, jit, opaque
+from .gluon import gl, jit, opaque, thread_barrier
 from .parts import columns_of, place_of_item
 
 FULL = gl.constexpr(0)
@@ -64,6 +64,7 @@ def write_note(note, item, i_q, seq_q, seq_k, first_q, i_s, VARLEN: gl.constexpr
             note.index(5).store(gl.full([1], i_s, gl.int32, LAYOUT))
     else:
         note.store(gl.full([1], item, gl.int32, LAYOUT))
+    thread_barrier()  # one thread of the warp announces what all of them wrote
 
 
 @jit

@@ -5,7 +5,8 @@
     TensorDescriptor          host descriptor (tensor, shape, strides, block, layout) that the copy engine reads
     tma_load, tma_store, tma_reduce_add, tma_store_wait     copies by the tensor memory accelerator
     mbarrier                  init, wait, expect, arrive on one barrier in shared memory; barriers() makes several
-    fence_async_shared        orders writes of threads to shared memory before reads of the copy engine and of wgmma
+    fence_async_shared        orders what threads wrote to or read from shared memory before the copy engine and wgmma use it
+    thread_barrier            all threads of a partition have come here
     wgmma, wgmma_wait, wgmma_init      products of a warpgroup
     reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
     KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
@@ -49,6 +50,7 @@ __all__ = [
     "scale_unless_one",
     "schedule_fence",
     "schedule_fence_16",
+    "thread_barrier",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
@@ -69,6 +71,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @builtin

@@ -25,6 +25,7 @@ from .gluon import (
     jit,
     mbarrier,
     reinterpret,
+    thread_barrier,
     tma_load,
     wgmma,
     wgmma_wait,
@@ -160,6 +161,7 @@ def _write_note(note, item, count):
     """Tell the consumers which query block is next (-1: none) and its count; they read it once q_full is complete."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
+    thread_barrier()  # one thread of the warp announces what all of them wrote
 
 
 @jit
