@@ -218,9 +218,7 @@ def test_the_value_is_tritons_own(which: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAME, triton_key.__file__]
     results = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", SAME], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout))
     assert [each[1:] for each in results] == [[1, True, True], [0, True, True]]
