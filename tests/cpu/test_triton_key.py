@@ -79,6 +79,14 @@ def keys(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return process
 
 
+def test_another_folder(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "lasting"
+    assert triton_key._filed(functools.lru_cache(lambda: VALUE), installed, "3.6.0", folder)() == VALUE
+    assert len([*folder.iterdir()]) == 1
+    assert not (tmp_path / "cache").exists()
+
+
 def kept_file(tmp_path: Path) -> Path:
     (found,) = (tmp_path / "cache").iterdir()
     return found

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import triton_key
 
-__all__ = ["DISABLE", "ahead", "disabled", "uncollected"]
+__all__ = ["DISABLE", "ahead", "beside", "disabled", "uncollected"]
 
 DISABLE = "TILEFOLD_DISABLE_STARTUP"
 LAUNCHER = "__triton_launcher"  # the name of Triton's launcher modules
@@ -55,7 +55,7 @@ def ahead(fn: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
     with contextlib.suppress(*SWALLOWED):
         build = _launcher(fn, args, keywords)
         if build is not None:
-            _beside(build)
+            beside(build)
 
 
 @functools.cache
@@ -64,13 +64,17 @@ def _begin() -> None:
     import triton
 
     if triton_key.install():
-        _beside(triton.runtime.cache.triton_key)
+        beside(triton.runtime.cache.triton_key)
     with contextlib.suppress(*SWALLOWED):
         triton.runtime.driver.active.get_current_device()
 
 
-def _beside(work: Callable[[], Any]) -> None:
-    """Run in a thread.  Not a daemon, which the end of the process would cut off within the compiler."""
+def beside(work: Callable[[], Any]) -> None:
+    """Do in a thread what is done again, or found done, when it is needed; nothing where the environment says so.
+
+    Not in a daemon, which the end of the process would cut off within the compiler."""
+    if disabled():
+        return
 
     def run() -> None:
         with contextlib.suppress(*SWALLOWED):

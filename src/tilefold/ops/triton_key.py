@@ -93,8 +93,10 @@ def _keep(path: Path, listed: str, key: str) -> None:
             part.unlink(missing_ok=True)
 
 
-def install() -> bool:
-    """Let Triton look for its value in the file first; whether it does now.  Nothing is read before Triton asks."""
+def install(folder: Path | None = None) -> bool:
+    """Let Triton look for its value in a file first; whether it does now.  Nothing is read before Triton asks.
+
+    folder: where the file lies, if not in Triton's cache directory of then."""
     import triton
     from triton.runtime import cache
 
@@ -102,11 +104,11 @@ def install() -> bool:
     if not known(cache, triton.__version__) or original.cache_info().currsize:
         return False  # nothing known, or nothing left to save
     root = Path(triton.__file__).resolve().parent
-    cache.triton_key = _filed(original, root, triton.__version__)
+    cache.triton_key = _filed(original, root, triton.__version__, folder)
     return True
 
 
-def _filed(original: Callable[[], str], root: Path, version: str) -> Callable[[], str]:
+def _filed(original: Callable[[], str], root: Path, version: str, folder: Path | None = None) -> Callable[[], str]:
     """`original`, computed only where no file has its value; by one thread, and once in a process, as Triton's own."""
     from triton import knobs
 
@@ -116,7 +118,7 @@ def _filed(original: Callable[[], str], root: Path, version: str) -> Callable[[]
     def value() -> str:
         try:
             listed = listing(root)
-            path = place(Path(knobs.cache.dir), listed)
+            path = place(folder or Path(knobs.cache.dir), listed)
         except (OSError, TypeError):  # TypeError: no cache directory
             return original()
         key = kept_key(path, listed, version)
