@@ -39,7 +39,6 @@ class Prepared:
     function: Any
     source: Any
     options: Any
-    backend: Any
     target: Target
     signature: Mapping[str, Any]
     key: str
@@ -95,7 +94,7 @@ def prepare(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targe
     compiler = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     parts = (version, target, compiler, [_source_key(value) for value in constants.values()])
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return Prepared(function, source, options, backend, target, signature, key)
+    return Prepared(function, source, options, target, signature, key)
 
 
 def _source_class(function: Any) -> Any:
@@ -116,17 +115,16 @@ def compile_prepared(prepared: Prepared) -> Compiled:
     Triton's own cache is not read: its key overlooks functions in constexpr tuples, and reports have a cache already.
     """
     target = prepared.target
-    with knobs.compilation.scope():
+    with contextlib.redirect_stdout(io.StringIO()) as log, knobs.compilation.scope(), knobs.nvidia.scope():
         knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True  # what ptxas says with -v, with the flags of this Triton
         kernel = triton.compile(
             prepared.source,
             target=GPUTarget(target.backend, target.arch, target.warp_size),
             options=prepared.options.__dict__,
         )
     metadata = kernel.metadata
-    log = ""
     if target.backend == "cuda":
-        log = _assembler_log(prepared, kernel.asm["ptx"])
         listings = {"ptx": kernel.asm["ptx"], "sass": _disassemble(kernel.asm["cubin"])}
     else:
         listings = {"amdgcn": kernel.asm["amdgcn"]}
@@ -140,21 +138,13 @@ def compile_prepared(prepared: Prepared) -> Compiled:
         shared_bytes=metadata.shared,
         tensor_columns=getattr(metadata, "tmem_size", 0) or 0,
         listings=listings,
-        assembler_log=log,
+        assembler_log=log.getvalue() if target.backend == "cuda" else "",
     )
 
 
 def _type_text(kind: Any) -> str:
     """A signature entry as text; tuples are nested."""
     return f"({', '.join(_type_text(part) for part in kind)})" if isinstance(kind, tuple | list) else str(kind)
-
-
-def _assembler_log(prepared: Prepared, ptx: str) -> str:
-    """What ptxas says with -v when Triton's own backend calls it (so with the flags of that Triton version)."""
-    with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
-        knobs.nvidia.dump_ptxas_log = True
-        prepared.backend.make_cubin(ptx, {}, prepared.options, prepared.target.arch)
-    return log.getvalue()
 
 
 def _disassemble(cubin: bytes) -> str:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
+from tilefold.cli.bench_startup import startup
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
 from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_errors, writable
@@ -38,6 +40,8 @@ EPILOG = """
     tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
 
     tilefold bench video --sweep length --peers cudnn,fa4
+
+    tilefold bench startup
 
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
@@ -135,6 +139,7 @@ app.command(name="dense", epilog=EPILOG)(
 )
 app.command(name="sparse", epilog=EPILOG)(of_family("sparse", "Attention over lists of blocks beside other libraries."))
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
+app.command(name="startup", epilog=STARTUP_EPILOG)(startup)
 
 
 def chosen_cases(

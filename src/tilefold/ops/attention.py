@@ -28,6 +28,7 @@ from .call import (
 )
 from .device import device_of, interpreting
 from .records import remember
+from .startup import uncollected
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ..plan import AttentionPlan, AttentionProblem
@@ -101,6 +102,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 # ---------------------------------------------------------------- the first time
 
 
+@uncollected()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ..plan import AttentionPlan, plan_attention
 
@@ -190,14 +192,14 @@ def _bind(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    from ..device import mods
-    from ..kernels import attention_forward as kernels
-    from .launch import Launch
-
     if plan.kernel == HOPPER_KERNEL:
         from . import attention_hopper
 
         return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    from ..device import mods
+    from ..kernels import attention_forward as kernels
+    from .launch import Launch
+
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
     lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])

@@ -24,6 +24,7 @@ from .backward_parts import (
 from .call import UNBOUNDED, Call, facts_of, window_of
 from .device import device_of, interpreting
 from .hopper import disabled
+from .startup import uncollected
 from .watch import wants_gradient
 
 if TYPE_CHECKING:
@@ -274,10 +275,11 @@ def _bound(
         from ..plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
-        if plan.kernel == HOPPER:
-            found = _gluon(call).bind(scale, tensors, dout, call, plan)
-            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
-        found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
+        with uncollected():
+            if plan.kernel == HOPPER:
+                found = _gluon(call).bind(scale, tensors, dout, call, plan)
+                plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+            found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
 
 

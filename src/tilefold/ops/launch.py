@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
 from .device import interpreting
+from .startup import ahead
 
 __all__ = ["Box", "Launch"]
 
@@ -54,6 +55,7 @@ class Launch:
     def compile(self, args: tuple[Any, ...]) -> None:
         """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
         with torch.cuda.device(self.device):
+            ahead(self.fn, args, self.keywords)
             self.fn.warmup(*args, grid=self.grid, **self.keywords)
 
     def _launch(self, args: tuple[Any, ...]) -> None:
@@ -77,6 +79,7 @@ class Launch:
             self(args)
             return
         with torch.cuda.device(self.device):
+            ahead(self.fn, args, self.keywords)
             self._compiled = self.fn[self.grid](*args, **self.keywords)
         _COMPILED[key] = (self._compiled, args_functions(args))
 

@@ -12,6 +12,7 @@ from .call import Packed, Paged, check_offsets, check_pages, result_shapes, size
 from .device import device_of, interpreting
 from .records import remember
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
+from .startup import uncollected
 
 if TYPE_CHECKING:
     from ..plan.sparse import SparsePlan
@@ -97,6 +98,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
+@uncollected()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     from ..plan.sparse import SparseProblem, plan_sparse
     from .hopper import bound_or_none, disabled

@@ -21,6 +21,7 @@ from .backward_parts import (
 from .call import facts_of
 from .device import device_of, interpreting
 from .sparse_call import check_unchanged, versions_of
+from .startup import uncollected
 from .watch import wants_gradient
 
 if TYPE_CHECKING:
@@ -209,12 +210,13 @@ def _bound(
     key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
     found: Bound | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        plan = _plan(prepared, call, saved[0])
-        if plan.kernel == HOPPER_KERNEL:
-            found = sparse_backward_hopper.bind(prepared.scalars[0], saved, dout, call, transposed, plan)
-            if found is None:  # after a warning: this Triton cannot make it
-                plan = _plan(prepared, call, saved[0], portable=True)
-        found = found or _bind(prepared, saved, dout, call, transposed, plan)
+        with uncollected():
+            plan = _plan(prepared, call, saved[0])
+            if plan.kernel == HOPPER_KERNEL:
+                found = sparse_backward_hopper.bind(prepared.scalars[0], saved, dout, call, transposed, plan)
+                if found is None:  # after a warning: this Triton cannot make it
+                    plan = _plan(prepared, call, saved[0], portable=True)
+            found = found or _bind(prepared, saved, dout, call, transposed, plan)
         prepared.backward[key] = found
         prepared.keep += hooks
     return found
