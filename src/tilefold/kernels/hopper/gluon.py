@@ -12,6 +12,8 @@
     opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
     turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
+    meet                      two warpgroups wait for each other, by one of them
+    add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
@@ -36,6 +38,7 @@ from triton.language import PropagateNan
 __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
+    "add_registers",
     "barriers",
     "builtin",
     "constexpr_function",
@@ -43,6 +46,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "meet",
     "opaque",
     "quick_reciprocal",
     "reinterpret",
@@ -168,6 +172,39 @@ def turn_pass(NEXT: gl.constexpr):
     gl.inline_asm_elementwise(
         _named_barrier("arrive", 8 + NEXT), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@jit
+def meet():
+    """Two warpgroups wait for each other here, and see what the other wrote to shared memory before."""
+    gl.inline_asm_elementwise(_named_barrier("sync", 8), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@constexpr_function
+def _adding(number):
+    """Operands: number / 4 results of no use, number addresses, of which the first counts, number values."""
+    unused = number // 4
+    adds = ""
+    for i in range(unused):
+        values = ", ".join(f"${unused + number + 4 * i + e}" for e in range(4))
+        adds += f"red.relaxed.gpu.global.add.v4.f32 [${unused}+{2048 * i}], {{{values}}}; "
+    return adds + " ".join(f"mov.b32 ${i}, 0;" for i in range(unused))
+
+
+@constexpr_function
+def _adding_registers(number):
+    return ",".join(["=r"] * (number // 4) + ["l"] * number + ["f"] * number)
+
+
+@jit
+def add_registers(place, x):
+    """Add x [64, N] fp32, an accumulator of a warpgroup, to memory in the order of its registers: group b of 8 columns 2048 bytes
+    behind the one before, in it 512 bytes a warp, 16 a thread (two columns of two rows).  place: like x, the address (int64) of
+    each thread's first 16 bytes.  Nobody waits for the sums."""
+    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128  # elements of a thread
+    TEXT: gl.constexpr = _adding(NUMBER)
+    REGISTERS: gl.constexpr = _adding_registers(NUMBER)
+    gl.inline_asm_elementwise(TEXT, REGISTERS, [place, x], dtype=gl.int8, is_pure=False, pack=NUMBER)
 
 
 @constexpr_function
