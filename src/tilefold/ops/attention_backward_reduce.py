@@ -149,6 +149,7 @@ def _main(
         "ORDER": rules.ORDERS.index(options.order),
         "STAGGER": options.stagger,
         "FENCE": options.fence,
+        "ROUNDED": options.rounded,
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

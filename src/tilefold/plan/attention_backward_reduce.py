@@ -38,7 +38,7 @@ LEAST_KEYS = 2048  # with fewer, zeroing, adding and reading the sums of dq take
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
 ORDERS = ("keys first", "queries first", "keys late")
-SHARED = 1536  # barriers, and what the compiler keeps to start the partitions
+SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ class ReduceOptions:
     sum_slots: buffers of a tile of dq in shared memory, 1 or 2, from which a warp of its own has it added to memory; 0: the
     warpgroups add it from registers. order: of a step's products: "keys first" (dk, then dq), "queries first" (dq, then dk) or
     "keys late" (dk of a tile beside the next one's exponentials). stagger: tiles of queries between the beginnings of two
-    neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials."""
+    neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make dS
+    of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
 
     sum_slots: int = 2
     order: str = "queries first"
     stagger: int = 2
     fence: bool = True
+    rounded: bool = False
 
     def __str__(self) -> str:
         way = f"copies out of {self.sum_slots} buffers" if self.sum_slots else "registers"
@@ -132,7 +134,7 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
 
 def reduce_options(problem: AttentionProblem) -> ReduceOptions:
     """The version predicted to be the fastest."""
-    return ReduceOptions(2, "queries first", 2, fence=True)
+    return ReduceOptions(2, "queries first", 2, fence=True, rounded=problem.dim_qk == 64)
 
 
 def reduce_shared(problem: AttentionProblem, stages: int, sum_slots: int) -> int:
@@ -178,6 +180,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
         return "options.order", f"must be one of {', '.join(map(repr, ORDERS))}, got {options.order!r}"
     if type(options.stagger) is not int or not 0 <= options.stagger < 1 << 10:
         return "options.stagger", f"must be from 0 to 1023, got {options.stagger!r}"
-    if type(options.fence) is not bool:
-        return "options.fence", f"must be a bool, got {options.fence!r}"
+    for name in ("fence", "rounded"):
+        if type(getattr(options, name)) is not bool:
+            return f"options.{name}", f"must be a bool, got {getattr(options, name)!r}"
     return None

@@ -21,9 +21,9 @@ from .backward_reduce_parts import (
     add_parts,
     load_block,
     load_tile,
+    next_tile,
     place_of_sum,
     reduce_tile,
-    tile_of_step,
     views,
     walk_of_block,
 )
@@ -52,16 +52,18 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, q_buf, do_buf, k_buf, v
     heads, group, q_tiles, no_tile = work
     block, i_b, i_k = _block_of_program(heads, group, order[0], order[1])
     load_block(k_desc, v_desc, k_buf, v_buf, kv_full, i_b, i_k, block, D)
-    walk = walk_of_block(block, lengths, band, KIND, QUERIES, STAGGER)
+    walk = walk_of_block(block, lengths, band, work, i_b * heads + i_k * group, KIND, QUERIES, STAGGER)
     slot = 0
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
+    row = walk[3]
     for g in range(group):
-        i_h = i_k * group + g
-        for j in range(gl.maximum(walk[1], 1)):
-            tile, row = tile_of_step(j, walk, (i_b * heads + i_h) * q_tiles, q_tiles, no_tile)
-            load_tile(q_desc, do_desc, stat_desc, q_buf, do_buf, stat_buf, q_full, do_full, empty, i_b, i_h, tile, row, slot,
-                      parity, D, QUERIES)  # fmt: skip
+        tile = walk[2]
+        for _ in range(walk[0], walk[1]):
+            load_tile(q_desc, do_desc, stat_desc, q_buf, do_buf, stat_buf, q_full, do_full, empty, i_b, i_k * group + g, tile,
+                      row + tile, slot, parity, D, QUERIES)  # fmt: skip
             slot, parity = next_slot(slot, parity, SLOTS)
+            tile = next_tile(tile, walk, KIND)
+        row += walk[4]
 
 
 @jit
@@ -70,13 +72,16 @@ def _add(sum_desc, sum_buf, sum_full, sum_empty, lengths, band, work, order, KIN
     """Have every tile of dq added to memory, in the order in which the warpgroups make them."""
     heads, group, q_tiles, no_tile = work
     block, i_b, i_k = _block_of_program(heads, group, order[0], order[1])
-    walk = walk_of_block(block, lengths, band, KIND, QUERIES, STAGGER)
+    walk = walk_of_block(block, lengths, band, work, i_b * heads + i_k * group, KIND, QUERIES, STAGGER)
     turn = 0
-    for g in range(group):
-        for j in range(gl.maximum(walk[1], 1)):
-            tile, row = tile_of_step(j, walk, (i_b * heads + i_k * group + g) * q_tiles, q_tiles, no_tile)
-            add_parts(sum_desc, sum_buf, sum_full, sum_empty, row, turn, SUM_SLOTS, D, QUERIES)
+    row = walk[3]
+    for _g in range(group):
+        tile = walk[2]
+        for _ in range(walk[0], walk[1]):
+            add_parts(sum_desc, sum_buf, sum_full, sum_empty, row + tile, turn, SUM_SLOTS, D, QUERIES)
             turn += 1
+            tile = next_tile(tile, walk, KIND)
+        row += walk[4]
     tma_store_wait(0)  # shared memory stays until it has been read
 
 
@@ -84,7 +89,7 @@ def _add(sum_desc, sum_buf, sum_full, sum_empty, lengths, band, work, order, KIN
 def _consume(Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, sums, kv_full, q_full, do_full, empty, lengths, band,
              work, order, outs, scale, CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr,
              SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, ORDER: gl.constexpr, STAGGER: gl.constexpr,
-             FENCE: gl.constexpr):  # fmt: skip
+             FENCE: gl.constexpr, ROUNDED: gl.constexpr):  # fmt: skip
     """dk and dv of 64 keys, over all query heads of their KV head, and half of every tile of dq."""
     heads, group, q_tiles, no_tile = work
     DTYPE: gl.constexpr = q_buf.dtype
@@ -94,7 +99,7 @@ def _consume(Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, sums, 
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, k_width=2)
     block, i_b, i_k = _block_of_program(heads, group, order[0], order[1])
-    walk = walk_of_block(block, lengths, band, KIND, QUERIES, STAGGER)
+    walk = walk_of_block(block, lengths, band, work, i_b * heads + i_k * group, KIND, QUERIES, STAGGER)
     i_n = block * 2 + CID
     whole = whole_tiles(i_n, lengths, band, KIND)
     tiles = views(q_buf, do_buf, k_buf, v_buf, D, QUERIES, SLOTS)
@@ -113,19 +118,19 @@ def _consume(Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, sums, 
     s = wgmma_wait(1, deps=(s_flying,))
     if ORDER == KEYS_LATE:
         dk = wgmma_init(dk)
-    slot = 0
-    parity = 0
     turn = 0
-    steps = gl.maximum(walk[1], 1)
-    for g in range(group):
-        row_of_head = (i_b * heads + i_k * group + g) * q_tiles
-        for j in range(steps):
-            tile, row = tile_of_step(j, walk, row_of_head, q_tiles, no_tile)
-            s, dp_flying, dk, dv, slot, parity = reduce_tile(
-                s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile, i_n, row, whole, lengths, band, scale * LOG2E,
-                turn + 1 < group * steps, turn, slot, parity, CID, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, FENCE, S_LAYOUT,
+    row = walk[3]
+    steps = (walk[1] - walk[0]) * group
+    for _g in range(group):
+        tile = walk[2]
+        for _ in range(walk[0], walk[1]):
+            s, dp_flying, dk, dv = reduce_tile(
+                s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile, i_n, row + tile, whole, lengths, band,
+                scale * LOG2E, turn + 1 < steps, turn, CID, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, FENCE, ROUNDED, S_LAYOUT,
                 A_LAYOUT, Q_LAYOUT)  # fmt: skip
             turn += 1
+            tile = next_tile(tile, walk, KIND)
+        row += walk[4]
     if ORDER == KEYS_LATE:
         dp, dk = wgmma_wait(0, deps=(dp_flying, dk))
     else:
@@ -143,7 +148,7 @@ def attention_backward_reduce(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, q_tiles, blocks, left, right, batch_heads, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr,
-    ORDER: gl.constexpr, STAGGER: gl.constexpr, FENCE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    ORDER: gl.constexpr, STAGGER: gl.constexpr, FENCE: gl.constexpr, ROUNDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is 64
@@ -156,7 +161,7 @@ def attention_backward_reduce(
 
     SUM_SLOTS: buffers in shared memory for a tile of dq, from which copies add it; 0: the warpgroups add it from registers.
     ORDER, STAGGER: of the products of a step, of the walks (backward_reduce_parts).  FENCE: keep the wait for dP behind the
-    exponentials.  Grid: B * H/group * blocks, batch_heads KV heads at a time."""
+    exponentials.  ROUNDED: make dS of rounded probabilities.  Grid: B * H/group * blocks, batch_heads KV heads at a time."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     Q_PANEL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PANEL], DTYPE)
@@ -186,12 +191,12 @@ def attention_backward_reduce(
                         q_full, do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right),
                         (heads, group, q_tiles, no_tile), (blocks, batch_heads),
                         (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh), scale,
-                        0, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE)),
+                        0, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE, ROUNDED)),
             (_consume, (Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, (sum_buf, sum_full, sum_empty), kv_full,
                         q_full, do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right),
                         (heads, group, q_tiles, no_tile), (blocks, batch_heads),
                         (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh), scale,
-                        1, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE)),
+                        1, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE, ROUNDED)),
             (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, q_buf, do_buf, k_buf, v_buf, stat_buf, kv_full, q_full,
                         do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, q_tiles, no_tile),
                         (blocks, batch_heads), KIND, D, QUERIES, SLOTS, STAGGER)),
@@ -204,12 +209,12 @@ def attention_backward_reduce(
                         q_full, do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right),
                         (heads, group, q_tiles, no_tile), (blocks, batch_heads),
                         (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh), scale,
-                        0, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE)),
+                        0, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE, ROUNDED)),
             (_consume, (Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, (sum_buf, sum_full, sum_empty), kv_full,
                         q_full, do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right),
                         (heads, group, q_tiles, no_tile), (blocks, batch_heads),
                         (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh), scale,
-                        1, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE)),
+                        1, KIND, D, QUERIES, SLOTS, SUM_SLOTS, ORDER, STAGGER, FENCE, ROUNDED)),
             (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, q_buf, do_buf, k_buf, v_buf, stat_buf, kv_full, q_full,
                         do_full, empty, (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, q_tiles, no_tile),
                         (blocks, batch_heads), KIND, D, QUERIES, SLOTS, STAGGER)),

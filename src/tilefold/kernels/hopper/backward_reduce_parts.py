@@ -5,7 +5,7 @@ The sum of a tile of dq lies in memory in fp32 in the order of the registers of 
 together with one instruction, and a copy out of shared memory adds 16 KB.  `kernels.backward_reduced` undoes the order.
 """
 
-from .backward_parts import UNIT, next_slot
+from .backward_parts import UNIT
 from .backward_ranges import FULL, cut_if_needed, tiles_of_block
 from .gluon import (
     add_registers,
@@ -14,6 +14,7 @@ from .gluon import (
     jit,
     mbarrier,
     meet,
+    narrowed,
     reinterpret,
     schedule_fence_16,
     tma_load,
@@ -21,6 +22,7 @@ from .gluon import (
     tma_store_wait,
     wgmma,
     wgmma_wait,
+    widened,
 )
 from .parts import load_panels
 
@@ -36,27 +38,33 @@ KEYS_LATE = gl.constexpr(2)  # dq; dk of this tile after dP of the next, from sh
 
 
 @jit
-def walk_of_block(block, lengths, band, KIND: gl.constexpr, QUERIES: gl.constexpr, STAGGER: gl.constexpr):
-    """-> first tile of queries, how many tiles, and how many after the first the walk begins.
+def walk_of_block(block, lengths, band, work, head, KIND: gl.constexpr, QUERIES: gl.constexpr, STAGGER: gl.constexpr):
+    """-> first tile of queries, the one after the last, the one where the walk begins; what makes of a tile of query head `head`
+    its row of statistics and sums, and how much more of the next head's.  work = (heads, group, q_tiles, no_tile); head: of all
+    batch entries.
 
-    Programs that run side by side begin STAGGER tiles apart, so that they do not all add to the same dq; where the mask has a
-    diagonal, they begin at different tiles anyway."""
+    Keys that nobody sees meet one tile past the end, where the copy engine gives zeros, with row no_tile.  Programs that run side
+    by side begin STAGGER tiles apart, so that they do not all add to the same dq; where the mask has a diagonal, they begin at
+    different tiles anyway."""
+    heads, group, q_tiles, no_tile = work
     first, tiles = tiles_of_block(block, lengths, band, KIND, QUERIES)
-    begin = 0
+    first = gl.where(tiles > 0, first, q_tiles)
+    row = gl.where(tiles > 0, head * q_tiles, no_tile - q_tiles)
+    step = gl.where(tiles > 0, q_tiles, 0)
+    tiles = gl.maximum(tiles, 1)
+    begin = first
     if KIND == FULL:
-        begin = block * STAGGER % gl.maximum(tiles, 1)
-    return first, tiles, begin
+        begin += block * STAGGER % tiles
+    return first, first + tiles, begin, row, step
 
 
 @jit
-def tile_of_step(j, walk, row_of_head, q_tiles, no_tile):
-    """-> tile of queries of step j, and its row of statistics and sums.  Keys that nobody sees meet one tile past the end, where
-    the copy engine gives zeros, with statistics and a sum of its own."""
-    first, tiles, begin = walk
-    tile = first + j + begin
-    tile = gl.where(tile >= first + tiles, tile - tiles, tile)
-    tile = gl.where(tiles > 0, tile, q_tiles)
-    return tile, gl.where(tiles > 0, row_of_head + tile, no_tile)
+def next_tile(tile, walk, KIND: gl.constexpr):
+    """The tile after this one: after the last one the first."""
+    tile += 1
+    if KIND == FULL:
+        tile = gl.where(tile == walk[1], walk[0], tile)
+    return tile
 
 
 # ---------------------------------------------------------------- the loading warp
@@ -149,29 +157,33 @@ def dq_product(ds, k, CID: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 @jit
 def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile, i_n, row, whole, lengths, band, scale, more,
-                turn, slot, parity, CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr,
-                SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, ORDER: gl.constexpr, FENCE: gl.constexpr,
+                turn, CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr,
+                SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, ORDER: gl.constexpr, FENCE: gl.constexpr, ROUNDED: gl.constexpr,
                 S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """One tile of queries and this warpgroup's 64 keys.  On entry its S is there and its dP (KEYS_LATE: and dk of the tile before)
     in flight; on exit so it is for the next tile.  After the last one (not more) what is multiplied lies there by chance, and
     nobody reads it.
 
     tiles: `views`.  sums: where dq goes: (buffer, full, empty) of the storing warp with SUM_SLOTS > 0, else addresses alone.
-    whole: whole_tiles of i_n, the tile of keys.  turn: number of the tile.
+    whole: whole_tiles of i_n, the tile of keys.  turn: number of the tile, which decides its buffers.  ROUNDED: make dS of the
+    probabilities in 16 bits, whose 32 bits then need not stay in registers.
 
-    -> s, dp_flying, dk, dv, slot, parity"""
+    -> s, dp_flying, dk, dv"""
     q, do, k, v = tiles
     q_full, do_full, empty = bars
     DTYPE: gl.constexpr = q.dtype
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     nothing = gl.zeros([UNIT, QUERIES], gl.float32, S_LAYOUT)
+    slot = turn % SLOTS
     ds = ds_buf.index(turn & 1)
     statistics = stat_buf.index(slot)
     s = cut_if_needed(s, tile * (QUERIES // UNIT), i_n, whole, lengths, band, KIND)
     p = gl.exp2(s * scale - gl.expand_dims(statistics.slice(0, QUERIES).load(COLUMN), 0))
-    p16 = p.to(DTYPE)
+    p16 = narrowed(p, DTYPE)
     if FENCE:
         schedule_fence_16(p16)
+    if ROUNDED:
+        short = p16
     p16 = gl.convert_layout(p16, A_LAYOUT)
     if ORDER == KEYS_LATE:
         dp, dk = wgmma_wait(0, deps=(dp_flying, dk))
@@ -180,7 +192,9 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
     dv_flying = wgmma(p16, do.index(slot), dv, is_async=True)
     if ORDER == KEYS_LATE:  # dk was the last to read the tile before
         mbarrier.arrive(empty.index((slot + SLOTS - 1) % SLOTS), count=1, pred=turn > 0)
-    ds16 = (p * (dp - gl.expand_dims(statistics.slice(QUERIES, QUERIES).load(COLUMN), 0))).to(DTYPE)
+    if ROUNDED:
+        p = widened(short)
+    ds16 = narrowed(p * (dp - gl.expand_dims(statistics.slice(QUERIES, QUERIES).load(COLUMN), 0)), DTYPE)
     ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
     fence_async_shared()
     if ORDER != KEYS_LATE:
@@ -198,7 +212,8 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
         dv, p16 = wgmma_wait(2, deps=(dv_flying, p16))  # in flight: dq, dk
     else:
         dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))  # in flight: dq
-    slot, parity = next_slot(slot, parity, SLOTS)
+    slot = (turn + 1) % SLOTS
+    parity = (turn + 1) // SLOTS & 1
     mbarrier.wait(q_full.index(slot), parity, pred=more)
     s_flying = wgmma(k.slice(CID * UNIT, UNIT, dim=0), q.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     if ORDER == QUERIES_FIRST:
@@ -219,4 +234,4 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
         mbarrier.arrive(empty.index(done), count=1)
     else:
         s = wgmma_wait(1, deps=(s_flying,))  # in flight: dP
-    return s, dp_flying, dk, dv, slot, parity
+    return s, dp_flying, dk, dv

@@ -13,6 +13,7 @@
     schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
     turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
     meet                      two warpgroups wait for each other, by one of them
+    narrowed, widened         fp32 as 16 bits, and back
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
 
@@ -47,6 +48,7 @@ __all__ = [
     "jit",
     "mbarrier",
     "meet",
+    "narrowed",
     "opaque",
     "quick_reciprocal",
     "reinterpret",
@@ -62,6 +64,7 @@ __all__ = [
     "wgmma",
     "wgmma_init",
     "wgmma_wait",
+    "widened",
 ]
 
 jit = gluon.jit
@@ -151,6 +154,25 @@ def schedule_fence_16(x):
     TEXT: gl.constexpr = _fence_text(NUMBER)
     REGISTERS: gl.constexpr = _fence_registers(NUMBER)
     gl.inline_asm_elementwise(TEXT, REGISTERS, [x], dtype=gl.int8, is_pure=False, pack=NUMBER)
+
+
+@jit
+def narrowed(x, DTYPE: gl.constexpr):
+    """x (fp32) in 16 bits, rounded to nearest even, two by one instruction."""
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@jit
+def widened(x):
+    """x (16 bits) in fp32.  Of bfloat16 by moving bits: the compiler's own way is slow."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
+                                         is_pure=True, pack=2)  # fmt: skip
+    else:
+        return x.to(gl.float32)
 
 
 @constexpr_function
