@@ -134,7 +134,8 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
 
 def reduce_options(problem: AttentionProblem) -> ReduceOptions:
     """The version predicted to be the fastest."""
-    return ReduceOptions(2, "queries first", 2, fence=True, rounded=problem.dim_qk == 64)
+    wide = problem.dim_qk == 128
+    return ReduceOptions(2, ORDERS[1] if wide else ORDERS[0], 2, fence=True, rounded=not wide)
 
 
 def reduce_shared(problem: AttentionProblem, stages: int, sum_slots: int) -> int:
@@ -157,6 +158,10 @@ def reduce_violation(
     if fault := options_violation(options):
         return fault
     assert options is not None
+    if n.dim_qk == 64 and options.order == ORDERS[1]:
+        return "options.order", f"must be {ORDERS[0]!r} or {ORDERS[2]!r} with a head dim of 64: no registers for {ORDERS[1]!r}"
+    if n.dim_qk == 64 and not options.rounded:
+        return "options.rounded", "must be True with a head dim of 64: there are no registers for probabilities in 32 bits"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages, options.sum_slots), device):
         return fault
