@@ -98,8 +98,9 @@ def attention(
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
         q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
         may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
-        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run (see deterministic); a row without a live key passes
-        no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a row while it runs.
+        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run if deterministic; a row without a
+        live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a row
+        while it runs.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
@@ -121,7 +122,8 @@ def attention(
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed, deterministic)  # fmt: skip
+                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
+                deterministic)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 

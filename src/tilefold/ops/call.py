@@ -151,9 +151,9 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed, _ = call[
-        5:
-    ]
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed, _ = (
+        call[5:]
+    )
     return (
         slopes is None
         and bias is None

@@ -174,7 +174,9 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     options, numbers, deterministic = ctx.rest
     refuse_unserved("attention", "q, k, v, bias and sinks", options[-1], mod_tensors, tensors[3])
     wanted = [bool(need[i]) for i in (0, 1, 2, 4, 6)]
-    grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers, seed, deterministic)
+    grads = attention_backward_op(
+        wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers, seed, deterministic
+    )
     dq, dk, dv, dbias, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
     # torch takes an empty list for a list of tensors and wants one back.
     empty: list[Any] = [[] if len(given) == 0 else None for given in numbers[:2]]

@@ -39,7 +39,8 @@ class AttentionBackwardPlan:
     the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
     "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
-    whose sums of dq share L2, and options, its version, None with the others. Raises PlanError, naming the field, if a tile exceeds a limit.
+    whose sums of dq share L2, and options, its version, None with the others. Raises PlanError, naming the field, if a tile
+    exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -349,7 +350,9 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     if plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once)
     else:
-        fault = _hopper_fault(n, device, plan.keys) or (packed if n.varlen else dense).kept_violation(n, device, *at_once)
+        fault = _hopper_fault(n, device, plan.keys) or (packed if n.varlen else dense).kept_violation(
+            n, device, *at_once
+        )
     return (
         fault
         or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)

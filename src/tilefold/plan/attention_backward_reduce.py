@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal, tile_fault
-from tilefold.plan.hopper_backward import UNIT, divisors
+from tilefold.plan.hopper_backward import divisors
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
@@ -31,7 +31,9 @@ __all__ = [
 ]
 
 KERNEL = "attention_backward_reduce"
-MEASURED = False  # on a device: until then the rules below are predictions (docs/performance/attention_backward_hopper.md)
+MEASURED = (
+    False  # on a device: until then the rules below are predictions (docs/performance/attention_backward_hopper.md)
+)
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 LEAST_KEYS = 2048  # with fewer, zeroing, adding and reading the sums of dq takes a tenth of the time or more
@@ -48,8 +50,8 @@ class ReduceOptions:
     sum_slots: buffers of a tile of dq in shared memory, 1 or 2, from which a warp of its own has it added to memory; 0: the
     warpgroups add it from registers. order: of a step's products: "keys first" (dk, then dq), "queries first" (dq, then dk) or
     "keys late" (dk of a tile beside the next one's exponentials). stagger: tiles of queries between the beginnings of two
-    neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make dS
-    of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
+    neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make
+    dS of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
 
     sum_slots: int = 2
     order: str = "queries first"
@@ -65,10 +67,12 @@ class ReduceOptions:
 def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem
-    if refusal := chip_refusal(n, device) or box_refusal(n, device):
+    if refusal := chip_refusal(n, device):
         return refusal
     if n.varlen:
         return "it has no packed batches"
+    if refusal := box_refusal(n, device):
+        return refusal
     if not n.plain:
         return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
     if not n.query_descriptors:
@@ -159,9 +163,15 @@ def reduce_violation(
         return fault
     assert options is not None
     if n.dim_qk == 64 and options.order == ORDERS[1]:
-        return "options.order", f"must be {ORDERS[0]!r} or {ORDERS[2]!r} with a head dim of 64: no registers for {ORDERS[1]!r}"
+        return (
+            "options.order",
+            f"must be {ORDERS[0]!r} or {ORDERS[2]!r} with a head dim of 64: no registers for {ORDERS[1]!r}",
+        )
     if n.dim_qk == 64 and not options.rounded:
-        return "options.rounded", "must be True with a head dim of 64: there are no registers for probabilities in 32 bits"
+        return (
+            "options.rounded",
+            "must be True with a head dim of 64: there are no registers for probabilities in 32 bits",
+        )
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages, options.sum_slots), device):
         return fault

@@ -1,9 +1,9 @@
-"""Gradients of dense attention on sm_90 in five products a pair of tiles, dq by additions in memory: their order changes from run to run.
+"""Gradients of dense attention on sm_90, dq by additions in memory, whose order changes from run to run.
 
-A program owns 128 keys, 64 for each of two warpgroups, whose dk and dv stay in registers, and walks the tiles of queries that see
-them.  Each warpgroup makes S, dP, dv and dk of its own keys; dS of both goes through shared memory, and each makes one half of the
-tile's share of dq over all 128 keys, which is added to fp32 sums in memory: by the warpgroup, straight from its registers, or
-through shared memory by a copy that a warp of its own issues and waits for.
+A program owns 128 keys, 64 for each of two warpgroups, whose dk and dv stay in registers, and walks the tiles of queries that
+see them.  Each warpgroup makes S, dP, dv and dk of its own keys; dS of both goes through shared memory, and each makes one half
+of the tile's share of dq over all 128 keys, which is added to fp32 sums in memory: by the warpgroup, straight from its registers,
+or through shared memory by a copy that a warp of its own issues and waits for.
 
 Against `attention_backward`, which keeps dS: each tile of q and dout comes once for 128 keys, and nothing goes to memory and back
 but the sums, which stay in L2 while the programs of a few heads run (batch_heads).
@@ -27,11 +27,22 @@ from .backward_reduce_parts import (
     views,
     walk_of_block,
 )
-from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, tma_store_wait, wgmma, wgmma_init, wgmma_wait
+from .gluon import (
+    barriers,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    opaque,
+    tma_store_wait,
+    wgmma,
+    wgmma_init,
+    wgmma_wait,
+)
 from .parts import LOG2E, PANEL, store_accumulator
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right", "batch_heads",
-           "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh"]  # fmt: skip
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
+           "batch_heads", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh"]  # fmt: skip
 
 
 @jit
@@ -112,9 +123,13 @@ def _consume(Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, sums, 
     dv = opaque(gl.zeros([UNIT, D], gl.float32, D_LAYOUT))
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s_flying = wgmma(k.slice(CID * UNIT, UNIT, dim=0), q.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s_flying = wgmma(
+        k.slice(CID * UNIT, UNIT, dim=0), q.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     mbarrier.wait(do_full.index(0), 0)
-    dp_flying = wgmma(v.slice(CID * UNIT, UNIT, dim=0), do.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    dp_flying = wgmma(
+        v.slice(CID * UNIT, UNIT, dim=0), do.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     s = wgmma_wait(1, deps=(s_flying,))
     if ORDER == KEYS_LATE:
         dk = wgmma_init(dk)
@@ -131,10 +146,7 @@ def _consume(Sums, DK, DV, q_buf, do_buf, k_buf, v_buf, stat_buf, ds_buf, sums, 
             turn += 1
             tile = next_tile(tile, walk, KIND)
         row += walk[4]
-    if ORDER == KEYS_LATE:
-        dp, dk = wgmma_wait(0, deps=(dp_flying, dk))
-    else:
-        dp = wgmma_wait(0, deps=(dp_flying,))
+    dp, dk = wgmma_wait(0, deps=(dp_flying, dk))  # of no tile, and the last dk if it comes late
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh = outs
     b, h, n = i_b.to(gl.int64), i_k.to(gl.int64), i_n.to(gl.int64) * UNIT
     rows = lengths[1] - i_n * UNIT
@@ -151,8 +163,8 @@ def attention_backward_reduce(
     ORDER: gl.constexpr, STAGGER: gl.constexpr, FENCE: gl.constexpr, ROUNDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is 64
-    with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (kernels.backward_statistics, of units of QUERIES) as one
+    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is
+    64 with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (kernels.backward_statistics, of units of QUERIES) as one
     dimension, box [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
 
     Sums [no_tile + 1, QUERIES * D] fp32: zeros, to which dq / scale is added; sum_desc: the same as [.., 32], box [128, 32].
@@ -170,7 +182,9 @@ def attention_backward_reduce(
     do_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, QUERIES, PANEL], Q_PANEL)
     k_buf = gl.allocate_shared_memory(DTYPE, [PANELS, KEYS, PANEL], K_PANEL)
     v_buf = gl.allocate_shared_memory(DTYPE, [PANELS, KEYS, PANEL], K_PANEL)
-    ds_buf = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE))
+    ds_buf = gl.allocate_shared_memory(
+        DTYPE, [2, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
+    )
     stat_buf = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * QUERIES], stat_desc.layout)
     kv_full = barriers(1, 1)
     q_full = barriers(SLOTS, 1)

@@ -1,8 +1,8 @@
-"""What `attention_backward_reduce` is made of: which tiles a program walks, their loads, one step, and two ways to add dq to memory.
+"""What `attention_backward_reduce` is made of: the tiles of a walk, their loads, one step, and two ways to add dq to memory.
 
 The sum of a tile of dq lies in memory in fp32 in the order of the registers of the two accumulators that make it, each [64, 64]:
-8 groups of 8 columns, in each 4 warps, 8 rows, 4 threads, then two rows 8 apart of two columns.  So a warp adds 512 bytes that lie
-together with one instruction, and a copy out of shared memory adds 16 KB.  `kernels.backward_reduced` undoes the order.
+8 groups of 8 columns, in each 4 warps, 8 rows, 4 threads, then two rows 8 apart of two columns.  So a warp adds 512 bytes that
+lie together with one instruction, and a copy out of shared memory adds 16 KB.  `kernels.backward_reduced` undoes the order.
 """
 
 from .backward_parts import UNIT
@@ -160,9 +160,9 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
                 turn, CID: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr,
                 SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, ORDER: gl.constexpr, FENCE: gl.constexpr, ROUNDED: gl.constexpr,
                 S_LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
-    """One tile of queries and this warpgroup's 64 keys.  On entry its S is there and its dP (KEYS_LATE: and dk of the tile before)
-    in flight; on exit so it is for the next tile.  After the last one (not more) what is multiplied lies there by chance, and
-    nobody reads it.
+    """One tile of queries and this warpgroup's 64 keys.  On entry its S is there and its dP (KEYS_LATE: and dk of the tile
+    before) in flight; on exit so it is for the next tile.  After the last one (not more) what is multiplied lies there by
+    chance, and nobody reads it.
 
     tiles: `views`.  sums: where dq goes: (buffer, full, empty) of the storing warp with SUM_SLOTS > 0, else addresses alone.
     whole: whole_tiles of i_n, the tile of keys.  turn: number of the tile, which decides its buffers.  ROUNDED: make dS of the
@@ -215,7 +215,9 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
     slot = (turn + 1) % SLOTS
     parity = (turn + 1) // SLOTS & 1
     mbarrier.wait(q_full.index(slot), parity, pred=more)
-    s_flying = wgmma(k.slice(CID * UNIT, UNIT, dim=0), q.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s_flying = wgmma(
+        k.slice(CID * UNIT, UNIT, dim=0), q.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     if ORDER == QUERIES_FIRST:
         dq = wgmma_wait(2, deps=(dq_flying,))  # in flight: dk, S
     else:
@@ -225,7 +227,9 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
     else:
         add_registers(sums[0] + row.to(gl.int64) * (QUERIES * D * 4), dq)
     mbarrier.wait(do_full.index(slot), parity, pred=more)
-    dp_flying = wgmma(v.slice(CID * UNIT, UNIT, dim=0), do.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    dp_flying = wgmma(
+        v.slice(CID * UNIT, UNIT, dim=0), do.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     if ORDER == KEYS_LATE:
         dk = wgmma(ds.slice(CID * UNIT, UNIT, dim=0), q.index(done), dk, is_async=True)
         s = wgmma_wait(2, deps=(s_flying,))  # in flight: dP, dk
