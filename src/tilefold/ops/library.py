@@ -60,7 +60,7 @@ def attention_op(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
     constants, in the order of HOOKS, with | between, an empty name where there is none."""
@@ -97,7 +97,7 @@ def _(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
@@ -136,7 +136,7 @@ def attention_backward_op(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks of `tilefold::attention` from those of out and lse; empty where not wanted."""
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
