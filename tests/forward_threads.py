@@ -131,7 +131,8 @@ class Run:
             "read_ticket": lambda drawn: drawn, "place_of_item": lambda item, blocks, heads: (
                 Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
             "turn_wait": lambda own: run.local.turns[own].sync(), "turn_pass": lambda c: run.local.turns[c].arrive(),
-            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "opaque": lambda x: x, "thread_barrier": lambda: None,
+            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "opaque": lambda x: x,
+            "thread_barrier": lambda: None,
             "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
             "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
             "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,

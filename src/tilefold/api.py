@@ -47,6 +47,7 @@ def attention(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    deterministic: bool = True,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -84,6 +85,8 @@ def attention(
         q_descale: [batch, heads] or [batch, kv_heads] fp32, greater than 0 (not read on the host), for e4m3 inputs: what q is to
             be multiplied with; default 1.  `quantize_fp8` makes e4m3 tensors and their factors.
         k_descale, v_descale: [batch, kv_heads] fp32, the same of k and v.
+        deterministic: False lets gradients be made by a kernel that adds dq in memory, in fp32, in an order that changes from run
+            to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.
 
     With q, k and v in float8_e4m3fn there are causal, window, scale, layout, return_lse and an `AttentionFp8Plan` as plan, and no
     gradients; out is bfloat16.  The tensors are dequantised to bfloat16 first.  The kernel for sm_90 that multiplies bytes is not
@@ -95,8 +98,9 @@ def attention(
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
         q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
         may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
-        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run; a row without a live key passes
-        no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a row while it runs.
+        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run if deterministic; a row without a
+        live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a
+        row while it runs.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
@@ -105,7 +109,7 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
-    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
+    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
     if is_fp8(q, q_descale, k_descale, v_descale):
         from .ops import attention_fp8, fp8_library  # here: `import tilefold` stays light
 
@@ -118,7 +122,8 @@ def attention(
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
+                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
+                deterministic)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -217,6 +222,7 @@ def _prepared(
 ) -> tuple[_ops.Prepared, Call]:
     """The record of a call given by keywords, which has a plan, and the call."""
     options.pop("return_lse", None)
+    check_kinds(False, deterministic=options.get("deterministic", True))
     packed = {key: options.pop(key, None) for key in _PACKED}
     for option in options:
         if option not in _OPTIONS:

@@ -49,6 +49,7 @@ SHARED_BY_HOPPER = (
     "parts",
     "backward_items",
     "backward_parts",
+    "backward_reduce_parts",
     "backward_ranges",
     "forward_mods",
     "forward_parts",

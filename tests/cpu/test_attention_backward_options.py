@@ -162,14 +162,14 @@ def test_opcheck_and_refusals_of_the_operator(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, device=device))
     bias, sinks = rand(1, 2, 1, 33, device=device).requires_grad_(), rand(2, device=device).requires_grad_()
     tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd")
-    torch.library.opcheck(attention_op, (q, k, v, None, bias, None, sinks, *tail, "", [], [], [], "|", 0.0, None))
+    torch.library.opcheck(attention_op, (q, k, v, None, bias, None, sinks, *tail, "", [], [], [], "|", 0.0, None, True))
     keys = [tilefold.constant(fn).key for fn in (relative, one)]
-    hooks = ([rand(2, 9, device=device)], [4], [], "ti|", 0.0, None)
+    hooks = ([rand(2, 9, device=device)], [4], [], "ti|", 0.0, None, True)
     torch.library.opcheck(attention_op, (q, k, v, *(None,) * 4, *tail, f"{keys[0]}|||{keys[1]}|", *hooks))
     slopes = rand(2, device=device).requires_grad_()
     for args, match in (
         (
-            (slopes, None, None, None, *tail, "", [], [], [], "|", 0.0, None),
+            (slopes, None, None, None, *tail, "", [], [], [], "|", 0.0, None, True),
             "alibi_slopes requires a gradient, but only",
         ),
         ((None,) * 4 + (*tail, f"{keys[0]}||||", *hooks), "also needs score_grad"),

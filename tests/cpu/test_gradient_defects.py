@@ -117,7 +117,7 @@ def test_no_queries_and_keys_with_strides(device):
     q, k, v = qkv(2, 0, 5, 2, 2, 16, device=device)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     assert not k.is_contiguous()
-    tail = (None,) * 6, (0, 0, False, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.0, None)
+    tail = (None,) * 6, (0, 0, False, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.0, None, True)
     lse = rand(2, 2, 0, device=device)
     args = ([True, True, False, False, False], q, lse, q, lse, q, k, v, *tail[0], *tail[1])
     torch.library.opcheck(attention_backward_op, args)

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from ..plan.problem import AttentionProblem
     from .attention_backward_hopper import HopperBound
     from .attention_backward_packed import PackedBound
+    from .attention_backward_reduce import ReduceBound
 
 __all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
 SINK_ROWS = 1024
-HOPPER = "attention_backward_hopper"
+HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     if not isinstance(bound, DenseBound):
-        dq, dk, dv = _gluon(call).run(bound, (q, k, v, out), dout, lse, dlse, call)
+        dq, dk, dv = _gluon(call, bound.plan).run(bound, (q, k, v, out), dout, lse, dlse, call)
         keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
         return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
@@ -249,7 +250,7 @@ def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bi
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(plan.problem, device_of(q.device), bias, portable=disabled())
+        return plan_attention_backward(plan.problem, device_of(q.device), bias, disabled(), call.deterministic)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
@@ -266,27 +267,29 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> "DenseBound | HopperBound | PackedBound":
+) -> "DenseBound | HopperBound | PackedBound | ReduceBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
-    key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias
-    found: DenseBound | HopperBound | PackedBound | None = prepared.backward.get(key)
+    key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias, call.deterministic
+    found: DenseBound | HopperBound | PackedBound | ReduceBound | None = prepared.backward.get(key)
     if found is None:
         from ..plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
         with uncollected():
-            if plan.kernel == HOPPER:
-                found = _gluon(call).bind(scale, tensors, dout, call, plan)
+            if plan.kernel in (HOPPER, REDUCE):
+                found = _gluon(call, plan).bind(scale, tensors, dout, call, plan)
                 plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
             found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
 
 
-def _gluon(call: Call) -> Any:
-    """The binding of the Gluon kernel that serves this call."""
-    from . import attention_backward_hopper, attention_backward_packed
+def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
+    """The binding of the Gluon kernel that serves this call under this plan."""
+    from . import attention_backward_hopper, attention_backward_packed, attention_backward_reduce
 
+    if plan.kernel == REDUCE:
+        return attention_backward_reduce
     return attention_backward_hopper if call.packed is None else attention_backward_packed
 
 

@@ -119,6 +119,7 @@ class Call(NamedTuple):
     backward_plan: "AttentionBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
+    deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
 
 
 # ---------------------------------------------------------------- the key
@@ -150,9 +151,9 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed = call[
-        5:
-    ]
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed, _ = (
+        call[5:]
+    )
     return (
         slopes is None
         and bias is None
@@ -270,10 +271,14 @@ def check_options(call: Call) -> None:
     _check_mod("mask", call.mask_mod, call.mask_args)
 
 
-def check_kinds(return_lse: object, backward_plan: object = None, plans: str = "") -> None:
+def check_kinds(
+    return_lse: object, backward_plan: object = None, plans: str = "", deterministic: object = True
+) -> None:
     """What no cached record depends on, so that it is looked at in every call; plans: the class of a backward plan."""
     if return_lse is not True and return_lse is not False:
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    if deterministic is not True and deterministic is not False:
+        raise DtypeError(f"deterministic must be a bool, got {deterministic!r}")
     if backward_plan is not None and not isinstance(backward_plan, Constant):
         from .. import plan
 

@@ -24,13 +24,13 @@ def side_boxes(
     return tuple(box_of(t, layout, UNIT) for t in (q, dout, k, v))
 
 
-def statistics_box(rows: int) -> "Box":
-    """Of fp32 [rows * 128], a row at a time."""
+def statistics_box(rows: int, numbers: int = STATISTICS) -> "Box":
+    """Of fp32 [rows * numbers], a row at a time."""
     from ..kernels.hopper.gluon import TensorDescriptor, gl
     from .launch import Box
 
-    t = torch.empty(rows * STATISTICS, dtype=torch.float32, device="meta")
-    return Box(t, [t.numel()], [1], [STATISTICS], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1))
+    t = torch.empty(rows * numbers, dtype=torch.float32, device="meta")
+    return Box(t, [t.numel()], [1], [numbers], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1))
 
 
 def kept_box(rows: int, dtype: torch.dtype) -> "Box":
@@ -52,20 +52,22 @@ def statistics_launch(
     q_units: int,
     counters: int,
     size_strides: tuple[int, ...],
+    unit: int = UNIT,
 ) -> tuple[Any, tuple[int, ...]]:
     """The launch that makes the statistics and clears the counters, and its last arguments.
 
-    problem: of the forward pass, an AttentionProblem.  per: tiles of a query block.  q_units: tiles of a head."""
+    problem: of the forward pass, an AttentionProblem.  per: tiles of a query block.  q_units: tiles of a head.  unit: queries of
+    a tile."""
     from ..kernels.backward_statistics import backward_statistics
     from .launch import Launch
 
     n = problem
     out_strides, do_strides = head_strides(out, layout), head_strides(dout, layout)
     constants = {
-        "WIDE": max(out_strides[1], do_strides[1]) * UNIT >= 1 << 31,
+        "WIDE": max(out_strides[1], do_strides[1]) * unit >= 1 << 31,
         "DIM": n.dim_v,
         "BLOCK_D": n.block_v,
-        "UNIT": UNIT,
+        "UNIT": unit,
         "PER": per,
     }
     grid = n.batch * n.heads * q_units + 1, 1, 1

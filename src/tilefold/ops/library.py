@@ -60,6 +60,7 @@ def attention_op(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `tilefold.attention`, or of `attention_varlen` if cu_seqlens are given; hooks: "" or the names of
     constants, in the order of HOOKS, with | between, an empty name where there is none."""
@@ -67,7 +68,7 @@ def attention_op(
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
     with inside_operator():
-        return forward(q, k, v, call._replace(**mods))
+        return forward(q, k, v, call._replace(deterministic=deterministic, **mods))
 
 
 @attention_op.register_fake
@@ -96,6 +97,7 @@ def _(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(alibi_slopes, bias, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
                  window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
@@ -134,6 +136,7 @@ def attention_backward_op(
     mod_order: str,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
+    deterministic: bool,
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks of `tilefold::attention` from those of out and lse; empty where not wanted."""
     mods = named_values(HOOKS, hooks, mod_tensors, mod_ints, mod_floats, mod_order)
@@ -141,7 +144,8 @@ def attention_backward_op(
                  window_left, window_right, scale, softcap, layout, dropout_p, dropout_seed)  # fmt: skip
     from .attention_backward import backward  # here: `import tilefold` stays light
 
-    grads = backward((q, k, v, out, lse), dout, dlse, call._replace(**mods), tuple(wanted))
+    call = call._replace(deterministic=deterministic, **mods)
+    grads = backward((q, k, v, out, lse), dout, dlse, call, tuple(wanted))
     return cast("Gradients", tuple(q.new_empty(0) if g is None else g for g in grads))
 
 
@@ -160,21 +164,23 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:9], inputs[23], *inputs[18])
-    ctx.rest = inputs[9:18], inputs[19:23]
+    ctx.rest = inputs[9:18], inputs[19:23], inputs[24]
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
     out, lse, *saved = ctx.saved_tensors
     tensors, seed, mod_tensors = saved[:9], saved[9], list(saved[10:])
     need = ctx.needs_input_grad
-    options, numbers = ctx.rest
+    options, numbers, deterministic = ctx.rest
     refuse_unserved("attention", "q, k, v, bias and sinks", options[-1], mod_tensors, tensors[3])
     wanted = [bool(need[i]) for i in (0, 1, 2, 4, 6)]
-    grads = attention_backward_op(wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers, seed)
+    grads = attention_backward_op(
+        wanted, dout, dlse, out, lse, *tensors, *options, mod_tensors, *numbers, seed, deterministic
+    )
     dq, dk, dv, dbias, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
     # torch takes an empty list for a list of tensors and wants one back.
     empty: list[Any] = [[] if len(given) == 0 else None for given in numbers[:2]]
-    return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, None, None, None
+    return dq, dk, dv, None, dbias, None, dsinks, *(None,) * 11, [None] * len(mod_tensors), *empty, *(None,) * 4
 
 
 def refuse_unserved(
@@ -253,7 +259,8 @@ def dispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
     cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
     result = attention_op(q, k, v, call.alibi_slopes, call.bias, call.mask, call.sinks, cu_q, cu_k, max_q, max_k, call.causal,
                           left, right, call.scale, call.softcap, call.layout, hooks,
-                          *describe_args(call.score_args, call.mask_args), float(call.dropout_p), call.dropout_seed)  # fmt: skip
+                          *describe_args(call.score_args, call.mask_args), float(call.dropout_p), call.dropout_seed,
+                          call.deterministic)  # fmt: skip
     return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
 

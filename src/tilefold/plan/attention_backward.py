@@ -6,8 +6,11 @@ from functools import lru_cache, partial
 from tilefold.errors import PlanError
 from tilefold.plan import attention_backward_hopper as dense
 from tilefold.plan import attention_backward_packed as packed
+from tilefold.plan import attention_backward_reduce as reduced
 from tilefold.plan import serialise
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -17,7 +20,7 @@ from tilefold.plan.problem import AttentionProblem, next_power_of_two
 __all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
 
 POINTERS, BOX = "attention_backward", "attention_backward_box"
-KERNELS = (POINTERS, BOX, HOPPER)
+KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 MAX_SHARES = 64
 GRID_Y = 65535
@@ -34,8 +37,10 @@ class AttentionBackwardPlan:
     block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
     of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
     the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
-    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Raises
-    PlanError, naming the field, if a tile exceeds a limit.
+    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
+    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
+    whose sums of dq share L2, and options, its version, None with the others. Raises PlanError, naming the field, if a tile
+    exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -50,6 +55,7 @@ class AttentionBackwardPlan:
     reason: str
     heads_at_once: int = 0
     keys_at_once: int = 0
+    options: ReduceOptions | None = None
 
     def __post_init__(self) -> None:
         fault = _violation(self)
@@ -72,6 +78,8 @@ class AttentionBackwardPlan:
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
+        if self.kernel == REDUCE:
+            return reduced.sum_bytes(n)
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
@@ -104,6 +112,9 @@ class AttentionBackwardPlan:
         return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
 
     def _made(self) -> str:
+        if self.kernel == REDUCE:
+            sums = f"sums of dq take {self.scratch_bytes / 2**20:.0f} MiB, of {self.heads_at_once} KV heads at a time"
+            return f"as many are made: {self.options}; {sums}"
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
             return f"{made} are made: nothing is added in memory"
@@ -131,12 +142,14 @@ class AttentionBackwardPlan:
         bias_shares: int | None = None,
         heads_at_once: int | None = None,
         keys_at_once: int | None = None,
+        options: ReduceOptions | None = None,
     ) -> "AttentionBackwardPlan":
         """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads or
-        keys at a time; PlanError names the field that does not fit."""
+        keys at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit."""
         base = self
-        if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
-            made = _hopper if kernel == HOPPER else _portable
+        makers = {HOPPER: _hopper, REDUCE: _reduce}
+        made = makers.get(kernel or self.kernel, _portable)
+        if made is not makers.get(self.kernel, _portable):
             base = made(self.problem, self.device, self.bias)
         return replace(
             base,
@@ -147,6 +160,7 @@ class AttentionBackwardPlan:
             bias_shares=base.bias_shares if bias_shares is None else bias_shares,
             heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
             keys_at_once=base.keys_at_once if keys_at_once is None else keys_at_once,
+            options=base.options if options is None else options,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -174,15 +188,25 @@ def attention_backward_cost(problem: AttentionProblem) -> Cost:
 
 @lru_cache(maxsize=4096)
 def plan_attention_backward(
-    problem: AttentionProblem, device: Device, bias: tuple[int, ...] = (), portable: bool = False
+    problem: AttentionProblem,
+    device: Device,
+    bias: tuple[int, ...] = (),
+    portable: bool = False,
+    deterministic: bool = True,
 ) -> AttentionBackwardPlan:
     """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
-    Unsupported if no tile fits."""
+    deterministic: leave those alone that add in memory.  Unsupported if no tile fits."""
     require_supported(problem, device)
     if portable:
         return _portable(problem, device, bias)
+    if not deterministic:
+        refusal = reduced.reduce_unmeasured(problem, device)
+        if not refusal:
+            return _reduce(problem, device, bias)
+        plan = plan_attention_backward(problem, device, bias)
+        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
     refusal = (packed.packed_unmeasured if problem.varlen else dense.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
@@ -212,6 +236,18 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
     at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
     return AttentionBackwardPlan(problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once)
+
+
+def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+    if refusal := reduced.reduce_refusal(problem, device):
+        raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
+    tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
+    reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
+    if not reduced.MEASURED:
+        reason = f"{reason} Not measured yet."
+    return AttentionBackwardPlan(
+        problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
+        options=reduced.reduce_options(problem))  # fmt: skip
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
@@ -281,7 +317,9 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         return fault
     if plan.kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
-    if plan.kernel == HOPPER:
+    if plan.kernel != REDUCE and plan.options is not None:
+        return "options", f"must be None with {plan.kernel}, got {plan.options!r}"
+    if plan.kernel in (HOPPER, REDUCE):
         return _hopper_violation(plan)
     if plan.heads_at_once or plan.keys_at_once:
         return (
@@ -308,10 +346,15 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     for name in ("queries", "scores"):
         if getattr(plan, name) != plan.keys:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
-    n, device = plan.problem, plan.device
+    n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
+    if plan.kernel == REDUCE:
+        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once)
+    else:
+        fault = _hopper_fault(n, device, plan.keys) or (packed if n.varlen else dense).kept_violation(
+            n, device, *at_once
+        )
     return (
-        _hopper_fault(n, device, plan.keys)
-        or (packed if n.varlen else dense).kept_violation(n, device, plan.heads_at_once, plan.keys_at_once)
+        fault
         or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
         or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
     )

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ENTRY_BYTES = 48  # of one piece of work
-MEASURED = False  # whether plans take the kernel by themselves: not before it was timed beside the portable ones
+MEASURED = True  # whether plans take the kernel by themselves: not before it was timed beside the portable ones
 LEAST_FREE = (
     0.75  # lines beside those of the longest sequence, for each running program: a quarter of the device is idle
 )

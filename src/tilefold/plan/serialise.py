@@ -42,6 +42,9 @@ def _decode(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         return _decode_tuple(get_args(kind), value, path)
     accepted = get_args(kind) if origin in (Union, types.UnionType) else (kind,)
+    record = next((one for one in accepted if is_dataclass(one)), None)
+    if record is not None and isinstance(value, dict):
+        return _decode_record(record, value, path)
     if float in accepted and type(value) is int:
         return value
     # `type(value) in`, not isinstance: true is not the number 1.

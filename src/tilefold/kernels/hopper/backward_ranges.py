@@ -102,20 +102,21 @@ def whole_tiles(i_n, lengths, band, KIND: gl.constexpr):
 
 @jit
 def cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
-    """S [64 keys, 64 queries], -inf where the query does not see the key, of tiles i_m and i_n.
+    """S [64 keys, 64 or 128 queries], -inf where the query does not see the key, of tile i_n and tiles from i_m on.
 
     A column is 8 * group + 2 * thread + e; compared like this the group is a constant of each register (parts.cut_columns).
     What is made of the keys is made here: kept throughout the loop, it would push others out of their registers."""
     seq_q, seq_k, q_units, kv_units = lengths
     left, right = band
-    parts = s.reshape([UNIT, UNIT // 8, 4, 2])
+    QUERIES: gl.constexpr = s.shape[1]
+    parts = s.reshape([UNIT, QUERIES // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
     ELEMENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     key = gl.expand_dims(gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, UNIT, layout=ROW)), 1), 2), 3) + i_n * UNIT
-    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 8, layout=GROUP), 0), 2), 3)
+    group = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, QUERIES // 8, layout=GROUP), 0), 2), 3)
     thread = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0), 1), 3)
     element = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=ELEMENT), 0), 1), 2)
     column = thread * 2 + element
@@ -125,7 +126,7 @@ def cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
         own = key - seq_k + seq_q - i_m * UNIT  # the column of the query at the key's own place
         first = own - (right if KIND == WINDOW else 0)
         if KIND == WINDOW:
-            first = gl.where(key < seq_k, first, UNIT)
+            first = gl.where(key < seq_k, first, QUERIES)
         live = group * 8 >= opaque(first - column)
         if KIND == WINDOW:
             live = live & (group * 8 <= opaque(own + left - column))
@@ -135,7 +136,7 @@ def cut(s, i_m, i_n, lengths, band, KIND: gl.constexpr):
 @jit
 def cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
     """cut, where some of the queries does not see some of the keys; whole: whole_tiles of i_n."""
-    needed = i_m >= whole[1]
+    needed = i_m >= whole[1] - (s.shape[1] // UNIT - 1)
     if KIND == CAUSAL:
         needed = i_m < whole[0]
     elif KIND == WINDOW:
@@ -143,3 +144,15 @@ def cut_if_needed(s, i_m, i_n, whole, lengths, band, KIND: gl.constexpr):
     if needed:
         s = cut(s, i_m, i_n, lengths, band, KIND)
     return s
+
+
+@jit
+def tiles_of_block(block, lengths, band, KIND: gl.constexpr, QUERIES: gl.constexpr):
+    """-> first tile of QUERIES queries that see one of the 128 keys of a block, and how many from it on: 0 if none does."""
+    q_units, kv_units = lengths[2], lengths[3]
+    PER: gl.constexpr = QUERIES // UNIT
+    first, seen = queries_of_keys(block * 2, lengths, band, KIND)
+    other, more = queries_of_keys(gl.minimum(block * 2 + 1, kv_units - 1), lengths, band, KIND)
+    begin = first // PER
+    end = gl.minimum(gl.maximum(first + seen, other + more), q_units)
+    return begin, gl.maximum((end + PER - 1) // PER - begin, 0)

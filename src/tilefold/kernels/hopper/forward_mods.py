@@ -83,8 +83,8 @@ def wait_tile(ring, t, like, CID: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.co
 def release_tile(ring, t, CID: gl.constexpr, SLOTS: gl.constexpr):
     """Every thread of the warpgroup has read its part of tile number t.
 
-    The fence makes the copy engine's next writes come after these reads: a barrier among threads alone does not order the two, and
-    reads that queue behind the products' operands were seen to find the tile after the next."""
+    The fence makes the copy engine's next writes come after these reads: a barrier among threads alone does not order the
+    two, and reads that queue behind the products' operands were seen to find the tile after the next."""
     fence_async_shared()
     mbarrier.arrive(ring[2].index(CID * SLOTS + t % SLOTS), count=1)
 

@@ -13,6 +13,9 @@
     opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
     turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
+    meet                      two warpgroups wait for each other, by one of them
+    narrowed, widened         fp32 as 16 bits, and back
+    add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
@@ -37,6 +40,7 @@ from triton.language import PropagateNan
 __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
+    "add_registers",
     "barriers",
     "builtin",
     "constexpr_function",
@@ -44,6 +48,8 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "meet",
+    "narrowed",
     "opaque",
     "quick_reciprocal",
     "reinterpret",
@@ -60,6 +66,7 @@ __all__ = [
     "wgmma",
     "wgmma_init",
     "wgmma_wait",
+    "widened",
 ]
 
 jit = gluon.jit
@@ -152,6 +159,29 @@ def schedule_fence_16(x):
     gl.inline_asm_elementwise(TEXT, REGISTERS, [x], dtype=gl.int8, is_pure=False, pack=NUMBER)
 
 
+@jit
+def narrowed(x, DTYPE: gl.constexpr):
+    """x (fp32) in 16 bits, rounded to nearest even, two by one instruction."""
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@jit
+def widened(x):
+    """x (16 bits) in fp32.  Of bfloat16 by moving bits: the compiler's own way is slow."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
+                                         is_pure=True, pack=2)  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
 @constexpr_function
 def _named_barrier(instruction, number):
     return f"bar.{instruction} {number}, 256; mov.b32 $0, 0;"
@@ -171,6 +201,39 @@ def turn_pass(NEXT: gl.constexpr):
     gl.inline_asm_elementwise(
         _named_barrier("arrive", 8 + NEXT), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@jit
+def meet():
+    """Two warpgroups wait for each other here, and see what the other wrote to shared memory before."""
+    gl.inline_asm_elementwise(_named_barrier("sync", 8), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@constexpr_function
+def _adding(number):
+    """Operands: number / 4 results of no use, number addresses, of which the first counts, number values."""
+    unused = number // 4
+    adds = ""
+    for i in range(unused):
+        values = ", ".join(f"${unused + number + 4 * i + e}" for e in range(4))
+        adds += f"red.relaxed.gpu.global.add.v4.f32 [${unused}+{2048 * i}], {{{values}}}; "
+    return adds + " ".join(f"mov.b32 ${i}, 0;" for i in range(unused))
+
+
+@constexpr_function
+def _adding_registers(number):
+    return ",".join(["=r"] * (number // 4) + ["l"] * number + ["f"] * number)
+
+
+@jit
+def add_registers(place, x):
+    """Add x [64, N] fp32, an accumulator of a warpgroup, to memory in the order of its registers: group b of 8 columns 2048 bytes
+    behind the one before, in it 512 bytes a warp, 16 a thread (two columns of two rows).  place: like x, the address (int64) of
+    each thread's first 16 bytes.  Nobody waits for the sums."""
+    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128  # elements of a thread
+    TEXT: gl.constexpr = _adding(NUMBER)
+    REGISTERS: gl.constexpr = _adding_registers(NUMBER)
+    gl.inline_asm_elementwise(TEXT, REGISTERS, [place, x], dtype=gl.int8, is_pure=False, pack=NUMBER)
 
 
 @constexpr_function

@@ -1,0 +1,32 @@
+"""The last step of a backward pass that adds dq in memory: its fp32 sums, scaled, rounded, and in rows and columns."""
+
+import triton
+import triton.language as tl
+
+RUNTIME = ["scale", "seq_q", "heads", "q_tiles"]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def backward_reduced(
+    Sums, DQ, scale, seq_q, heads, q_tiles, stride_gb, stride_gm, stride_gh, QUERIES: tl.constexpr, D: tl.constexpr
+):
+    """Sums [B * H * q_tiles, 2, 4096] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
+    registers of a warpgroup (kernels.hopper.backward_reduce_parts); DQ [B, Sq, H, D] by strides, all rows of which are written.
+
+    Parts are columns side by side (QUERIES = 64, D = 128) or rows one after the other (128, 64).  Grid (B * H * q_tiles * 2,)."""
+    item = tl.program_id(0)
+    part = item % 2
+    i_m = item // 2 % q_tiles
+    i_bh = (item // 2 // q_tiles).to(tl.int64)
+    x = tl.load(Sums + item.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = x.reshape(8, 4, 8, 4, 2, 2)  # group of 8 columns, warp, row of 8, thread of a quad, row half, column
+    x = x.permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
+    o_r, o_d = tl.arange(0, 64), tl.arange(0, 64)
+    row = i_m * QUERIES + o_r
+    if QUERIES == 64:
+        o_d += part * 64
+    else:
+        row += part * 64
+    out = DQ + (i_bh // heads) * stride_gb + (i_bh % heads) * stride_gh
+    place = row.to(tl.int64)[:, None] * stride_gm + o_d[None, :]
+    tl.store(out + place, (x * scale).to(DQ.dtype.element_ty), mask=row[:, None] < seq_q)
