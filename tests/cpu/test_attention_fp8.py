@@ -11,7 +11,7 @@ from fp8_cases import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.transpose_values import transpose_values
 from tilefold.ops.fp8_library import attention_fp8_op
-from tilefold.plan import AttentionFp8Plan, AttentionProblem, attention_fp8, device_named, plan_attention_fp8
+from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 
 H200 = device_named("h200")
 E4M3 = torch.float8_e4m3fn
@@ -190,25 +190,15 @@ def problem(dim=128, dim_v=None, **changes):
     return AttentionProblem(**{**shape, **changes})
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """As if the kernel had been measured."""
-    monkeypatch.setattr(attention_fp8, "MEASURED", True)
-    plan_attention_fp8.cache_clear()
-    yield
-    plan_attention_fp8.cache_clear()
-
-
-def test_the_kernel_of_bytes_waits_for_its_measurement():
-    plan = plan_attention_fp8(problem(), H200)
+def test_bfloat16_is_taken_where_it_is_faster():
+    plan = plan_attention_fp8(problem(64), H200)
     assert plan.kernel == "dequantise"
-    assert "Not measured yet." in [entry.why for entry in plan.rejected]
+    assert any("at 64 columns bfloat16's kernel is faster" in entry.why.replace("At", "at") for entry in plan.rejected)
     assert plan.with_tile(kernel="attention_forward_fp8").kernel == "attention_forward_fp8"
 
 
-@pytest.mark.usefixtures("measured")
 def test_the_kernel_of_bytes_is_planned_on_sm_90():
-    for made in (problem(), problem(64, causal=True), problem(80, 128, window=(100, 0))):
+    for made in (problem(), problem(64, 128, causal=True), problem(80, 128, window=(100, 0))):
         plan = plan_attention_fp8(made, H200)
         assert (plan.kernel, plan.rule) == ("attention_forward_fp8", "fp8")
         assert AttentionFp8Plan.from_json(plan.to_json()) == plan
@@ -241,7 +231,6 @@ def test_elsewhere_the_tensors_are_dequantised(made, device, why):
     assert AttentionFp8Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.usefixtures("measured")
 def test_plans_that_are_asked_for():
     plan = plan_attention_fp8(problem(), H200)
     direct = plan.with_tile(options=("direct", "turns"), num_stages=2)

@@ -207,7 +207,7 @@ def plan_attention_backward(
             return _reduce(problem, device, bias)
         plan = plan_attention_backward(problem, device, bias)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
-    refusal = (packed.packed_unmeasured if problem.varlen else dense.hopper_backward_refusal)(problem, device)
+    refusal = (packed.packed_refusal if problem.varlen else dense.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
     plan = _portable(problem, device, bias)

@@ -30,14 +30,12 @@ __all__ = [
     "longest",
     "order_of",
     "packed_refusal",
-    "packed_unmeasured",
     "packed_violation",
     "scratch_bytes",
     "tiles_together",
 ]
 
 ENTRY_BYTES = 48  # of one piece of work
-MEASURED = True  # whether plans take the kernel by themselves: not before it was timed beside the portable ones
 LEAST_FREE = (
     0.75  # lines beside those of the longest sequence, for each running program: a quarter of the device is idle
 )
@@ -78,11 +76,6 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
             f"the {least * UNIT} that keep the device at work"
         )
     return None
-
-
-def packed_unmeasured(problem: AttentionProblem, device: Device) -> str | None:
-    """Why plans do not take the kernel by themselves, as a sentence, or None if they do."""
-    return packed_refusal(problem, device) or (None if MEASURED else "not measured yet with packed batches")
 
 
 def packed_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
