@@ -88,11 +88,11 @@ def test_thirty_runs_and_the_deterministic_kernel(dim, call):
     """No synchronisation; dk and dv always alike; dq to fp32's rounding of its sums; what the other kernel makes, to rounding."""
     q, k, v = qkv(2, 4096, 4096, 16, 8, dim, dtype=torch.bfloat16, device=DEVICE)
     dout, dlse = upstream(q, v)
-    assert tilefold.attention_backward_plan(q, k, v, deterministic=False, **call).kernel == KERNEL
-    first = gradients((q, k, v), dout, dlse, deterministic=False, **call)
+    plan = tilefold.attention_backward_plan(q, k, v, **call).with_tiles(kernel=KERNEL)
+    first = gradients((q, k, v), dout, dlse, backward_plan=plan, **call)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runs = [gradients((q, k, v), dout, dlse, deterministic=False, **call) for _ in range(30)]
+        runs = [gradients((q, k, v), dout, dlse, backward_plan=plan, **call) for _ in range(30)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for run in runs:
@@ -163,8 +163,9 @@ def test_memory():
 
 def test_compiled():
     """torch.compile passes deterministic on."""
-    q, k, v = (t.requires_grad_() for t in qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE))
-    dout = rand(1, 2048, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = (t.requires_grad_() for t in qkv(1, 16384, 16384, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE))
+    dout = rand(1, 16384, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert tilefold.attention_backward_plan(q, k, v, causal=True, deterministic=False).kernel == KERNEL
 
     def f(q, k, v):
         return tilefold.attention(q, k, v, causal=True, deterministic=False)

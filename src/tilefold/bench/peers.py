@@ -9,10 +9,18 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.block_peers import BLOCK_PEERS, portable_plans
+from tilefold.bench.block_peers import BLOCK_PEERS
 from tilefold.bench.cases import Case
 from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, prepared
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.bench.own import (
+    any_order_refuses,
+    portable_refuses,
+    prepare_any_order,
+    prepare_portable,
+    prepare_tilefold,
+    tilefold_refuses,
+)
+from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -21,49 +29,6 @@ if TYPE_CHECKING:
     from tilefold.sparse import BlockIndex
 
 __all__ = ["DEFAULT_PEERS", "IMPLEMENTATIONS", "implementations_named"]
-
-# --- tilefold ---------------------------------------------------------------------------------------------------------------
-
-
-def prepare_tilefold(inputs: Inputs) -> Prepared:
-    """The public function, as a user calls it."""
-    import tilefold
-
-    p, index = inputs.problem, inputs.index
-    window = None if p.window == (-1, -1) else p.window
-
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = tilefold.attention(q, k, v, causal=p.causal, window=window)
-        return out
-
-    def sparse_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        assert index is not None
-        out: Tensor = tilefold.sparse_attention(q, k, v, index, causal=p.causal)
-        return out
-
-    def packed_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        ends, longest = inputs.offsets, p.seq_q
-        assert ends is not None
-        out: Tensor = tilefold.attention_varlen(
-            q[0], k[0], v[0], ends, ends, longest, longest, causal=p.causal, window=window
-        )
-        return out[None]
-
-    return prepared(inputs, packed_function if p.varlen else function if index is None else sparse_function)
-
-
-def prepare_portable(inputs: Inputs) -> Prepared:
-    """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
-    import tilefold
-
-    index, plans = inputs.index, portable_plans(inputs)
-    if index is None or plans is None:
-        raise Unsupported("it is what tilefold runs by itself here")
-    plan, backward = plans
-    return prepared(
-        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
-    )
-
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
 
@@ -297,24 +262,22 @@ def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
 # --- the list ---------------------------------------------------------------------------------------------------------------
 
 
-def _tilefold_refuses(case: Case, device: str) -> str | None:
-    return None if case.problem.plain else "this adapter takes plain attention only"
-
-
-def _portable_refuses(case: Case, device: str) -> str | None:
-    if case.pattern is None:
-        return "a row of its own in the family sparse only"
-    return _tilefold_refuses(case, device)
-
-
 _ALL = (
     Implementation(
         "tilefold",
         "tilefold",
         "tilefold.attention and sparse_attention",
-        _tilefold_refuses,
+        tilefold_refuses,
         prepare_tilefold,
         lists=True,
+        package="tilefold",
+    ),
+    Implementation(
+        "any-order",
+        "any order",
+        "tilefold.attention(deterministic=False), where another kernel makes its gradients",
+        any_order_refuses,
+        prepare_any_order,
         package="tilefold",
     ),
     Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
@@ -349,7 +312,7 @@ _ALL = (
         "portable",
         "portable",
         "tilefold.sparse_attention by its portable kernels, where a plan takes another one",
-        _portable_refuses,
+        portable_refuses,
         prepare_portable,
         lists=True,
         package="tilefold",

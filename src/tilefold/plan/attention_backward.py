@@ -243,8 +243,6 @@ def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
     reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
-    if not reduced.MEASURED:
-        reason = f"{reason} Not measured yet."
     return AttentionBackwardPlan(
         problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
         options=reduced.reduce_options(problem))  # fmt: skip

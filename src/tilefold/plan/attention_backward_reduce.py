@@ -13,7 +13,6 @@ from tilefold.plan.problem import AttentionProblem
 __all__ = [
     "KERNEL",
     "KEYS",
-    "MEASURED",
     "ORDERS",
     "ReduceOptions",
     "blocks",
@@ -31,12 +30,10 @@ __all__ = [
 ]
 
 KERNEL = "attention_backward_reduce"
-MEASURED = (
-    False  # on a device: until then the rules below are predictions (docs/performance/attention_backward_hopper.md)
-)
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_KEYS = 2048  # with fewer, zeroing, adding and reading the sums of dq takes a tenth of the time or more
+LEAST_KEYS = {64: 16384, 128: 65536}
+"""By head dim: with so many it was measured to be faster than the kernel that keeps the order, with a quarter of them not."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
 ORDERS = ("keys first", "queries first", "keys late")
@@ -53,14 +50,14 @@ class ReduceOptions:
     neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make
     dS of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
 
-    sum_slots: int = 2
-    order: str = "queries first"
+    sum_slots: int = 1
+    order: str = "keys first"
     stagger: int = 2
     fence: bool = True
     rounded: bool = False
 
     def __str__(self) -> str:
-        way = f"copies out of {self.sum_slots} buffers" if self.sum_slots else "registers"
+        way = f"copies out of {self.sum_slots} buffer{'s'[: self.sum_slots - 1]}" if self.sum_slots else "registers"
         return f"dq added by {way}, {self.order}, {self.stagger} tiles apart{', fenced' if self.fence else ''}"
 
 
@@ -87,11 +84,13 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def reduce_unmeasured(problem: AttentionProblem, device: Device) -> str | None:
-    """As reduce_refusal, also of what it can serve, but is predicted to serve slower than the kernel that keeps the order."""
+    """As reduce_refusal, also of what it can serve, but was not measured to serve faster than the kernel that keeps the order."""
     if refusal := reduce_refusal(problem, device):
         return refusal
-    if problem.seq_k < LEAST_KEYS:
-        return f"with fewer than {LEAST_KEYS} keys the sums of dq in memory cost more than they save"
+    if (least := LEAST_KEYS[problem.dim_qk]) > problem.seq_k:
+        return f"with fewer than {least} keys it was not faster than keeping the order"
+    if min(problem.sides) >= 0:
+        return "it was not measured with a window"
     return None
 
 
@@ -137,9 +136,8 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
 
 
 def reduce_options(problem: AttentionProblem) -> ReduceOptions:
-    """The version predicted to be the fastest."""
-    wide = problem.dim_qk == 128
-    return ReduceOptions(2, ORDERS[1] if wide else ORDERS[0], 2, fence=True, rounded=not wide)
+    """The version that was measured to be the fastest."""
+    return ReduceOptions(1, ORDERS[0], 2, fence=True, rounded=problem.dim_qk == 64)
 
 
 def reduce_shared(problem: AttentionProblem, stages: int, sum_slots: int) -> int:
