@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("diffusers", minversion="0.35", reason="diffusers is not installed")
+pytest.importorskip("diffusers", minversion="0.35", exc_type=ImportError, reason="diffusers is not installed")
 
 import tilefold
 from tilefold.errors import DtypeError, ShapeError, Unsupported

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="4.56", reason="needs the transformers extra")
+pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
 import tilefold

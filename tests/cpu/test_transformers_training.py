@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="4.56", reason="needs the transformers extra")
+pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
 from hf_models import logits, made_by, make, padded

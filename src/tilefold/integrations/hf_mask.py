@@ -98,8 +98,10 @@ def make_mask(
         return _dense(rule, facts)
     end = _end(rule, facts, q_length, older)
     live, offset = facts.get("attention_mask"), facts.get("kv_offset", 0)
-    if q_length == 1 and (live is not None or rule.documents is not None or isinstance(end, torch.Tensor)):
-        return _dense(rule, facts)  # one row: as many bytes as keys
+    if q_length == 1 and (
+        live is not None or rule.documents is not None or isinstance(end, torch.Tensor) or end != kv_length
+    ):
+        return _dense(rule, facts)  # one row, as many bytes as keys; of one shape at every step of a static cache
     if isinstance(end, torch.Tensor):
         if not _readable(end):
             return _dense(rule, facts)
