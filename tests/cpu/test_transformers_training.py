@@ -62,6 +62,27 @@ def test_gradient_checkpoints(reentrant, device):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_gradient_of_a_position_bias(device):
+    """T5 learns what it adds to the scores, in its encoder and its decoder."""
+    from tilefold.reference.tolerance import compare
+
+    model = make("t5", device)
+    model.set_attn_implementation("tilefold")
+    if model.config._attn_implementation != "tilefold":
+        pytest.skip("this transformers does not send T5's attention through AttentionInterface")
+    ids, mask = padded(2, 7, False, device)
+    found = []
+    for implementation in ("tilefold", "exact", "eager"):
+        other = made_by(model, implementation, double=implementation == "exact")
+        other(input_ids=ids, attention_mask=mask, labels=ids[:, :5].contiguous()).loss.backward()
+        found.append([p.grad for name, p in other.named_parameters() if "relative_attention_bias" in name])
+    assert len(found[0]) == 2
+    for got, exact, plain in zip(*found, strict=True):
+        assert float(exact.abs().max()) > 0
+        result = compare(got, exact, plain)
+        assert result.ok, str(result)
+
+
 def test_dropout_is_for_training_only(device):
     model = made_by(make("llama", device, attention_dropout=0.5), "tilefold")
     ids, _ = padded(1, 8, device=device)

@@ -69,18 +69,11 @@ def attention_forward(
 
     Returns:
         ([batch, queries, heads, dim], None): there are no attention weights."""
-    for name, advice in _REFUSED.items():
-        if others.get(name) is not None and others[name] is not False:
-            raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {advice}")
+    _refuse(others)
     query, key, value = _autocast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view(query, key, attention_mask, bool(causal), sliding_window)
-    packed: tuple[Any, ...] | None = None
-    if cu_seq_lens_q is not None and view.mask is None and view.bias is None:
-        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        packed = _given_rows(query, lengths)
-    elif view.rows is not None:
-        packed = (view.rows.offsets, view.rows.offsets, view.rows.longest, view.rows.longest)
+    packed = _packed(query, view, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]]
         view = view._replace(bias=position_bias if view.bias is None else view.bias + position_bias)
@@ -100,6 +93,13 @@ def attention_forward(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out = attention_varlen(q, k, v, *packed, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Unsupported, by name, for what some layers pass and would change the result."""
+    for name, advice in _REFUSED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {advice}")
 
 
 def _view(
@@ -140,8 +140,13 @@ def _view(
     return _View(False, bias=mask)
 
 
-def _given_rows(query: torch.Tensor, lengths: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The packed sequences that a caller described; the host reads no tensor but a longest length given as one."""
+def _packed(query: torch.Tensor, view: _View, lengths: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Offsets and longest lengths of packed sequences, if they are: those that a caller described, or those of the mask.
+
+    A mask that is written out says all by itself.  The host reads no tensor but a longest length given as one."""
+    if lengths[0] is None or view.mask is not None or view.bias is not None:
+        rows = view.rows
+        return None if rows is None else (rows.offsets, rows.offsets, rows.longest, rows.longest)
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     absent = [name for name, value in zip(names, lengths, strict=True) if value is None]
     if absent:
