@@ -22,6 +22,7 @@ from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attenti
 from .types import constant
 
 if TYPE_CHECKING:
+    from .integrations import register, unregister
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, plan_attention
     from .sparse import BlockIndex
 
@@ -48,19 +49,23 @@ __all__ = [
     "constant",
     "plan_attention",
     "quantize_fp8",
+    "register",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",
     "sparse_plan",
+    "unregister",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The planner, the index of blocks and the references load when first used."""
+    """The planner, the index of blocks, the references and the bridges to other libraries load when first used."""
     if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex
+    if name in ("register", "unregister"):
+        return getattr(importlib.import_module(".integrations", __name__), name)
     if name in ("nn", "plan", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

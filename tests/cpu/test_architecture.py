@@ -28,11 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": WORK | {"sparse"},
     "parallel": WORK | {"sparse"},
     "compat": WORK | {"sparse", "nn"},
+    "integrations": WORK,
     "aot": {"plan", "kernels", "device", "ops"} | LEAVES,
     "ladder": WORK | {"reference", "sparse"},
     "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot"},
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot"},
-    "__init__": {"api", "sparse_api", "compat", "nn", "sparse", "plan"} | LEAVES,
+    "__init__": {"api", "sparse_api", "compat", "integrations", "nn", "sparse", "plan"} | LEAVES,
     "__main__": {"cli"},
 }
 ALONE = {"kernels"}  # one kernel file never imports another

@@ -1,0 +1,169 @@
+"""The attention function for transformers: its arguments, translated to those of `attention` and `attention_varlen`.
+
+What is visible is what the mask says, as with eager attention; the layer's own `sliding_window` and `is_causal` count where there
+is no mask."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api import attention, attention_varlen
+from ..errors import DtypeError, ShapeError, Unsupported
+from .visible import Rows, Visible
+
+__all__ = ["attention_forward"]
+
+# Arguments of some models' layers that change the result and have no counterpart here, and what to say about them.
+_REFUSED = {
+    "head_mask": "drop the head mask",
+    "output_attentions": "attention weights are never written to memory: use attn_implementation='eager'",
+    "cache": "a paged cache (continuous batching) is not served: use attn_implementation='sdpa'",
+    "indices": "attention over chosen keys is not served: use attn_implementation='eager'",
+    "block_indices": "attention over chosen blocks is not served: use attn_implementation='eager'",
+    "sinks": "sinks have to come as s_aux",
+}
+
+
+class _View(NamedTuple):
+    """What the queries see: options of `attention` and how far the keys go."""
+
+    causal: bool
+    window: tuple[int, int] | None = None
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    end: int | None = None
+    rows: Rows | None = None
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Visible | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer of a transformers model.
+
+    Args:
+        module: the layer; its `is_causal` counts if neither the mask nor the argument says.
+        query: [batch, heads, queries, dim]; key, value: [batch, kv_heads, keys, dim], never repeated for grouped heads.
+        attention_mask: None, what `make_mask` returned, or a caller's own: [batch or 1, heads or 1, queries or 1, keys] bool
+            (true where visible) or floating point (added to the score), or [batch, keys] of padding (0 where there is no token).
+        dropout, scaling, softcap: as dropout_p, scale and softcap of `tilefold.attention`.
+        sliding_window: keys a query sees, its own included; used if there is no mask.
+        s_aux: [heads] attention sinks.  position_bias: [batch or 1, heads or 1, queries or 1, keys], added to the score.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, as of `attention_varlen`, in a batch of one.
+        others: what transformers passes for other implementations; refused by name if it would change the result.
+
+    Returns:
+        ([batch, queries, heads, dim], None): there are no attention weights."""
+    _refuse(others)
+    query, key, value = _autocast(query, key, value)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    view = _view(query, key, attention_mask, bool(causal), sliding_window)
+    packed = _packed(query, view, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
+    if position_bias is not None:
+        position_bias = position_bias[..., : key.shape[2]]
+        view = view._replace(bias=position_bias if view.bias is None else view.bias + position_bias)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views: tilefold takes any strides
+    options: dict[str, Any] = {
+        "causal": view.causal, "window": view.window, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
+        "dropout_p": float(dropout),
+    }  # fmt: skip
+    if packed is None:
+        if view.end is not None and view.end < k.shape[1]:  # the rest of a static cache is empty
+            k, v = k[:, : view.end], v[:, : view.end]
+            view = view._replace(bias=None if view.bias is None else view.bias[..., : view.end])
+        return attention(q, k, v, mask=view.mask, bias=view.bias, **options), None
+    if view.bias is not None:
+        raise Unsupported("position_bias is not served with packed sequences: it goes by places in the row")
+    # One row after the other: a view where projections made the tensors, a copy where a cache with several rows did.
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = attention_varlen(q, k, v, *packed, **options)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Unsupported, by name, for what some layers pass and would change the result."""
+    for name, advice in _REFUSED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {advice}")
+
+
+def _view(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | Visible | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> _View:
+    """Every kind of mask as one record."""
+    if isinstance(mask, Visible):
+        if mask.shape[2] != query.shape[2] or mask.end > key.shape[2]:
+            raise ShapeError(
+                f"attention_mask was made for {mask.shape[2]} queries and {mask.end} keys, but query has {query.shape[2]} and "
+                f"key {key.shape[2]}"
+            )
+        keys = None if mask.keys is None else mask.keys[:, None, None, :]
+        return _View(mask.causal, mask.window, keys, None, mask.end, mask.rows)
+    if mask is None:
+        if sliding_window is None:
+            return _View(causal)
+        return _View(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
+    if mask.ndim == 2:  # padding alone, from models that make no masks for other implementations
+        return _View(causal, mask=mask[:, None, None, : key.shape[2]].bool())
+    if mask.ndim != 4:
+        raise ShapeError(
+            f"attention_mask has shape {tuple(mask.shape)}, expected [batch, 1, queries, keys] or [batch, keys]"
+        )
+    mask = mask[..., : key.shape[2]]
+    if mask.stride(2) == 0:
+        mask = mask[:, :, :1]  # the same for all queries: written, and read, once
+    if mask.dtype == torch.bool:
+        return _View(False, mask=mask)
+    if not mask.is_floating_point():
+        raise DtypeError(
+            f"attention_mask has dtype {mask.dtype}, expected bool, or floating point to be added to the scores"
+        )
+    return _View(False, bias=mask)
+
+
+def _packed(query: torch.Tensor, view: _View, lengths: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Offsets and longest lengths of packed sequences, if they are: those that a caller described, or those of the mask.
+
+    A mask that is written out says all by itself.  The host reads no tensor but a longest length given as one."""
+    if lengths[0] is None or view.mask is not None or view.bias is not None:
+        rows = view.rows
+        return None if rows is None else (rows.offsets, rows.offsets, rows.longest, rows.longest)
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    absent = [name for name, value in zip(names, lengths, strict=True) if value is None]
+    if absent:
+        raise Unsupported(f"cu_seq_lens_q was given without {', '.join(absent)}: packed sequences need all four")
+    if query.shape[0] != 1:
+        raise ShapeError(
+            f"query has a batch of {query.shape[0]}, expected 1 with cu_seq_lens_q: all sequences in one row"
+        )
+    offsets = (offset.to(torch.int32) for offset in lengths[:2])
+    longest = (int(one) if isinstance(one, torch.Tensor) else one for one in lengths[2:])
+    return (*offsets, *longest)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In autocast's dtype, as SDPA's are: rotary embeddings leave queries and keys in fp32, values not."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)
