@@ -64,9 +64,11 @@ def host_int(name: str, value: Any) -> Any:
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return value
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}") from None
+        pass
+    raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
 
 
 def window_of(window_size: Any, causal: bool) -> tuple[int, int]:

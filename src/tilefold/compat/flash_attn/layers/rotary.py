@@ -153,7 +153,7 @@ class RotaryEmbedding(torch.nn.Module):
             and seqlen <= self._seq_len_cached
             and kept.device == device
             and kept.dtype == dtype
-            and not (self.training and kept.is_inference())
+            and not (self.training and not torch.compiler.is_compiling() and kept.is_inference())
         ):
             return
         self._seq_len_cached = seqlen
