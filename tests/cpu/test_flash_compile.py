@@ -94,6 +94,7 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
     from tilefold import api
     from tilefold.ops import attention, cache_append, cached, operator, rotary
 
+    monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
     for module in (api, cached, cache_append, operator, rotary):
         monkeypatch.setattr(module, "is_watched", lambda tensors: False)
     monkeypatch.setattr(attention, "check_offsets", lambda *args: None)

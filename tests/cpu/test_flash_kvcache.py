@@ -205,6 +205,44 @@ def test_varlen_keys_in_pages_ending_early_beginning_late(device, kind, given, m
     assert got[2].shape == (0,)
 
 
+# ---------------------------------------------------------------- nothing there
+
+
+def test_empty_everything(device):
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    table, lengths = zeros(2, 3, dtype=torch.int32), zeros(0, dtype=torch.int32)
+    one = zeros(2, 1, 2, 8)
+    calls = [  # q, cache, options
+        (zeros(2, 0, 2, 8), zeros(2, 4, 1, 8), {"cache_seqlens": 3}),
+        (zeros(0, 1, 2, 8), zeros(0, 4, 1, 8), {"cache_seqlens": lengths}),
+        (one, zeros(2, 0, 1, 8), {"cache_seqlens": 0}),
+        (one, zeros(0, 4, 1, 8), {"cache_seqlens": 0, "block_table": table}),
+        (one, zeros(3, 4, 1, 8), {"cache_seqlens": 0, "block_table": table[:, :0]}),
+        (one, zeros(2, 4, 1, 8), {"cache_seqlens": 0, "k": zeros(2, 0, 1, 8), "v": zeros(2, 0, 1, 8)}),
+        (
+            one,
+            zeros(2, 4, 1, 8),
+            {"cache_seqlens": 2, "cache_leftpad": zeros(2, dtype=torch.int32) + 3, "num_splits": 4},
+        ),
+    ]
+    for q, cache, options in calls:
+        out, lse = fa.flash_attn_with_kvcache(q, cache, cache.clone(), return_softmax_lse=True, **options)
+        assert out.shape == q.shape and not out.any()
+        assert (lse == INFINITY).all()
+    for q, k in ((0, 4), (3, 0), (3, 4)):
+        batch = 0 if q and k else 2
+        out, lse, dropped = fa.flash_attn_func(
+            zeros(batch, q, 2, 8), *[zeros(batch, k, 1, 8)] * 2, 0.1, return_attn_probs=True
+        )
+        assert not out.any() and (lse == INFINITY).all() and not dropped.any()
+    starts = zeros(2, dtype=torch.int32)
+    for options in ({}, {"seqused_k": starts[:1]}):
+        out = fa.flash_attn_varlen_func(zeros(0, 2, 8), *[zeros(0, 1, 8)] * 2, starts, starts, 0, 0, **options)
+        assert out.shape == (0, 2, 8)
+
+
 # ---------------------------------------------------------------- what is refused
 
 

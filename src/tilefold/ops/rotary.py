@@ -7,7 +7,7 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .call import MAX_HEAD_DIM, check_integer, facts_of
+from .call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
 from .device import device_of, interpreting
 from .operator import Operator
 from .records import remember
@@ -25,8 +25,9 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(slots=True)
 class Prepared:
-    """The launch of a call and its run-time scalars; launch None: there is nothing to do."""
+    """Sizes, launch and run-time scalars after the offset, which may change from call to call; launch None: nothing to do."""
 
+    sizes: dict[str, int]
     launch: Any
     scalars: tuple[int, ...] = ()
 
@@ -99,14 +100,17 @@ def turn(
     """Launch from x into out, which may be x; max_seqlen -1: not packed."""
     key = (
         *(facts_of(t) if isinstance(t, torch.Tensor) else type(t) for t in (x, out, cos, sin, offsets, cu_seqlens)),
-        *(type(offset), offset, step, max_seqlen, interleaved, conjugate, x is out),
+        *(step, max_seqlen, interleaved, conjugate, x is out),
     )
     found = _CACHE.get(key)
     if found is None:
-        found = remember(_CACHE, key, _prepare(x, out, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen,
-                                               interleaved, conjugate))  # fmt: skip
+        made = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
+        found = remember(_CACHE, key, made)
+    _check_offset(offset, offsets, step, found.sizes)
     if found.launch is not None:
-        found.launch((x, out, cos, sin, offsets, cu_seqlens, *found.scalars))
+        if cu_seqlens is not None and interpreting():
+            check_offsets(Packed(cu_seqlens, cu_seqlens, 0, 0), x.shape[0], x.shape[0])
+        found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
     return out
 
 
@@ -119,10 +123,10 @@ def angles_of(cos: torch.Tensor, sin: torch.Tensor, dim: int, known: dict[str, i
 
 
 def _sizes(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int,
-    step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, step: int,
+    cu_seqlens: torch.Tensor | None, max_seqlen: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Everything that is wrong with a call; the sizes of its dimensions."""
+    """Everything that is wrong with a call but its offset; the sizes of its dimensions."""
     packed = cu_seqlens is not None
     form = "total heads dim" if packed else "batch seq heads dim"
     specs = (
@@ -143,26 +147,34 @@ def _sizes(
     bind((spec,), {"offsets": offsets}, known=sizes, beside=("x", x))
     positions, pairs = angles_of(cos, sin, sizes["dim"], {}, ("x", x))
     check_integer("step", step)
-    if offsets is None and offset < 0:
-        raise ValueRangeError(f"offsets must be at least 0, got {offset}")
-    last = offset + step * (sizes["seq"] - 1)
-    if offsets is None and sizes["seq"] > 0 and not 0 <= last < positions:
-        raise ShapeError(f"cos has {positions} positions, offsets={offset} with {sizes['seq']} tokens needs {last + 1}")
     return sizes | {"positions": positions, "pairs": pairs}
 
 
+def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[str, int]) -> None:
+    """An offset that the host knows has to be in the table with all of its tokens."""
+    if offsets is not None:
+        return
+    if offset < 0:
+        raise ValueRangeError(f"offsets must be at least 0, got {offset}")
+    last = offset + step * (n["seq"] - 1)
+    if n["seq"] > 0 and not 0 <= last < n["positions"]:
+        raise ShapeError(
+            f"cos has {n['positions']} positions, offsets={offset} with {n['seq']} tokens needs {last + 1}"
+        )
+
+
 def _prepare(
-    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int,
+    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
     step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
 ) -> Prepared:  # fmt: skip
     from ..kernels.rotary import rotary
     from .launch import Launch
 
-    n = _sizes(x, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen)
+    n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
     if x.device.type != "meta":
         device_of(x.device)
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
-        return Prepared(None)
+        return Prepared(n, None)
     width = 1 << (n["pairs"] - 1).bit_length()
     rest = n["dim"] - 2 * n["pairs"]
     rows = max(1, min(1 << (n["seq"] - 1).bit_length(), ELEMENTS // (2 * width)))
@@ -181,18 +193,8 @@ def _prepare(
     programs = -(-n["seq"] // rows) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"x has shape {tuple(x.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scalars = (
-        offset,
-        n["seq"],
-        n["positions"],
-        n["heads"],
-        step,
-        *strides[0],
-        *strides[1],
-        cos.stride(0),
-        sin.stride(0),
-    )
-    return Prepared(Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0), scalars)
+    scalars = (n["seq"], n["positions"], n["heads"], step, *strides[0], *strides[1], cos.stride(0), sin.stride(0))
+    return Prepared(n, Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0), scalars)
 
 
 # ---------------------------------------------------------------- autograd and the dispatcher
@@ -211,7 +213,7 @@ def _fake(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
     cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
 ) -> torch.Tensor:  # fmt: skip
-    _sizes(x, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen)
+    _check_offset(offset, offsets, step, _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen))
     return x.new_empty(x.shape)
 
 
@@ -265,5 +267,5 @@ def example_launch(
     cos = torch.empty((512, pairs), dtype=kind, device="meta")
     offsets = torch.empty(2, dtype=torch.int32, device="meta")
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
-    p = _prepare(x, x.clone(), cos, cos, offsets, 0, 1, cu, 256 if packed else -1, interleaved, False)
-    return p.launch.fn, (x, x, cos, cos, offsets, cu, *p.scalars), p.launch.keywords
+    p = _prepare(x, x.clone(), cos, cos, offsets, 1, cu, 256 if packed else -1, interleaved, False)
+    return p.launch.fn, (x, x, cos, cos, offsets, cu, 0, *p.scalars), p.launch.keywords
