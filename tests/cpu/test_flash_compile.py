@@ -116,3 +116,23 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
         fa.flash_attn_varlen_func(tq, tk, tv, *varlen, return_attn_probs=True)
         fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_k=used, leftpad_k=used - 1)
         module(x, seqlen_offset=used, max_seqlen=9)
+
+
+def test_operators_are_what_their_schemas_say(device):
+    """Which arguments change, and that fake tensors see the shapes that come out."""
+    from tilefold.ops.attention_weights import _OPERATOR as weights
+    from tilefold.ops.cache_append import cache_append_op
+    from tilefold.ops.cached import attention_cached_op
+    from tilefold.ops.rotary import _OPERATOR as turn
+
+    q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
+    lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
+    cos, sin = angles(48, 8, device=device)
+    kinds = ("test_schema", "test_faketensor")
+    check = torch.library.opcheck
+    cache = (lengths, None, None, None, None, None, 0, 0, 0, 2)
+    check(attention_cached_op, (q, *caches, None, None, None, *cache, True, -1, 0, None, 0.0, 0.0), test_utils=kinds)
+    check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
+    check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
+    seed = torch.ones(1, dtype=torch.int64, device=device)
+    check(weights.op, (q, new[0], None, seed, None, None, 0, 0, -1, -1, None, 0.0, 0.3, 128), test_utils=kinds)

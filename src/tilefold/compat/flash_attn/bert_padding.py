@@ -29,7 +29,7 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
     """[first_axis_dim, ...] that is 0 but for the rows `indices`, which are `values`; differentiable.  Indices differ."""
     empty = torch.zeros((first_axis_dim, *values.shape[1:]), dtype=values.dtype, device=values.device)
-    return empty.index_copy(0, indices, values)
+    return empty.index_put((indices,), values)  # transformers gives int32 indices, which index_copy does not take
 
 
 def index_first_axis_residual(input: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
