@@ -232,6 +232,10 @@ def test_wrong_packed_arguments(device):
             "S_dmask",
         ),
         (lambda: fa.flash_attn_varlen_func(tq, tk, tv, None, *varlen[1:], seqused_k=varlen[1][1:]), "cu_seqlens_q"),
+        (
+            lambda: flash_attn_interface._flash_attn_varlen_forward(tq, tk, tv, *varlen, 0.0, 1.0, False, num_splits=2),
+            "num_splits",
+        ),
         (lambda: fa.flash_attn_varlen_qkvpacked_func(tq, varlen[0], 4), "qkv"),
         (lambda: fa.flash_attn_varlen_kvpacked_func(tq, tk, *varlen), "kv"),
     ]

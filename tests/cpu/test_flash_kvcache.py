@@ -205,6 +205,18 @@ def test_varlen_keys_in_pages_ending_early_beginning_late(device, kind, given, m
     assert got[2].shape == (0,)
 
 
+def test_varlen_dropout_is_that_of_packed_keys(device):
+    """One seed drops the same weights, wherever the keys lie."""
+    (q, k, v), varlen = packed([6, 9], [20, 13], h=2, hk=1, d=24, dv=24, device=device)
+    found = []
+    for options in ({}, {"seqused_k": varlen[1].diff().int()}):
+        torch.manual_seed(5)
+        found.append(fa.flash_attn_varlen_func(q, k, v, *varlen, 0.4, causal=True, **options))
+    assert torch.allclose(*found, atol=1e-6)
+    plain = fa.flash_attn_varlen_func(q, k, v, *varlen, causal=True)
+    assert not torch.allclose(found[0], plain, atol=0.1)
+
+
 # ---------------------------------------------------------------- nothing there
 
 
@@ -316,3 +328,24 @@ def test_wrong_arguments(device, case):
     with pytest.raises(RuntimeError, match=name) as caught:
         fa.flash_attn_with_kvcache(**{"q": queries(device), "k_cache": k_cache, "v_cache": v_cache, **change})
     assert isinstance(caught.value, tilefold.TilefoldError)
+
+
+def test_lengths_past_the_end_read_nothing_outside(device, monkeypatch):
+    """On a GPU nobody looks at them before the kernel does."""
+    from tilefold.ops import cache_append, cached
+
+    monkeypatch.setattr(cached, "check_values", lambda *args: None)
+    monkeypatch.setattr(cache_append, "_check_values", lambda *args: None)
+    q, caches, new = queries(device), a_cache(device=device), a_cache(rows=4, device=device)
+    want = fa.flash_attn_with_kvcache(q, *caches)
+    far = torch.full((3,), 1 << 29, dtype=torch.int32, device=device)
+    pages, table = in_pages(torch.cat(caches, -1), 8)
+    held = pages[..., :24], pages[..., 24:]
+    before = [c.clone() for c in (*caches, pages)]
+    for length in (far, far * 0 + 41):
+        for keys, options in ((caches, {}), (held, {"block_table": table})):
+            got = fa.flash_attn_with_kvcache(q, *keys, cache_seqlens=length, **options)
+            assert torch.allclose(got, want, atol=1e-6)
+            fa.flash_attn_with_kvcache(q, *keys, *new, cache_seqlens=length, **options)
+    for now, then in zip((*caches, pages), before, strict=True):
+        assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))

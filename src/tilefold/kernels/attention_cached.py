@@ -19,14 +19,18 @@ RUNTIME = ["scale", "max_q", "capacity", "more", "heads", "group", "left", "righ
 
 
 @triton.jit
-def keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more):
+def keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE: tl.constexpr):
     """-> first row (int64) and number of a sequence's keys.  They end at Lengths[b] + more, or where CuK or `capacity` say; the
-    first Pads[b] of them are none."""
-    first, length = rows_of_sequence(CuK, i_b, capacity)
+    first Pads[b] of them are none.  Nobody checked the values on the host, so what is past the sequence's room is not read."""
+    first, room = rows_of_sequence(CuK, i_b, capacity)
+    length = room
+    if PAGE > 0:
+        room = capacity
     if Lengths is not None:
         length = tl.load(Lengths + i_b).to(tl.int32) + more
+    length = tl.minimum(length, room)
     if Pads is not None:
-        pad = tl.load(Pads + i_b).to(tl.int32)
+        pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
         first += pad
         length -= pad
     return first, tl.maximum(length, 0)
@@ -54,7 +58,7 @@ def attention_cached(
     first_q, seq_q = rows_of_sequence(CuQ, i_b, max_q)
     if i_m * BLOCK_M >= seq_q:
         return
-    first_k, seq_k = keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more)
+    first_k, seq_k = keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE)
     i_k = i_h // group
     q = load_rows(Q + i_b * stride_qb + first_q * stride_qm + i_h * stride_qh, i_m * BLOCK_M, seq_q, stride_qm, WIDE, BLOCK_M,
                   DIM_QK, BLOCK_QK)  # fmt: skip
@@ -83,7 +87,7 @@ def attention_cached(
         v_side = (V + i_k * stride_vh, stride_vb, tl.cast(stride_vn, tl.int64) if WIDE else stride_vn)
         first = 0
         if PADDED:
-            first = tl.load(Pads + i_b).to(tl.int32)
+            first = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
         source = (seq_k, Table + i_b * stride_tb, first, PAGE)
         acc, m, l = fold_range(widen(q, EMULATE), state, tiles, place, scale, source, k_side, v_side, score_mods, mask_mods,
                                (left, right), locate_page if ONE else locate_pages, fetch_paged, KIND, EMULATE, BLOCK_N, DIM_QK,

@@ -49,9 +49,14 @@ def _flash_attn_varlen_forward(
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     return_softmax: bool = False, block_table: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None, zero_tensors: bool = False,
+    seqused_k: torch.Tensor | None = None, zero_tensors: bool = False, *, num_splits: int = 0,
 ) -> Results:  # fmt: skip
-    """(out, lse, S_dmask, rng_state) of flash_attn_varlen_func, without autograd.  zero_tensors: rows of no sequence are 0."""
+    """(out, lse, S_dmask, rng_state) of flash_attn_varlen_func, without autograd.  zero_tensors: rows of no sequence are 0.
+    num_splits: 0 or 1, as in flash-attention."""
+    if host_int("num_splits", num_splits) not in (0, 1):
+        raise Unsupported(
+            f"num_splits > 1 is not supported here, got {num_splits}: use flash_attn_varlen_func(num_splits=...)"
+        )
     q, k, v = contiguous_last(q, k, v)
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
