@@ -6,7 +6,7 @@ Importing it imports neither Triton nor transformers and does not touch the GPU.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
+from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
 from .errors import (
     DeviceError,
     DtypeError,
@@ -42,6 +42,7 @@ __all__ = [
     "TilefoldError",
     "Unsupported",
     "ValueRangeError",
+    "apply_rotary",
     "attention",
     "attention_backward_plan",
     "attention_plan",
@@ -66,7 +67,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
-    if name in ("nn", "plan", "reference", "sparse"):
+    if name in ("compat", "nn", "plan", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

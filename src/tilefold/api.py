@@ -1,4 +1,4 @@
-"""What users call of dense attention: sign, document, delegate."""
+"""What users call of dense attention, and rotary embedding: sign, document, delegate."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from .plan import AttentionFp8Plan, AttentionPlan
     from .plan.attention_backward import AttentionBackwardPlan
 
-__all__ = ["attention", "attention_backward_plan", "attention_plan", "attention_varlen", "quantize_fp8"]
+__all__ = [
+    "apply_rotary",
+    "attention",
+    "attention_backward_plan",
+    "attention_plan",
+    "attention_varlen",
+    "quantize_fp8",
+]
 
 
 def attention(
@@ -188,6 +195,48 @@ def attention_varlen(
                 mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = _run(q, k, v, call)
     return (out, lse) if return_lse else out
+
+
+def apply_rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    offsets: int | torch.Tensor = 0,
+    step: int = 1,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> torch.Tensor:
+    """x with its first 2 * pairs channels turned by each token's position.
+
+    Args:
+        x: [batch, seq, heads, dim] fp16, bf16 or fp32, dim 1 to 256, any strides with a contiguous last dimension; or
+            [total, heads, dim] with cu_seqlens.
+        cos, sin: [positions, pairs] of one float dtype, 2 * pairs at most dim: the angles' cosines and sines.
+        interleaved: pair i is the channels (2i, 2i + 1); otherwise (i, i + pairs).
+        offsets: position of each sequence's first token: an int, or [batch] int32 or int64 on x's device, not read on the host.
+            Tokens whose position the table does not hold are not turned; an int that leads past it is refused.
+        step: positions from one token to the next; 0: all tokens of a sequence are at its offset.
+        cu_seqlens: [batch + 1] int32: x is packed, sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1].
+        max_seqlen: at least the longest sequence, needed with cu_seqlens.  Rows beyond it are not written.
+        inplace: write into x and return it.
+        conjugate: turn back.
+
+    Returns:
+        Like x; arithmetic in fp32.  Differentiable in x, once.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument, before anything is
+        launched; Unsupported if cos or sin require a gradient.
+
+    Source: RoPE (Su et al. 2021, arXiv:2104.09864)."""
+    from .ops import rotary  # here: `import tilefold` stays light
+
+    return rotary.apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets, step=step, cu_seqlens=cu_seqlens,
+                               max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip
 
 
 def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:

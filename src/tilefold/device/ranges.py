@@ -62,3 +62,14 @@ def range_share(tiles, i_split, splits):
     """(lo, hi) of the i-th of `splits` even shares of 0..tiles; shares differ by at most one tile and may be empty."""
     n = tiles.to(tl.int64)
     return (n * i_split // splits).to(tl.int32), (n * (i_split + 1) // splits).to(tl.int32)
+
+
+@triton.jit
+def share_of_range(tiles, i_split, splits):
+    """The i-th of `splits` even shares of a range, as a range."""
+    lo, full_lo, full_hi, hi = tiles
+    begin, end = range_share(tl.maximum(hi - lo, 0), i_split, splits)
+    begin += lo
+    end += lo
+    full_lo = tl.minimum(tl.maximum(full_lo, begin), end)
+    return begin, full_lo, tl.minimum(tl.maximum(full_hi, full_lo), end), end

@@ -198,6 +198,28 @@ def locate_sized_box(i, source, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def locate_page(i, source, BLOCK_N: tl.constexpr):
+    """Tile i of a sequence in pages, source = (length, table, 0, PAGE), PAGE a multiple of N, so that the tile lies inside one
+    page.  rows is (page, [N] rows in it)."""
+    PAGE: tl.constexpr = source[3]
+    start = i * BLOCK_N
+    o_n = tl.arange(0, BLOCK_N)
+    page = tl.load(source[1] + start // PAGE).to(tl.int64)
+    return (page, start % PAGE + o_n), start + o_n, start + o_n < source[0]
+
+
+@triton.jit
+def locate_pages(i, source, BLOCK_N: tl.constexpr):
+    """locate_page for pages of any size, the first source[2] rows of which are no keys: rows is a page [N], a row in it [N]."""
+    PAGE: tl.constexpr = source[3]
+    cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = cols < source[0]
+    row = cols + source[2]
+    page = tl.load(source[1] + row // PAGE, mask=live, other=0)  # the table says nothing of pages past the end
+    return (page.to(tl.int64), row % PAGE), cols, live
+
+
+@triton.jit
 def fetch_paged(
     side,
     rows,

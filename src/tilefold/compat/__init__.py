@@ -1,0 +1,1 @@
+"""Other people's spelling of what tilefold does: no kernels, no planning."""

@@ -1,0 +1,132 @@
+"""flash_attn_with_kvcache: append to a cache, turn by rotary embedding, attend; no length and no table is read on the host."""
+
+from typing import Any
+
+import torch
+
+from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ...ops.cache_append import cache_append
+from ...ops.cached import attention_cached
+from ...ops.cached_call import Cache
+from ...ops.call import Call
+from ...ops.rotary import apply_rotary
+from .arguments import contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
+from .results import flash_lse
+
+__all__ = ["flash_attn_with_kvcache"]
+
+
+@flash_errors
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
+    sinks: torch.Tensor | None = None, learnable_sink: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
+    rotary_seqlens: torch.Tensor | None = None, scheduler_metadata: torch.Tensor | None = None, attention_chunk: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Any:  # fmt: skip
+    """Attention of q [batch, seqlen_q, heads, head dim] over a cache, after k and v, if given, were written into it in place.
+
+    Args:
+        k_cache, v_cache: [caches, capacity, kv heads, head dim]; with block_table [pages, page size, kv heads, head dim].
+        k, v: [batch, seqlen_new, kv heads, head dim]: become rows cache_seqlens[b] and on of the cache.
+        rotary_cos, rotary_sin: [positions, rotated / 2] float: turn k by its row in the cache, and q by cache_seqlens + i if
+            causal or with a window, else by cache_seqlens.  Only with k.
+        cache_seqlens: keys that a cache holds before this call: an int or [batch] int32; None: all.
+        cache_batch_idx: [batch] int32: which cache a sequence uses.
+        cache_leftpad: [batch] int32: the first rows of a cache that are no keys.
+        block_table, or page_table: [batch, pages] int32, pages of any size.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, learnable_sink, s_aux: as for flash_attn_func.
+        rotary_interleaved: pairs are channels (2i, 2i + 1), else (i, i + rotated / 2).
+        num_splits: parts of the keys that are folded apart, 1 to 128; 0: the plan decides.
+        return_softmax_lse: also return lse.
+        cu_seqlens_q, max_seqlen_q: q is packed, [total_q, heads, head dim].
+        The rest is refused by name unless it is at its default, see docs/compat/flash_attn.md.
+
+    Returns:
+        out like q; with return_softmax_lse (out, lse [batch, heads, seqlen_q] fp32, [heads, total_q] packed, +inf where no key
+        is seen).  There are no gradients: a backward pass through out raises Unsupported.
+
+    No index tensor is read on the host: lengths have to fit the cache (rows that do not are not written)."""
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
+           rotary_seqlens=rotary_seqlens, scheduler_metadata=scheduler_metadata, attention_chunk=attention_chunk)  # fmt: skip
+    if pack_gqa or sm_margin != 0:
+        name = "pack_gqa" if pack_gqa else "sm_margin"
+        raise Unsupported(f"{name} is not supported: query heads are folded one by one, on all SMs")
+    for flag, value in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
+        if not isinstance(value, bool):
+            raise DtypeError(f"{flag} must be a bool, got {value!r}")
+    if block_table is not None and page_table is not None:
+        raise ValueRangeError("block_table and page_table are names of one argument, of which one may be given")
+    window = window_of(window_size, causal)
+    (table,) = contiguous_last(page_table if block_table is None else block_table)
+    q, k, v, cache_batch_idx = contiguous_last(q, k, v, cache_batch_idx)
+    _check_tensors(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens)
+    packed = _packed_queries(cu_seqlens_q, max_seqlen_q)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+    new = 0 if k is None else k.shape[1]
+    lengths = _lengths(cache_seqlens, batch, capacity - new, q.device)
+    if k is not None and lengths is not None:
+        cache_append(
+            k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved
+        )
+    if rotary_cos is not None and rotary_sin is not None and lengths is not None:
+        # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
+        local = causal or any(0 <= side < capacity for side in window)
+        q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
+                         cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlen_q)  # fmt: skip
+    sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
+    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink)
+    cache = Cache(lengths, cache_leftpad, cache_batch_idx, table, cu_seqlens_q, None, packed, 0, new,
+                  host_int("num_splits", num_splits))  # fmt: skip
+    out, lse = attention_cached(q, k_cache, v_cache, call, cache)
+    return (out, flash_lse(lse)) if return_softmax_lse else out
+
+
+def _check_tensors(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any, sin: Any, cache_seqlens: Any) -> None:
+    """What belongs together, and that nobody waits for a gradient that will not come."""
+    for name, t, dims in (("q", q, (3, 4)), ("k_cache", k_cache, (4,)), ("v_cache", v_cache, (4,))):
+        if not isinstance(t, torch.Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.dim() not in dims:
+            raise ShapeError(f"{name} has shape {tuple(t.shape)}, expected {' or '.join(map(str, dims))} dimensions")
+    if (k is None) != (v is None):
+        raise ValueRangeError("k and v come together: the other one is None")
+    if (cos is None) != (sin is None):
+        raise ValueRangeError("rotary_cos and rotary_sin come together: the other one is None")
+    if k is not None and cache_seqlens is None:
+        raise ValueRangeError("cache_seqlens must be given with k: it says where the new keys go")
+    if k is None and cos is not None:
+        raise ValueRangeError("rotary_cos was given without k: new keys and queries are turned together")
+    if k is not None and (not isinstance(k, torch.Tensor) or k.dim() != 4):
+        raise ShapeError("k must be a torch.Tensor [batch, seqlen_new, kv heads, head dim]")
+    if torch.is_grad_enabled():
+        for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if t.requires_grad:
+                raise Unsupported(f"{name} requires a gradient, but flash_attn_with_kvcache has none: detach() it")
+        for name, t in (("k", k), ("v", v)):
+            if isinstance(t, torch.Tensor) and t.requires_grad and not q.requires_grad:
+                raise Unsupported(f"{name} requires a gradient, but flash_attn_with_kvcache has none: detach() it")
+
+
+def _packed_queries(cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None) -> int:
+    if (cu_seqlens_q is None) != (max_seqlen_q is None):
+        raise ValueRangeError(f"cu_seqlens_q and max_seqlen_q come together, got max_seqlen_q={max_seqlen_q!r}")
+    return 0 if max_seqlen_q is None else int(host_int("max_seqlen_q", max_seqlen_q))
+
+
+def _lengths(cache_seqlens: Any, batch: int, room: int, device: torch.device) -> torch.Tensor | None:
+    """[batch] int32 on the device; an int is looked at, a tensor is not."""
+    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    length = host_int("cache_seqlens", cache_seqlens)
+    if isinstance(length, int) and not 0 <= length <= room:
+        raise ValueRangeError(f"cache_seqlens must be 0 to {room}, for which the cache has room, got {length}")
+    return torch.full((batch,), length, dtype=torch.int32, device=device)

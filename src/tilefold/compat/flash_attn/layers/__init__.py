@@ -1,0 +1,1 @@
+"""flash_attn.layers, of which there is `rotary`."""

@@ -1,0 +1,64 @@
+"""The kernels behind the flash_attn functions compile for their targets under two Tritons, without spills in loops."""
+
+import pytest
+
+from aot_cases import DEVICES, Results, compiled
+from tilefold.aot import Job
+
+ROTARY = [
+    ("bfloat16", 128, 64, False),
+    ("bfloat16", 128, 64, True),
+    ("float32", 59, 16, True),
+    ("float16", 256, 48, False),
+]
+CACHED = [("bfloat16", 128, 0, 1), ("bfloat16", 128, 256, 1), ("bfloat16", 128, 7, 1), ("bfloat16", 128, 256, 256),
+          ("float16", 59, 0, 64), ("bfloat16", 256, 256, 64), ("float32", 64, 16, 4)]  # fmt: skip
+APPEND = [("bfloat16", 128, 0, 64), ("bfloat16", 128, 256, 0), ("float32", 59, 7, 16)]
+WEIGHTS = [("bfloat16", 128), ("float32", 256)]
+EVERYWHERE = (ROTARY[1], CACHED[1], APPEND[0])
+
+
+def jobs(kind, builder, names, cases):
+    return {
+        (f"{kind} {' '.join(map(str, case))}", target): Job(
+            builder, {**dict(zip(names, case, strict=True)), **({"device": device} if kind == "cached" else {})}, target
+        )
+        for case in cases
+        for target, device in DEVICES.items()
+        if target == "sm_90" or case in EVERYWHERE
+    }
+
+
+JOBS = {
+    **jobs("rotary", "tilefold.ops.rotary:example_launch", ("dtype", "dim", "pairs", "interleaved"), ROTARY),
+    **jobs("cached", "tilefold.ops.cached:example_launch", ("dtype", "dim", "page", "seq_q"), CACHED),
+    **jobs("append", "tilefold.ops.cache_append:example_launch", ("dtype", "dim", "page", "pairs"), APPEND),
+    **jobs("weights", "tilefold.ops.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
+}
+NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",
+          "weights bfloat16 128")  # fmt: skip
+
+PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
+STREAMING = [key for key in JOBS if key not in PRODUCTS]
+pytestmark = pytest.mark.xdist_group("test_aot_flash")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param, NEWEST)
+
+
+@pytest.mark.parametrize(("name", "target"), PRODUCTS)
+def test_kernels_with_products(results: Results, name: str, target: str) -> None:
+    """Tensor instructions of some kind (16 rows are too few for the newest), and no spilled register in a loop."""
+    found = results.of(name, target)
+    tensor = "none" if "float32" in name else "any"
+    assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
+    assert found.report is not None
+    assert found.report.loop_spills == 0
+
+
+@pytest.mark.parametrize(("name", "target"), STREAMING)
+def test_streaming_kernels(results: Results, name: str, target: str) -> None:
+    """Nothing spilled."""
+    assert results.of(name, target).problems(tensor="none") == ()

@@ -1,0 +1,138 @@
+"""The flash_attn functions under torch.compile(fullgraph=True); and none of them reads a tensor on the host."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import packed, qkv, rand
+from flash_cases import a_cache, angles, in_pages
+from tilefold.compat import flash_attn as fa
+from tilefold.compat.flash_attn.layers.rotary import RotaryEmbedding
+
+pytestmark = pytest.mark.no_poison
+
+
+def compiled(fn):
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
+def test_dense_and_packed(device):
+    q, k, v = (t.requires_grad_() for t in qkv(1, 9, 12, 4, 2, 16, device=device))
+    (tq, tk, tv), varlen = packed([3, 6], [5, 7], h=2, hk=1, d=16, dv=16, device=device)
+    grad = rand(1, 9, 4, 16, device=device)
+
+    def both(q, k, v, tq, tk, tv):
+        x = fa.flash_attn_func(q, k, v, causal=True, softcap=3.0)
+        y = fa.flash_attn_varlen_func(tq, tk, tv, *varlen, window_size=(3, 1), return_attn_probs=True)
+        return x, *y
+
+    eager = both(q, k, v, tq, tk, tv)
+    found = compiled(both)(q, k, v, tq, tk, tv)
+    for one, other in zip(found, eager, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(torch.autograd.grad(found[0], (q, k, v), grad), torch.autograd.grad(eager[0], (q, k, v), grad),
+                          strict=True):  # fmt: skip
+        assert torch.equal(one, other)
+
+
+def test_packed_tensors_and_dropout(device):
+    x = rand(1, 9, 3, 2, 16, device=device)
+
+    def call(x):
+        return fa.flash_attn_qkvpacked_func(x, 0.4, return_attn_probs=True)
+
+    out, lse, dropped = compiled(call)(x)
+    assert dropped.shape == (1, 2, 128, 128) and (dropped < 0).any()
+    plain, same, _ = call(x)
+    assert torch.equal(lse, same) and not torch.equal(out, plain)
+
+
+def a_step(device):
+    """A decoding step over pages, and one over a cache in one piece, with new keys and rotary embedding."""
+    q, new = rand(3, 1, 2, 24, device=device), a_cache(rows=1, device=device)
+    caches = a_cache(device=device)
+    pages, table = in_pages(torch.cat(caches, -1), 8)
+    lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
+    cos, sin = angles(48, 8, device=device)
+
+    def step(q, k, v, k_cache, v_cache, pages, lengths, table):
+        held = pages[..., :24], pages[..., 24:]
+        options = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": lengths, "causal": True}
+        x = fa.flash_attn_with_kvcache(q, *held, k, v, block_table=table, **options)
+        y = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, num_splits=2, **options)
+        return x, *y, fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=20)
+
+    return step, (q, *new, *caches, pages, lengths, table)
+
+
+def test_a_decoding_step(device):
+    step, given = a_step(device)
+    mine = [t.clone() for t in given]
+    eager = step(*given)
+    found = compiled(step)(*mine)
+    for one, other in zip((*found, *mine), (*eager, *given), strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def test_rotary_module(device):
+    module = RotaryEmbedding(8, device=device)
+    x = rand(2, 5, 3, 2, 16, device=device)
+    want = module(x.clone(), seqlen_offset=2)
+    assert torch.equal(compiled(lambda x: module(x.clone(), seqlen_offset=2))(x), want)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a tensor's value would come to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host(device, monkeypatch):
+    """The launches themselves run under the mode: nobody routes around it, and no values are checked as in the interpreter."""
+    from tilefold import api
+    from tilefold.ops import attention, cache_append, cached, operator, rotary
+
+    monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
+    for module in (api, cached, cache_append, operator, rotary):
+        monkeypatch.setattr(module, "is_watched", lambda tensors: False)
+    monkeypatch.setattr(attention, "check_offsets", lambda *args: None)
+    monkeypatch.setattr(cached, "check_offsets", lambda *args: None)
+    monkeypatch.setattr(cached, "check_values", lambda *args: None)
+    monkeypatch.setattr(cache_append, "_check_values", lambda *args: None)
+    step, given = a_step(device)
+    q, k, v = (t.requires_grad_() for t in qkv(1, 9, 12, 4, 2, 16, device=device))
+    (tq, tk, tv), varlen = packed([3, 6], [5, 7], h=2, hk=1, d=16, dv=16, device=device)
+    used = torch.tensor([2, 3], dtype=torch.int32, device=device)
+    module = RotaryEmbedding(8, device=device)
+    x = rand(2, 5, 3, 2, 16, device=device)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHostReads():
+        used.max().item()
+    with NoHostReads():
+        step(*given)
+        out, *_ = fa.flash_attn_func(q, k, v, 0.2, causal=True, return_attn_probs=True)
+        out.sum().backward()
+        fa.flash_attn_varlen_func(tq, tk, tv, *varlen, return_attn_probs=True)
+        fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_k=used, leftpad_k=used - 1)
+        module(x, seqlen_offset=used, max_seqlen=9)
+
+
+def test_operators_are_what_their_schemas_say(device):
+    """Which arguments change, and that fake tensors see the shapes that come out."""
+    from tilefold.ops.attention_weights import _OPERATOR as weights
+    from tilefold.ops.cache_append import cache_append_op
+    from tilefold.ops.cached import attention_cached_op
+    from tilefold.ops.rotary import _OPERATOR as turn
+
+    q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
+    lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
+    cos, sin = angles(48, 8, device=device)
+    kinds = ("test_schema", "test_faketensor")
+    check = torch.library.opcheck
+    cache = (lengths, None, None, None, None, None, 0, 0, 0, 2)
+    check(attention_cached_op, (q, *caches, None, None, None, *cache, True, -1, 0, None, 0.0, 0.0), test_utils=kinds)
+    check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
+    check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
+    seed = torch.ones(1, dtype=torch.int64, device=device)
+    check(weights.op, (q, new[0], None, seed, None, None, 0, 0, -1, -1, None, 0.0, 0.3, 128), test_utils=kinds)
