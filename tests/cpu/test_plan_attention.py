@@ -182,7 +182,6 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         ({"dim_v": 32}, "measured yet with head dims below 64"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
         ({"score_mods": ("user",)}, "no changes of scores but softcap, ALiBi and a bias"),
-        ({"score_mods": ("alibi",), "varlen": True}, "a bias or a boolean mask on a packed batch"),
         ({"mask_mods": ("mask", "user")}, "no masks but causal, window and a boolean one"),
         (
             {"mask_mods": ("mask",)},

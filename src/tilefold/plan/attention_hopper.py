@@ -80,8 +80,6 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
     n = problem
     if min(n.dim_qk, n.dim_v) < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
-    if n.varlen and (n.mask_mods or n.score_mods not in ((), ("softcap",))):
-        return "not measured yet with ALiBi, a bias or a boolean mask on a packed batch"
     return None
 
 
