@@ -242,6 +242,7 @@ def test_ours_is_what_the_plans_say():
     )
     assert plan_splits(QWEN, H200, call="dense").splits == 1
     assert plan_splits(QWEN, H200, call="varlen", paged=True).kernel == "attention_cached"
+    assert plan_splits(QWEN, H200, call="varlen", paged=True, splits=5).splits == 5
     with pytest.raises(Unsupported, match="softcap and alibi only, got bias"):
         plan_splits(replace(QWEN, score_mods=("bias",)), H200)
 
@@ -309,6 +310,8 @@ def test_a_trace_is_the_decision_of_every_step(policy, call):
         made = plan_splits(problem, H200, policy, call=call, capacity=400 if call == "kvcache" else None)
         assert (made.kernel, made.combine, made.splits, made.programs) == (
             part.first.kernel, part.first.combine, part.first.splits, part.first.programs)  # fmt: skip
+        assert part.first.bound.seconds <= made.bound.seconds <= part.last.bound.seconds
+        assert part.least_s <= made.predicted_s <= part.most_s
         total += made.bound.seconds
     assert trace.bound_s == pytest.approx(total)
     with pytest.raises(ValueRangeError, match="step must be 1 to 300, got 301"):

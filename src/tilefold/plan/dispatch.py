@@ -143,7 +143,7 @@ def plan_splits(
     problem: seq_k are the keys attended, bottom-right aligned.  call: "dense", "varlen" or "kvcache".
     capacity: rows of the cache with "kvcache" (default: seq_k; with a block table, pages * page size).
     paged: there is a block table ("varlen", "kvcache"); append: new keys are written first ("kvcache").
-    splits: 0: the policy chooses; else the caller's number ("kvcache"), at most 128.
+    splits: 0: the policy chooses; else the caller's number ("kvcache"; for tilefold "varlen" with pages, too), at most 128.
 
     Raises ValueRangeError, ShapeError and, for what the policy's library refuses, Unsupported, each naming the argument."""
     capacity = problem.seq_k if capacity is None else capacity
@@ -173,7 +173,7 @@ def _check(
         raise Unsupported("dropout needs call 'dense' or 'varlen': flash_attn_with_kvcache has none")
     if not 0 <= splits <= MAX_SPLITS:
         raise ValueRangeError(f"splits must be 0 to {MAX_SPLITS}, got {splits}")
-    if splits and call != "kvcache":
+    if splits and call != "kvcache" and not (paged and policy == "tilefold"):
         raise Unsupported(f"splits needs call 'kvcache', the function with num_splits, got {call!r}")
 
 
@@ -256,7 +256,7 @@ def _flash_weighed(problem: AttentionProblem, work: FlashWork, splits: int) -> s
     if best is taken:
         return f"{text} fills its waves best ({taken.efficiency:.1%})."
     most = f"what the best, {best.splits}, does ({best.efficiency:.1%})"
-    return f"{text} fills its waves ({taken.efficiency:.1%}) to {GOOD:.0%} of {most}."
+    return f"{text} fills its waves ({taken.efficiency:.1%}) to at least {GOOD:.0%} of {most}."
 
 
 def _best(weighed: tuple[Candidate, ...]) -> Candidate:

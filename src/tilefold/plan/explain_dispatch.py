@@ -80,8 +80,6 @@ def _us(seconds: float) -> str:
 
 def _cells(number: int, part: TraceRange) -> tuple[str, ...]:
     first, last = part.first, part.last
-    low, high = sorted((first.bound.seconds, last.bound.seconds))
-    least, most = sorted((first.predicted_s, last.predicted_s))
     return (
         str(number),
         _span(str(part.first_step), str(part.last_step)),
@@ -93,8 +91,8 @@ def _cells(number: int, part: TraceRange) -> tuple[str, ...]:
         _span(str(first.working), str(last.working)),
         f"{first.waves:.2f}",
         _span(scaled(first.cost.bytes, "B"), scaled(last.cost.bytes, "B")),
-        _span(_us(low), _us(high)),
-        _span(_us(least), _us(most)),
+        _span(_us(first.bound.seconds), _us(last.bound.seconds)),
+        _span(_us(part.least_s), _us(part.most_s)),
     )
 
 

@@ -76,7 +76,8 @@ class Generation:
 class TraceRange:
     """Steps first_step to last_step, with the decisions of both; kernel, tile, splits and programs are the same in between.
 
-    bound_s, predicted_s: seconds of all these steps together, of one layer."""
+    bound_s, predicted_s: seconds of all these steps together, of one layer; least_s, most_s: predicted of one step.  A cache
+    that is cut by its capacity keeps the splits behind its keys idle, so the shortest step need not be the first."""
 
     first_step: int
     last_step: int
@@ -84,6 +85,8 @@ class TraceRange:
     last: SplitDecision
     bound_s: float
     predicted_s: float
+    least_s: float
+    most_s: float
 
     @property
     def steps(self) -> int:
@@ -130,7 +133,7 @@ def trace_generation(generation: Generation, device: Device, policy: str = "tile
     ranges: list[TraceRange] = []
     for step in range(1, generation.new + 1):
         made = _decide(generation, device, policy, step)
-        part = TraceRange(step, step, made, made, made.bound.seconds, made.predicted_s)
+        seconds = made.predicted_s
         if ranges and _same(ranges[-1].last, made):
             before = ranges.pop()
             part = TraceRange(
@@ -138,9 +141,13 @@ def trace_generation(generation: Generation, device: Device, policy: str = "tile
                 step,
                 before.first,
                 made,
-                before.bound_s + part.bound_s,
-                before.predicted_s + part.predicted_s,
+                before.bound_s + made.bound.seconds,
+                before.predicted_s + seconds,
+                min(before.least_s, seconds),
+                max(before.most_s, seconds),
             )
+        else:
+            part = TraceRange(step, step, made, made, made.bound.seconds, seconds, seconds, seconds)
         ranges.append(part)
     return Trace(generation, policy, device, tuple(ranges))
 
