@@ -28,6 +28,14 @@ One block of 64 queries against 36 listed blocks of a KV cache in pages of 16:
 
     tilefold explain --device h200 --heads 12 --q 64 --kv 23296 --dim 128 --blocks 64,64 --listed 36 --page-size 16
 
+Does flash-attention split the keys in that decode step, and why:
+
+    tilefold explain --policy flash-attn --device h200 --heads 28 --kv-heads 4 --q 1 --kv 8192 --dim 128
+
+Every step of a generation of 512 tokens after a prompt of 40, grouped by what is launched:
+
+    tilefold explain --trace --policy flash-attn --heads 28 --kv-heads 4 --dim 128 --prompt 40 --new 512
+
 The GPU of this machine:
 
     tilefold explain --device here --heads 32 --q 2048 --dim 64
@@ -37,8 +45,10 @@ The GPU of this machine:
 @user_errors
 def explain(
     heads: Annotated[int, typer.Option(help="Query heads.")],
-    q: Annotated[int, typer.Option(help="Queries per sequence (with --varlen: of the longest).")],
     dim: Annotated[int, typer.Option(help="Head dimension of Q and K.")],
+    q: Annotated[
+        int | None, typer.Option(help="Queries per sequence (with --varlen: of the longest); needed unless --trace.")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="A device known by name (h200, h100, a100, l4, ...), or `here`.")
     ] = "h200",
@@ -65,16 +75,53 @@ def explain(
     ] = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="With --blocks: some KV blocks are partly valid.")] = False,
     page_size: Annotated[int, typer.Option(help="With --blocks: keys per page of a paged KV cache, 0 for none.")] = 0,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose decision to split keys: flash-attn or tilefold.", show_default="tilefold with --trace"
+        ),
+    ] = None,
+    call: Annotated[
+        str | None,
+        typer.Option(
+            help="With --policy or --trace: flash_attn's function, dense, varlen or kvcache.",
+            show_default="dense: keys that grow by one a step",
+        ),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(help="With --call kvcache: rows of the cache.", show_default="the keys, or prompt + new"),
+    ] = None,
+    paged: Annotated[bool, typer.Option("--paged", help="With --policy or --trace: there is a block table.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="With --call kvcache: new keys are written first.")] = False,
+    num_splits: Annotated[
+        int, typer.Option(help="With --call kvcache: the caller's number of splits, 0 for none.")
+    ] = 0,
+    trace: Annotated[bool, typer.Option("--trace", help="All steps of a generation, of --prompt and --new.")] = False,
+    prompt: Annotated[int | None, typer.Option(help="With --trace: tokens of the prompt.")] = None,
+    new: Annotated[int | None, typer.Option(help="With --trace: tokens that are generated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say which kernel, tile and grid an attention call gets on a device, why, and what was rejected.
 
     Needs no GPU: the answer is computed from the shapes and the device's record alone. A causal mask, a window and the
-    modifications of the scores count, their values do not.
+    modifications of the scores count, their values do not. With --policy: how many parts the keys are folded in; with --trace
+    for every step of a generation.
     """
+    from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.plan import AttentionProblem, plan_attention
     from tilefold.plan.sparse import plan_sparse
 
+    asked = Dispatch(policy, call, capacity, paged, append, num_splits, prompt, new, as_json)
+    others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,
+              "--sinks": sinks, "--varlen": varlen, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
+              "--page-size": page_size or None}  # fmt: skip
+    check_dispatch(asked, trace, others)
+    if trace:
+        typer.echo(explain_steps(asked, _record(device), heads, kv_heads, dim, batch, dtype_named(dtype), window))
+        return
+    if q is None:
+        raise ValueRangeError("--q must be given, the queries per sequence: only --trace does without")
     problem = AttentionProblem(
         batch=batch,
         seq_q=q,
@@ -94,6 +141,9 @@ def explain(
         bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
+    if policy is not None:
+        typer.echo(explain_split(asked, problem, _record(device)))
+        return
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)
     plan = plan_attention(problem, record) if sparse is None else plan_sparse(sparse, record)

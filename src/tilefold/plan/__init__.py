@@ -5,13 +5,16 @@ from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attenti
 from tilefold.plan.attention_fp8 import AttentionFp8Plan, plan_attention_fp8
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.device import DEVICES, Device, device_named
+from tilefold.plan.dispatch import POLICIES, SplitDecision, plan_splits
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
 from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.trace import Generation, Trace, trace_generation
 
 __all__ = [
     "DEVICES",
+    "POLICIES",
     "AttentionBackwardPlan",
     "AttentionFp8Plan",
     "AttentionPlan",
@@ -20,11 +23,14 @@ __all__ = [
     "Buffer",
     "Cost",
     "Device",
+    "Generation",
     "Rejected",
     "SparseBackwardPlan",
     "SparsePlan",
     "SparseProblem",
+    "SplitDecision",
     "Tile",
+    "Trace",
     "attention_cost",
     "bound",
     "device_named",
@@ -34,4 +40,6 @@ __all__ = [
     "plan_attention_fp8",
     "plan_sparse",
     "plan_sparse_backward",
+    "plan_splits",
+    "trace_generation",
 ]

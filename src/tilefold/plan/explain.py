@@ -13,6 +13,7 @@ from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 if TYPE_CHECKING:
     from tilefold.plan.attention import AttentionPlan
     from tilefold.plan.attention_fp8 import AttentionFp8Plan
+    from tilefold.plan.dispatch import SplitDecision
     from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["explain"]
@@ -47,7 +48,7 @@ def _row(label: str, text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _rejected(plan: AttentionPlan | AttentionFp8Plan) -> list[str]:
+def _rejected(plan: AttentionPlan | AttentionFp8Plan | SplitDecision) -> list[str]:
     if not plan.rejected:
         return _row("rejected", "nothing")
     lines, width = ["  rejected"], max(len(entry.what) for entry in plan.rejected) + 2
