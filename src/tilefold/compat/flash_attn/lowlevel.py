@@ -13,7 +13,7 @@ from ...ops.cached import attention_cached
 from ...ops.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.library import attention_backward_op, dispatched
-from .arguments import contiguous_last, flash_errors, host_int, scale_of, seed_for, window_of
+from .arguments import check_tensor, contiguous_last, dropout_of, flash_errors, host_int, scale_of, seed_for, window_of
 from .results import flash_lse, tilefold_lse
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None, return_softmax: bool,
@@ -38,12 +38,14 @@ def _flash_attn_forward(
     """(out, lse, S_dmask, rng_state) of flash_attn_func, without autograd."""
     q, k, v = contiguous_last(q, k, v)
     window = window_of((window_size_left, window_size_right), causal)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=float(dropout_p),
-                dropout_seed=seed_for(dropout_p, q))  # fmt: skip
+    check_tensor("q", q)
+    share = dropout_of(dropout_p)
+    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=share,
+                dropout_seed=seed_for(share, q))  # fmt: skip
     return _results(q, k, v, call, return_softmax)
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
@@ -61,8 +63,10 @@ def _flash_attn_varlen_forward(
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+    check_tensor("q", q)
+    share = dropout_of(dropout_p)
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, packed=packed,
-                dropout_p=float(dropout_p), dropout_seed=seed_for(dropout_p, q))  # fmt: skip
+                dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
     if block_table is None and leftpad_k is None and seqused_k is None:
         found = _results(q, k, v, call, return_softmax)
     else:
@@ -92,7 +96,7 @@ def _state(call: Call, q: torch.Tensor) -> torch.Tensor:
     return nothing if call.dropout_seed is None else torch.cat((call.dropout_seed, nothing[1:]))
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
     dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, dropout_p: float, softmax_scale: float | None,
@@ -103,13 +107,13 @@ def _flash_attn_backward(
     [batch, heads, seqlen_q]."""
     window = window_of((window_size_left, window_size_right), causal)
     call = Call(
-        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=float(dropout_p)
+        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_of(dropout_p)
     )
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_varlen_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
     dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
@@ -121,7 +125,7 @@ def _flash_attn_varlen_backward(
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=float(dropout_p))  # fmt: skip
+                packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()
 
@@ -141,7 +145,7 @@ def _gradients(
         grads: Any = attention_backward_op(
             [True, True, True, False, False], dout, torch.zeros_like(lse), out, tilefold_lse(lse), q, k, v,
             call.alibi_slopes, None, None, None, cu_q, cu_k, max_q, max_k, call.causal, left, right, call.scale,
-            float(call.softcap), "bshd", "", [], [], [], "|", call.dropout_p, seed)  # fmt: skip
+            float(call.softcap), "bshd", "", [], [], [], "|", call.dropout_p, seed, call.deterministic)  # fmt: skip
         for target, grad in zip(given, grads[:3], strict=True):
             if target is not None:
                 target.copy_(grad)
