@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 import tilefold.compat.flash_attn as fa
-from tilefold.compat.flash_attn import bert_padding
+from tilefold.compat.flash_attn import bert_padding, flash_attn_interface
 from tilefold.compat.flash_attn.layers import rotary
 
 NAN, INF = float("nan"), float("inf")
@@ -24,6 +24,10 @@ def given():
     lengths = torch.tensor([3, 5], dtype=I32)
     x, table = torch.ones(2, 5, 4, 16), {"cos": torch.ones(20, 4), "sin": torch.ones(20, 4)}
     mask = torch.ones(2, 5, dtype=torch.int64)
+    private = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size_left": -1, "window_size_right": -1,
+        "softcap": 0.0, "alibi_slopes": None, "deterministic": False,
+    }  # fmt: skip
     return {
         "dense": (fa.flash_attn_func, {"q": torch.ones(2, 5, 4, 16, dtype=F16), **half}),
         "qkv": (fa.flash_attn_qkvpacked_func, {"qkv": torch.ones(2, 5, 3, 4, 16, dtype=F16)}),
@@ -44,6 +48,18 @@ def given():
             fa.flash_attn_with_kvcache,
             {"q": torch.ones(2, 1, 4, 16, dtype=F16), **{name: t.view(8, 4, 2, 16) for name, t in caches.items()}, **new,
              "cache_seqlens": lengths, "block_table": torch.arange(8, dtype=I32).view(2, 4)},
+        ),
+        "backward": (
+            flash_attn_interface._flash_attn_backward,
+            {**dict.fromkeys(("q", "out", "dout"), torch.ones(2, 5, 4, 16, dtype=F16)), **half,
+             "softmax_lse": torch.ones(2, 4, 5), "dq": torch.zeros(2, 5, 4, 16, dtype=F16),
+             **dict.fromkeys(("dk", "dv"), torch.zeros(2, 7, 2, 16, dtype=F16)), **private},
+        ),
+        "varlen backward": (
+            flash_attn_interface._flash_attn_varlen_backward,
+            {**dict.fromkeys(("q", "out", "dout"), torch.ones(10, 4, 16, dtype=F16)), **packed, "cu_seqlens_q": cu,
+             "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7, "softmax_lse": torch.ones(4, 10),
+             **dict.fromkeys(("dq", "dk", "dv")), **private},
         ),
         "rotary": (rotary.apply_rotary_emb, {"x": x, **table}),
         "rotary qkv": (rotary.apply_rotary_emb_qkv_, {"qkv": torch.ones(2, 5, 8, 16), **table, "num_heads_q": 4}),
@@ -113,6 +129,19 @@ REFUSED = [
     ("pages", {"block_table": [[0]]}, "block_table must be a torch.Tensor, got list"),
     ("pages", {"block_table": torch.tensor(1, dtype=I32)}, "block_table has shape (), expected [batch, pages]"),
     ("pages", {"block_table": None, "page_table": torch.zeros(2, 4)}, "page_table has dtype float32, accepted: int32"),
+    ("backward", {"q": None}, "q must be a torch.Tensor, got NoneType"),
+    ("backward", {"dout": None}, "dout must be a torch.Tensor, got NoneType"),
+    ("backward", {"dout": torch.ones(1, 5, 4, 16, dtype=F16)}, "dout has shape (1, 5, 4, 16), expected [batch, seq_q"),
+    ("backward", {"out": torch.ones(2, 4, 4, 16, dtype=F16)}, "out has shape (2, 4, 4, 16), expected [batch, seq_q"),
+    ("backward", {"softmax_lse": torch.ones(1, 4, 5)}, "softmax_lse has shape (1, 4, 5), expected [batch, heads, seq_q]"),
+    ("backward", {"softmax_lse": torch.ones(2, 4, 5, dtype=F16)}, "softmax_lse has dtype float16, accepted: float32"),
+    ("backward", {"dq": "dq"}, "dq must be a torch.Tensor or None, got str"),
+    ("backward", {"dk": torch.ones(2, 7, 4, 16, dtype=F16)}, "dk has shape (2, 7, 4, 16), expected [batch, seq_k, kv_heads"),
+    ("backward", {"dv": torch.ones(2, 7, 2, 16)}, "dv has dtype float32, but q has float16"),
+    ("backward", {"dropout_p": 0.1}, "rng_state must be given with dropout_p"),
+    ("backward", {"dropout_p": 0.1, "rng_state": torch.ones(2)}, "rng_state has dtype float32, accepted: int64"),
+    ("varlen backward", {"out": torch.ones(9, 4, 16, dtype=F16)}, "out has shape (9, 4, 16), expected [total_q"),
+    ("varlen backward", {"softmax_lse": torch.ones(4, 9)}, "softmax_lse has shape (4, 9), expected [heads, total_q]"),
     ("rotary", {"x": None}, "x must be a torch.Tensor, got NoneType"),
     ("rotary", {"sin": None}, "sin must be a torch.Tensor, got NoneType"),
     ("rotary", {"seqlen_offsets": 1.0}, "seqlen_offsets must be an int, got float"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from ...ops.attention_weights import attention_weights
 from ...ops.cached import attention_cached
@@ -106,6 +107,7 @@ def _flash_attn_backward(
     """Write the gradients of q, k and v into dq, dk and dv, where these are given; returns sum(out * dout) of each row, fp32
     [batch, heads, seqlen_q]."""
     window = window_of((window_size_left, window_size_right), causal)
+    check_tensor("q", q, (4,), "[batch, seqlen_q, heads, head dim]")
     call = Call(
         causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_of(dropout_p)
     )
@@ -124,10 +126,38 @@ def _flash_attn_varlen_backward(
     """_flash_attn_backward of packed sequences; rows of no sequence get 0 either way.  Returns [heads, total_q]."""
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
+    check_tensor("q", q, (3,), "[total_q, heads, head dim]")
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
                 packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()
+
+
+def _check_saved(
+    saved: tuple[torch.Tensor, ...],
+    given: tuple[torch.Tensor | None, ...],
+    rng_state: torch.Tensor | None,
+    packed: bool,
+) -> None:
+    """What the forward pass left, and where gradients go, have the shapes that belong to q, k and v: kernels rely on it."""
+    queries, keys = ("total_q", "total_k") if packed else ("batch seq_q", "batch seq_k")
+    lse = "heads total_q" if packed else "batch heads seq_q"
+    q_like, k_like, v_like = f"{queries} heads dim_qk", f"{keys} kv_heads dim_qk", f"{keys} kv_heads dim_v"
+    inputs = (
+        ("q", q_like),
+        ("k", k_like),
+        ("v", v_like),
+        ("out", f"{queries} heads dim_v"),
+        ("dout", f"{queries} heads dim_v"),
+    )
+    specs = (
+        *(TensorSpec(name, dims, FLOATS, same_dtype_as=None if name == "q" else "q") for name, dims in inputs),
+        TensorSpec("softmax_lse", lse, (torch.float32,)),
+        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs[:3]),
+        TensorSpec("rng_state", "numbers", (torch.int64,), optional=True),
+    )
+    names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "rng_state")
+    bind(specs, dict(zip(names, (*saved, *given, rng_state), strict=True)))
 
 
 def _gradients(
@@ -137,6 +167,7 @@ def _gradients(
         raise Unsupported(
             "rng_state must be given with dropout_p: it is the mask's seed, which the forward pass returned"
         )
+    _check_saved(saved, given, rng_state, call.packed is not None)
     seed = rng_state[:1] if call.dropout_p and rng_state is not None else None
     dout, q, k, v, out, lse = contiguous_last(*saved)
     left, right = call.window or (-1, -1)
