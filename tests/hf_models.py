@@ -137,6 +137,32 @@ def judge(family, model, live=None, **inputs):
     assert result.ok, f"{family}: {result}"
 
 
+def trained_once(model, **inputs):
+    """(loss, gradients of the first layer's four projections) where every token is predicted."""
+    model.train().zero_grad()
+    loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+    loss.backward()
+    attention = model.model.layers[0].self_attn
+    return loss.detach(), {name: getattr(attention, name).weight.grad.clone() for name in PROJECTIONS}
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def judge_compiled(model, backend="inductor", **inputs):
+    """With its layers compiled a model's gradients are at most twice as far from those in fp64 as without; in relative L2."""
+    _, exact = trained_once(made_by(model, "exact", double=True), **inputs)
+    model = made_by(model, "tilefold")
+    plain_loss, plain = trained_once(model, **inputs)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    loss, found = trained_once(model, **inputs)
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-2, atol=1e-2)
+    for name in PROJECTIONS:
+        error, allowed = ((x[name].double() - exact[name]).norm() / exact[name].norm() for x in (found, plain))
+        assert error <= 2 * allowed, f"{name}: {error:.2e} from fp64, {allowed:.2e} without compilation"
+
+
 def padded(batch, tokens, left=True, device="cpu"):
     """Token ids and padding of a batch whose rows have fewer and fewer tokens."""
     ids = torch.randint(3, TOKENS, (batch, tokens), device=device)

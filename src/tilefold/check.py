@@ -19,7 +19,7 @@ import torch
 
 from .errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 
-__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_share"]
+__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_own_rows", "check_share"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -78,6 +78,15 @@ def bind(
                 f"{tuple(value.shape)}; call {spec.name}.contiguous() first if a copy is acceptable"
             )
     return sizes
+
+
+def check_own_rows(name: str, value: torch.Tensor) -> None:
+    """LayoutError for a tensor to be written in place of which several elements are one in memory, as after `expand`."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise LayoutError(
+            f"{name} is written in place, but elements of it share memory: strides {tuple(value.stride())} for shape "
+            f"{tuple(value.shape)}; call {name}.contiguous() first"
+        )
 
 
 LARGEST = 1e30  # numbers go into fp32 arithmetic; beyond this, or below its inverse, products leave its range

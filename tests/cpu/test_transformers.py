@@ -157,6 +157,12 @@ def test_packed_by_offsets(device):
     facts = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     model = made_by(model, "tilefold")
     assert torch.equal(logits(model, **facts, **given), logits(model, **facts))
+    for name, value, text in (
+        ("cu_seq_lens_q", [0, 5, 12], "cu_seq_lens_q must be a torch.Tensor, got list"),
+        ("max_length_q", "7", "max_length_q must be an int or a tensor of one, got '7' of type str"),
+    ):
+        with pytest.raises(DtypeError, match=text):
+            logits(model, **facts, **{**given, name: value})
     del given["max_length_k"]
     with pytest.raises(Unsupported, match="without max_length_k"):
         logits(model, **facts, **given)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
-from hf_models import logits, made_by, make, padded
+from hf_models import judge_compiled, logits, made_by, make, padded
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +104,15 @@ def test_compiled_layers(family, padding, device):
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(model, input_ids=ids, use_cache=False, **given), eager)
+
+
+@pytest.mark.no_poison
+@pytest.mark.xdist_group("compile")
+def test_compiled_layers_train(device):
+    torch._dynamo.reset()
+    ids, mask = padded(2, 12, device=device)
+    model = make("qwen2", device, torch.bfloat16, initializer_range=0.05)
+    judge_compiled(model, "aot_eager", input_ids=ids, attention_mask=mask)
 
 
 @pytest.mark.no_poison

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
-from hf_models import DECODERS, OTHERS, judge, logits, made_by, make, padded
+from hf_models import DECODERS, OTHERS, judge, judge_compiled, logits, made_by, make, padded
 
 DEVICE = torch.device("cuda")
 VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
@@ -110,21 +110,11 @@ def test_50_steps_of_training(family):
 
 
 def test_a_compiled_decoder_layer():
+    """Inductor rounds elsewhere than eager PyTorch does, and may be as far from fp64 as that, twice over."""
     torch._dynamo.reset()
-    model = made_by(wide("qwen2", initializer_range=0.05).bfloat16(), "tilefold").train()
+    model = wide("qwen2", initializer_range=0.05).bfloat16()
     ids, mask = padded(3, 128, device=DEVICE)
-    results = []
-    for compiled in (False, True):
-        model.zero_grad()
-        if compiled:
-            for layer in model.model.layers:
-                layer.compile(fullgraph=True)
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
-        loss.backward()
-        results.append((loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-2, atol=1e-2)
-    difference = (results[0][1] - results[1][1]).float().norm() / results[0][1].float().norm()
-    assert difference < 0.03, f"gradients differ by {difference:.3f}"
+    judge_compiled(model, input_ids=ids, attention_mask=mask)
 
 
 def test_a_decoding_step_in_a_cuda_graph():

@@ -155,6 +155,12 @@ def _packed(query: torch.Tensor, view: _View, lengths: tuple[Any, ...]) -> tuple
         raise ShapeError(
             f"query has a batch of {query.shape[0]}, expected 1 with cu_seq_lens_q: all sequences in one row"
         )
+    for name, value in zip(names[:2], lengths, strict=False):
+        if not isinstance(value, torch.Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    for name, value in zip(names[2:], lengths[2:], strict=True):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, torch.Tensor)):
+            raise DtypeError(f"{name} must be an int or a tensor of one, got {value!r} of type {type(value).__name__}")
     offsets = (offset.to(torch.int32) for offset in lengths[:2])
     longest = (int(one) if isinstance(one, torch.Tensor) else one for one in lengths[2:])
     return (*offsets, *longest)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind
+from ..check import FLOATS, TensorSpec, bind, check_own_rows
 from ..errors import ShapeError, Unsupported, ValueRangeError
 from .call import MAX_HEAD_DIM, facts_of
 from .device import device_of, interpreting
@@ -84,6 +84,8 @@ def _sizes(*args: Any) -> dict[str, int]:
     named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": lengths,
              "cache_batch_idx": batch_index, "block_table": block_table}  # fmt: skip
     sizes = bind(specs, named)
+    check_own_rows("k_cache", k_cache)
+    check_own_rows("v_cache", v_cache)
     if max(sizes["dim_qk"], sizes["dim_v"]) > MAX_HEAD_DIM:
         raise Unsupported(
             f"k and v have head dims {sizes['dim_qk']} and {sizes['dim_v']}; accepted: 1 to {MAX_HEAD_DIM}"

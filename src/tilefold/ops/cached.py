@@ -14,7 +14,7 @@ from .device import device_of, interpreting
 from .records import remember
 from .watch import is_transformed, is_watched, wants_gradient
 
-__all__ = ["attention_cached", "example_launch"]
+__all__ = ["attention_cached", "check_cached", "example_launch"]
 
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 
@@ -60,9 +60,33 @@ def attention_cached(
     return _forward(q, k, v, call, cache)
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
-) -> tuple[torch.Tensor, torch.Tensor]:
+def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> None:
+    """Raise what `attention_cached` would, for callers that write into the cache before they call it.
+
+    What is being traced is left to the operator, which checks before anything runs."""
+    if (
+        torch.compiler.is_compiling()
+        or is_transformed()
+        or is_watched((q, k, v, call.alibi_slopes, call.sinks, *cache[:6]))
+    ):
+        return
+    p = _record(q, k, v, call, cache)
+    if interpreting():
+        _check_all_values(q, k, cache, p)
+
+
+def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepared) -> None:
+    """What index tensors hold: in the interpreter only, where reading costs nothing."""
+    if p.launch is None:
+        return
+    check_values(cache, p.sizes)
+    for cu, x in ((cache.cu_q, q), (cache.cu_k if cache.block_table is None else None, k)):
+        if cu is not None:
+            check_offsets(Packed(cu, cu, 0, 0), x.shape[0], x.shape[0])
+
+
+def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
+    """What a call of this kind left, or leaves now."""
     try:
         key = cached_key(q, k, v, call, cache)
         p = _CACHE.get(key)
@@ -72,15 +96,19 @@ def _forward(
         p = _prepare(q, k, v, call, cache)
         if key is not None:
             remember(_CACHE, key, p)
+    return p
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = _record(q, k, v, call, cache)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is None:
         return out, lse
     if interpreting():
-        check_values(cache, p.sizes)
-        for cu, x in ((cache.cu_q, q), (cache.cu_k if cache.block_table is None else None, k)):
-            if cu is not None:
-                check_offsets(Packed(cu, cu, 0, 0), x.shape[0], x.shape[0])
+        _check_all_values(q, k, cache, p)
     parts: tuple[torch.Tensor, torch.Tensor] = out, lse
     if p.splits > 1:
         parts = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind
+from ..check import FLOATS, TensorSpec, bind, check_own_rows
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
 from .device import device_of, interpreting
@@ -52,6 +52,11 @@ def apply_rotary(
     for name, flag in (("interleaved", interleaved), ("inplace", inplace), ("conjugate", conjugate)):
         if not isinstance(flag, bool):
             raise DtypeError(f"{name} must be a bool, got {flag!r}")
+    for name, value in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(value, torch.Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        raise DtypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
     if (cu_seqlens is None) != (max_seqlen is None):
         raise ValueRangeError(f"cu_seqlens and max_seqlen come together, got max_seqlen={max_seqlen!r}")
     if torch.is_grad_enabled():
@@ -171,6 +176,8 @@ def _prepare(
     from .launch import Launch
 
     n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
+    if x is out:
+        check_own_rows("x", x)
     if x.device.type != "meta":
         device_of(x.device)
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:

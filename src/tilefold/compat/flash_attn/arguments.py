@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,9 @@ from ...errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRan
 
 __all__ = [
     "VERSION",
+    "check_tensor",
     "contiguous_last",
+    "dropout_of",
     "flash_errors",
     "host_int",
     "refuse",
@@ -35,20 +38,46 @@ _CLASSES: dict[type, type] = {
 }
 
 
-def flash_errors(fn: Function) -> Function:
-    """fn, whose tilefold errors are RuntimeErrors too, as those of flash_attn are, with the same text and base classes."""
+_ALIASES = {"page_table": "block_table", "learnable_sink": "sinks", "s_aux": "sinks"}
 
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except errors.TilefoldError as error:
-            cls = _CLASSES.get(type(error))
-            if cls is None:
-                raise
-            raise cls(str(error)) from error
 
-    return call  # type: ignore[return-value]
+def flash_errors(**names: str) -> Callable[[Function], Function]:
+    """A function whose tilefold errors are RuntimeErrors too, as those of flash_attn are, with the same base classes, and speak
+    of its own arguments.  names: what tilefold calls one, and what the function does; besides, the alias that was given."""
+
+    def decorate(fn: Function) -> Function:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except errors.TilefoldError as error:
+                given = {ours: alias for alias, ours in _ALIASES.items() if kwargs.get(alias) is not None}
+                text = _in_their_words(str(error), {**names, **given})
+                cls = _CLASSES.get(type(error), type(error))
+                if cls is type(error) and text == str(error):
+                    raise
+                raise cls(text) from error
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _in_their_words(text: str, names: dict[str, str]) -> str:
+    """The text with other names where it names an argument: where it begins, where it compares, before an equals sign."""
+    for ours, theirs in names.items():
+        if f" {theirs} " not in f" {text} ":  # two names of one argument, or a function below said it already
+            text = re.sub(rf"(^|\bas in |\bbut ){ours}\b|\b{ours}(?==)", rf"\g<1>{theirs}", text)
+    return text
+
+
+def check_tensor(name: str, value: Any, dims: tuple[int, ...] = (), form: str = "") -> None:
+    """DtypeError or ShapeError unless the value is a tensor with one of so many dimensions; form says what they are."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dims and value.dim() not in dims:
+        expected = form or f"{' or '.join(map(str, dims))} dimensions"
+        raise ShapeError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
 
 
 def host_int(name: str, value: Any) -> Any:
@@ -86,15 +115,23 @@ def window_of(window_size: Any, causal: bool) -> tuple[int, int]:
 
 
 def scale_of(softmax_scale: float | None, q: torch.Tensor) -> float:
-    """What scores are multiplied with; 1 / sqrt(head dim) by default."""
-    return (
-        float(q.shape[-1] ** -0.5) if softmax_scale is None else check_number("softmax_scale", softmax_scale, above=0.0)
-    )
+    """What scores are multiplied with; 1 / sqrt(head dim) by default.  A head dim of 0 is refused with the others."""
+    if softmax_scale is not None:
+        return check_number("softmax_scale", softmax_scale, above=0.0)
+    return float(max(q.shape[-1], 1) ** -0.5)
+
+
+def dropout_of(dropout_p: Any) -> float:
+    """The probability of dropping a weight."""
+    share = check_number("dropout_p", dropout_p, low=0.0)
+    if not share < 1:
+        raise ValueRangeError(f"dropout_p must be at least 0 and less than 1, got {dropout_p!r}")
+    return share
 
 
 def seed_for(dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
     """A seed on q's device from torch's generator, where anything is dropped."""
-    if not check_number("dropout_p", dropout_p, low=0.0):
+    if not dropout_p:
         return None
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
 
@@ -102,7 +139,10 @@ def seed_for(dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
 def contiguous_last(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensors, copied where the last dimension is not contiguous, as flash_attn does."""
     return tuple(
-        t.contiguous() if isinstance(t, torch.Tensor) and t.dim() > 0 and t.stride(-1) != 1 else t for t in tensors
+        t.contiguous()
+        if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.dim() > 0 and t.stride(-1) != 1
+        else t
+        for t in tensors
     )
 
 
@@ -130,5 +170,8 @@ _ADVICE = {
 def refuse(**named: Any) -> None:
     """Unsupported for an addition of FlashAttention-3 that is not served; its neutral value passes."""
     for name, value in named.items():
-        if value is not None and not (name == "attention_chunk" and isinstance(value, int) and value == 0):
-            raise Unsupported(f"{name} is not supported: {_ADVICE[name]}")
+        if name == "attention_chunk":
+            if value is not None and host_int(name, value) != 0:
+                raise Unsupported(f"{name} must be 0, got {value!r}: {_ADVICE[name]}")
+        elif value is not None:
+            raise Unsupported(f"{name} must be None, got a {type(value).__name__}: {_ADVICE[name]}")

@@ -14,7 +14,18 @@ from ...ops.attention_weights import attention_weights
 from ...ops.cached import attention_cached
 from ...ops.cached_call import Cache
 from ...ops.call import Call, Packed
-from .arguments import contiguous_last, flash_errors, host_int, refuse, scale_of, seed_for, sinks_of, window_of
+from .arguments import (
+    check_tensor,
+    contiguous_last,
+    dropout_of,
+    flash_errors,
+    host_int,
+    refuse,
+    scale_of,
+    seed_for,
+    sinks_of,
+    window_of,
+)
 from .kvcache import flash_attn_with_kvcache
 from .lowlevel import (
     _flash_attn_backward,
@@ -73,20 +84,21 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_speed(num_splits: int | None, pack_gqa: bool | None, sm_margin: int) -> None:
     """FlashAttention-3's arguments that change how, not what: what cannot be honoured is refused."""
-    if num_splits not in (None, 0, 1):
+    if num_splits is not None and host_int("num_splits", num_splits) not in (0, 1):
         raise Unsupported(
-            f"num_splits={num_splits}: keys are split in flash_attn_with_kvcache and with block_table only"
+            f"num_splits must be 0 or 1, got {num_splits!r}: keys are split in flash_attn_with_kvcache and with block_table only"
         )
     if pack_gqa is not None:
-        raise Unsupported(f"pack_gqa={pack_gqa}: the plan decides; tilefold.attention(plan=...) takes another one")
-    if sm_margin != 0:
-        raise Unsupported(f"sm_margin={sm_margin}: kernels take all SMs, pass 0")
+        raise Unsupported(
+            f"pack_gqa must be None, got {pack_gqa!r}: the plan decides; tilefold.attention(plan=...) takes another one"
+        )
+    if host_int("sm_margin", sm_margin) != 0:
+        raise Unsupported(f"sm_margin must be 0, got {sm_margin!r}: kernels take all SMs")
 
 
 def _unpacked(name: str, x: torch.Tensor, dim: int, parts: int) -> tuple[torch.Tensor, ...]:
     """The tensors that x holds side by side along dimension `dim`."""
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor(name, x)
     if x.dim() != dim + 3 or x.shape[dim] != parts:
         form = "batch, seqlen" if dim == 2 else "total"
         raise ShapeError(f"{name} has shape {tuple(x.shape)}, expected [{form}, {parts}, heads, head dim]")
@@ -131,13 +143,13 @@ def _call(
     sinks: torch.Tensor | None,
     packed: Packed | None = None,
 ) -> Call:
-    if not isinstance(q, torch.Tensor) or q.dim() < 1:
-        raise DtypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    check_tensor("q", q, (3, 4), "[batch, seqlen_q, heads, head dim], packed [total_q, heads, head dim]")
+    share = dropout_of(dropout_p)
     return Call(causal, window_of(window_size, causal), scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                sinks=sinks, packed=packed, dropout_p=float(dropout_p), dropout_seed=seed_for(dropout_p, q))  # fmt: skip
+                sinks=sinks, packed=packed, dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
 
 
-@flash_errors
+@flash_errors()
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
@@ -175,7 +187,7 @@ def flash_attn_func(
     return _dense(q, k, v, call, return_attn_probs)
 
 
-@flash_errors
+@flash_errors()
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
@@ -188,7 +200,7 @@ def flash_attn_kvpacked_func(
     return _dense(q, k, v, call, return_attn_probs)
 
 
-@flash_errors
+@flash_errors()
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
@@ -201,7 +213,7 @@ def flash_attn_qkvpacked_func(
     return _dense(q, k, v, call, return_attn_probs)
 
 
-@flash_errors
+@flash_errors()
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -243,8 +255,8 @@ def flash_attn_varlen_func(
         raise Unsupported(
             "return_attn_probs with dropout_p and block_table, seqused_k or leftpad_k: S_dmask is not made there"
         )
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise DtypeError("cu_seqlens_q and cu_seqlens_k must be torch.Tensors, got None")
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (1,), "[batch + 1]")
+    check_tensor("cu_seqlens_k", cu_seqlens_k, (1,), "[batch + 1]")
     q, k, v = contiguous_last(q, k, v)
     (table,) = contiguous_last(block_table)
     splits = host_int("num_splits", num_splits)
@@ -253,7 +265,7 @@ def flash_attn_varlen_func(
     return (out, flash_lse(lse), torch.empty(0, dtype=q.dtype, device=q.device)) if return_attn_probs else out
 
 
-@flash_errors
+@flash_errors()
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -269,7 +281,9 @@ def flash_attn_varlen_kvpacked_func(
     return _packed(q, k, v, call, return_attn_probs)
 
 
-@flash_errors
+@flash_errors(
+    cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen"
+)
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,

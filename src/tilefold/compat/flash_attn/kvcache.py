@@ -6,17 +6,17 @@ import torch
 
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...ops.cache_append import cache_append
-from ...ops.cached import attention_cached
+from ...ops.cached import attention_cached, check_cached
 from ...ops.cached_call import Cache
 from ...ops.call import Call
 from ...ops.rotary import apply_rotary
-from .arguments import contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
+from .arguments import check_tensor, contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
 from .results import flash_lse
 
 __all__ = ["flash_attn_with_kvcache"]
 
 
-@flash_errors
+@flash_errors(cos="rotary_cos", sin="rotary_sin")
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
@@ -56,9 +56,10 @@ def flash_attn_with_kvcache(
     No index tensor is read on the host: lengths have to fit the cache (rows that do not are not written)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
            rotary_seqlens=rotary_seqlens, scheduler_metadata=scheduler_metadata, attention_chunk=attention_chunk)  # fmt: skip
-    if pack_gqa or sm_margin != 0:
-        name = "pack_gqa" if pack_gqa else "sm_margin"
-        raise Unsupported(f"{name} is not supported: query heads are folded one by one, on all SMs")
+    if pack_gqa is not None and pack_gqa is not False:
+        raise Unsupported(f"pack_gqa must be None or False, got {pack_gqa!r}: query heads are folded one by one")
+    if host_int("sm_margin", sm_margin) != 0:
+        raise Unsupported(f"sm_margin must be 0, got {sm_margin!r}: kernels take all SMs")
     for flag, value in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
         if not isinstance(value, bool):
             raise DtypeError(f"{flag} must be a bool, got {value!r}")
@@ -70,10 +71,19 @@ def flash_attn_with_kvcache(
     _check_tensors(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens)
     packed = _packed_queries(cu_seqlens_q, max_seqlen_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if k is not None and k.shape[0] != batch:
+        raise ShapeError(f"k has shape {tuple(k.shape)}, expected a batch of {batch}, that of the queries")
+    if table is not None:
+        check_tensor("block_table", table, (2,), "[batch, pages]")
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[-1])
     new = 0 if k is None else k.shape[1]
     lengths = _lengths(cache_seqlens, batch, capacity - new, q.device)
+    sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
+    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink)
+    cache = Cache(lengths, cache_leftpad, cache_batch_idx, table, cu_seqlens_q, None, packed, 0, new,
+                  host_int("num_splits", num_splits))  # fmt: skip
     if k is not None and lengths is not None:
+        check_cached(q, k_cache, v_cache, call, cache)  # a call that is refused has not changed the cache
         cache_append(
             k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved
         )
@@ -82,10 +92,6 @@ def flash_attn_with_kvcache(
         local = causal or any(0 <= side < capacity for side in window)
         q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
                          cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlen_q)  # fmt: skip
-    sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink)
-    cache = Cache(lengths, cache_leftpad, cache_batch_idx, table, cu_seqlens_q, None, packed, 0, new,
-                  host_int("num_splits", num_splits))  # fmt: skip
     out, lse = attention_cached(q, k_cache, v_cache, call, cache)
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
@@ -93,20 +99,18 @@ def flash_attn_with_kvcache(
 def _check_tensors(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any, sin: Any, cache_seqlens: Any) -> None:
     """What belongs together, and that nobody waits for a gradient that will not come."""
     for name, t, dims in (("q", q, (3, 4)), ("k_cache", k_cache, (4,)), ("v_cache", v_cache, (4,))):
-        if not isinstance(t, torch.Tensor):
-            raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.dim() not in dims:
-            raise ShapeError(f"{name} has shape {tuple(t.shape)}, expected {' or '.join(map(str, dims))} dimensions")
-    if (k is None) != (v is None):
-        raise ValueRangeError("k and v come together: the other one is None")
-    if (cos is None) != (sin is None):
-        raise ValueRangeError("rotary_cos and rotary_sin come together: the other one is None")
+        check_tensor(name, t, dims)
+    for pair in ({"k": k, "v": v}, {"rotary_cos": cos, "rotary_sin": sin}):
+        absent = [name for name, t in pair.items() if t is None]
+        if len(absent) == 1:
+            raise ValueRangeError(f"{' and '.join(pair)} come together, got {absent[0]}=None")
     if k is not None and cache_seqlens is None:
         raise ValueRangeError("cache_seqlens must be given with k: it says where the new keys go")
     if k is None and cos is not None:
         raise ValueRangeError("rotary_cos was given without k: new keys and queries are turned together")
-    if k is not None and (not isinstance(k, torch.Tensor) or k.dim() != 4):
-        raise ShapeError("k must be a torch.Tensor [batch, seqlen_new, kv heads, head dim]")
+    for name, t in (("k", k), ("v", v)):
+        if t is not None:
+            check_tensor(name, t, (4,), "[batch, seqlen_new, kv heads, head dim]")
     if torch.is_grad_enabled():
         for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
             if t.requires_grad:
@@ -119,6 +123,8 @@ def _check_tensors(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any,
 def _packed_queries(cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None) -> int:
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         raise ValueRangeError(f"cu_seqlens_q and max_seqlen_q come together, got max_seqlen_q={max_seqlen_q!r}")
+    if cu_seqlens_q is not None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q, (1,), "[batch + 1]")
     return 0 if max_seqlen_q is None else int(host_int("max_seqlen_q", max_seqlen_q))
 
 

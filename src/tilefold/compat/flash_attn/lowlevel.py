@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from ...ops.attention_weights import attention_weights
 from ...ops.cached import attention_cached
 from ...ops.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.library import attention_backward_op, dispatched
-from .arguments import contiguous_last, flash_errors, host_int, scale_of, seed_for, window_of
+from .arguments import check_tensor, contiguous_last, dropout_of, flash_errors, host_int, scale_of, seed_for, window_of
 from .results import flash_lse, tilefold_lse
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None, return_softmax: bool,
@@ -38,12 +39,14 @@ def _flash_attn_forward(
     """(out, lse, S_dmask, rng_state) of flash_attn_func, without autograd."""
     q, k, v = contiguous_last(q, k, v)
     window = window_of((window_size_left, window_size_right), causal)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=float(dropout_p),
-                dropout_seed=seed_for(dropout_p, q))  # fmt: skip
+    check_tensor("q", q)
+    share = dropout_of(dropout_p)
+    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=share,
+                dropout_seed=seed_for(share, q))  # fmt: skip
     return _results(q, k, v, call, return_softmax)
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
@@ -61,8 +64,10 @@ def _flash_attn_varlen_forward(
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+    check_tensor("q", q)
+    share = dropout_of(dropout_p)
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, packed=packed,
-                dropout_p=float(dropout_p), dropout_seed=seed_for(dropout_p, q))  # fmt: skip
+                dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
     if block_table is None and leftpad_k is None and seqused_k is None:
         found = _results(q, k, v, call, return_softmax)
     else:
@@ -92,7 +97,7 @@ def _state(call: Call, q: torch.Tensor) -> torch.Tensor:
     return nothing if call.dropout_seed is None else torch.cat((call.dropout_seed, nothing[1:]))
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
     dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, dropout_p: float, softmax_scale: float | None,
@@ -102,14 +107,15 @@ def _flash_attn_backward(
     """Write the gradients of q, k and v into dq, dk and dv, where these are given; returns sum(out * dout) of each row, fp32
     [batch, heads, seqlen_q]."""
     window = window_of((window_size_left, window_size_right), causal)
+    check_tensor("q", q, (4,), "[batch, seqlen_q, heads, head dim]")
     call = Call(
-        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=float(dropout_p)
+        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_of(dropout_p)
     )
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
 
 
-@flash_errors
+@flash_errors()
 def _flash_attn_varlen_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
     dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
@@ -120,10 +126,38 @@ def _flash_attn_varlen_backward(
     """_flash_attn_backward of packed sequences; rows of no sequence get 0 either way.  Returns [heads, total_q]."""
     window = window_of((window_size_left, window_size_right), causal)
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
+    check_tensor("q", q, (3,), "[total_q, heads, head dim]")
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=float(dropout_p))  # fmt: skip
+                packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()
+
+
+def _check_saved(
+    saved: tuple[torch.Tensor, ...],
+    given: tuple[torch.Tensor | None, ...],
+    rng_state: torch.Tensor | None,
+    packed: bool,
+) -> None:
+    """What the forward pass left, and where gradients go, have the shapes that belong to q, k and v: kernels rely on it."""
+    queries, keys = ("total_q", "total_k") if packed else ("batch seq_q", "batch seq_k")
+    lse = "heads total_q" if packed else "batch heads seq_q"
+    q_like, k_like, v_like = f"{queries} heads dim_qk", f"{keys} kv_heads dim_qk", f"{keys} kv_heads dim_v"
+    inputs = (
+        ("q", q_like),
+        ("k", k_like),
+        ("v", v_like),
+        ("out", f"{queries} heads dim_v"),
+        ("dout", f"{queries} heads dim_v"),
+    )
+    specs = (
+        *(TensorSpec(name, dims, FLOATS, same_dtype_as=None if name == "q" else "q") for name, dims in inputs),
+        TensorSpec("softmax_lse", lse, (torch.float32,)),
+        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs[:3]),
+        TensorSpec("rng_state", "numbers", (torch.int64,), optional=True),
+    )
+    names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "rng_state")
+    bind(specs, dict(zip(names, (*saved, *given, rng_state), strict=True)))
 
 
 def _gradients(
@@ -133,6 +167,7 @@ def _gradients(
         raise Unsupported(
             "rng_state must be given with dropout_p: it is the mask's seed, which the forward pass returned"
         )
+    _check_saved(saved, given, rng_state, call.packed is not None)
     seed = rng_state[:1] if call.dropout_p and rng_state is not None else None
     dout, q, k, v, out, lse = contiguous_last(*saved)
     left, right = call.window or (-1, -1)
@@ -141,7 +176,7 @@ def _gradients(
         grads: Any = attention_backward_op(
             [True, True, True, False, False], dout, torch.zeros_like(lse), out, tilefold_lse(lse), q, k, v,
             call.alibi_slopes, None, None, None, cu_q, cu_k, max_q, max_k, call.causal, left, right, call.scale,
-            float(call.softcap), "bshd", "", [], [], [], "|", call.dropout_p, seed)  # fmt: skip
+            float(call.softcap), "bshd", "", [], [], [], "|", call.dropout_p, seed, call.deterministic)  # fmt: skip
         for target, grad in zip(given, grads[:3], strict=True):
             if target is not None:
                 target.copy_(grad)

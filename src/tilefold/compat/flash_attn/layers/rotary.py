@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
+from ....check import check_number
 from ....errors import ShapeError, ValueRangeError
 from ....ops.rotary import apply_rotary
-from ..arguments import flash_errors, host_int
+from ..arguments import check_tensor, flash_errors, host_int
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_",
            "apply_rotary_emb_torch", "rotate_half"]  # fmt: skip
@@ -14,7 +15,7 @@ __all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_func", "appl
 Offsets = int | torch.Tensor
 
 
-@flash_errors
+@flash_errors(offsets="seqlen_offsets")
 def apply_rotary_emb(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -35,7 +36,7 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
-@flash_errors
+@flash_errors(offsets="seqlen_offsets", x="qkv")
 def apply_rotary_emb_qkv_(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -49,7 +50,12 @@ def apply_rotary_emb_qkv_(
     """Turn q and k of qkv [batch, seqlen, 3, heads, head dim], or [batch, seqlen, heads_q + 2 heads_k, head dim] with
     num_heads_q, in place.  cos_k, sin_k: other tables for k."""
     if (cos_k is None) != (sin_k is None):
-        raise ValueRangeError("cos_k and sin_k come together: the other one is None")
+        raise ValueRangeError(
+            f"cos_k and sin_k come together, got {'cos_k' if cos_k is None else 'sin_k'}=None, the other one not"
+        )
+    check_tensor("qkv", qkv)
+    if num_heads_q is not None and host_int("num_heads_q", num_heads_q) < 1:
+        raise ValueRangeError(f"num_heads_q must be at least 1, got {num_heads_q}")
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
         # One launch for both where they lie side by side and turn alike.
@@ -78,11 +84,12 @@ def apply_rotary_emb_qkv_(
     return qkv
 
 
-@flash_errors
+@flash_errors(offsets="seqlen_offsets", x="kv")
 def apply_rotary_emb_kv_(
     kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> torch.Tensor:
     """Turn k of kv [batch, seqlen, 2, heads, head dim] in place."""
+    check_tensor("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ShapeError(f"kv has shape {tuple(kv.shape)}, expected [batch, seqlen, 2, heads, head dim]")
     apply_rotary(kv[:, :, 0], cos, sin, interleaved=interleaved, offsets=seqlen_offsets, inplace=True)
@@ -121,6 +128,7 @@ class RotaryEmbedding(torch.nn.Module):
     inv_freq: torch.Tensor
     scale: torch.Tensor | None
 
+    @flash_errors()
     def __init__(
         self,
         dim: int,
@@ -130,6 +138,11 @@ class RotaryEmbedding(torch.nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
+        if host_int("dim", dim) < 2 or dim % 2:
+            raise ValueRangeError(f"dim must be even and at least 2, got {dim}")
+        check_number("base", base, above=0.0)
+        if scale_base is not None:
+            check_number("scale_base", scale_base, above=0.0)
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
@@ -168,7 +181,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_cached, self._sin_cached = (cos * growth).to(dtype), (sin * growth).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / growth).to(dtype), (sin / growth).to(dtype)
 
-    @flash_errors
+    @flash_errors(seqlen_offsets="seqlen_offset")
     def forward(
         self,
         qkv: torch.Tensor,
@@ -179,9 +192,15 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """qkv as for apply_rotary_emb_qkv_, or q [batch, seqlen, heads, head dim] with kv [batch, seqlen, 2, heads, head dim]:
         turned in place and returned.  max_seqlen: needed where seqlen_offset is a tensor and the tables may have to grow."""
+        check_tensor("qkv", qkv, (4, 5))
+        if (
+            not isinstance(seqlen_offset, torch.Tensor)
+            and (seqlen_offset := host_int("seqlen_offset", seqlen_offset)) < 0
+        ):
+            raise ValueRangeError(f"seqlen_offset must be at least 0, got {seqlen_offset}")
         if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
-        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(host_int("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
+        elif not isinstance(seqlen_offset, torch.Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
