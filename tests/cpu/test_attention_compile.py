@@ -229,6 +229,7 @@ def test_opcheck(layout, device):
         "|",
         0.0,
         None,
+        True,
     )
     torch.library.opcheck(attention_op, args)
 
@@ -261,6 +262,7 @@ def test_opcheck_varlen(device):
         "|",
         0.0,
         None,
+        True,
     )
     torch.library.opcheck(attention_op, args)
 

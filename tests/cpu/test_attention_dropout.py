@@ -132,7 +132,7 @@ def test_compile(device):
         outs = fn(*inputs, seed(device))
         results.append((*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), inputs)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.3, seed(device))
+    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.3, seed(device), True)
     torch.library.opcheck(attention_op, (*inputs, *(None,) * 4, *tail))
 
 

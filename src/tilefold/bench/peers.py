@@ -272,14 +272,6 @@ _ALL = (
         lists=True,
         package="tilefold",
     ),
-    Implementation(
-        "any-order",
-        "any order",
-        "tilefold.attention(deterministic=False), where another kernel makes its gradients",
-        any_order_refuses,
-        prepare_any_order,
-        package="tilefold",
-    ),
     Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
     Implementation(
         "flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")
@@ -315,6 +307,14 @@ _ALL = (
         portable_refuses,
         prepare_portable,
         lists=True,
+        package="tilefold",
+    ),
+    Implementation(
+        "any-order",
+        "any order",
+        "tilefold.attention(deterministic=False), where another kernel makes its gradients",
+        any_order_refuses,
+        prepare_any_order,
         package="tilefold",
     ),
     *BLOCK_PEERS,
