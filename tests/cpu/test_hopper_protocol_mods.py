@@ -168,7 +168,7 @@ def test_a_missing_wait_is_found(monkeypatch, barrier):
     waits = Barrier.wait
     monkeypatch.setattr(Barrier, "wait", lambda self, parity: None if barrier in self.name else waits(self, parity))
     if barrier.endswith("empty"):  # readers that are slower than the copy engine
-        monkeypatch.setattr(gluon_threads.Memory, "nap", lambda self: time.sleep(self.random.random() * 5e-3))
+        monkeypatch.setattr(gluon_threads.Memory, "nap", lambda self: time.sleep(self.random.random() * 2e-2))
 
     def several() -> None:
         pick = random.Random(5)

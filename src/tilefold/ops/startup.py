@@ -19,8 +19,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from . import triton_key
-
 __all__ = ["DISABLE", "ahead", "beside", "disabled", "uncollected"]
 
 DISABLE = "TILEFOLD_DISABLE_STARTUP"
@@ -62,6 +60,8 @@ def ahead(fn: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
 def _begin() -> None:
     """Once in a process: Triton's hash of itself, from its file or in a thread, while its driver is made."""
     import triton
+
+    from . import triton_key
 
     if triton_key.install():
         beside(triton.runtime.cache.triton_key)
