@@ -15,7 +15,7 @@ from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_tile, hopper_violation
+from tilefold.plan.attention_hopper import hopper_programs, hopper_tile, hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
@@ -168,6 +168,18 @@ def test_box_loads_are_taken_where_they_can_be() -> None:
     assert (unaligned.kernel, packed.kernel) == ("attention_forward", "attention_forward_varlen")
     assert "not multiples of 16 bytes" in str(unaligned)
     assert "box loads" in [entry.what for entry in packed.rejected]
+
+
+def test_one_warpgroup_leaves_room_for_a_second_program() -> None:
+    plan = plan_attention(LONG, H200)
+    for tile, programs in (
+        ({"block_m": 64, "block_n": 64, "num_stages": 3, "options": ("fence", "skip")}, 264),
+        ({"block_m": 64, "block_n": 64, "num_stages": 4, "options": ("fence", "skip")}, 132),
+        ({"block_n": 64}, 132),
+    ):
+        made = plan.with_tile(**tile)
+        assert hopper_programs(made.problem, made.tile, H200) == programs
+        assert f"{programs} programs, {'two' if programs == 264 else 'one'} per SM, draw" in str(made)
 
 
 def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:

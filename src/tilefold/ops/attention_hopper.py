@@ -46,7 +46,7 @@ def bind(
         strides = 0, *strides
     # the arguments that not every call has are the same each time
     plain = all(t is None for t in (call.sinks, call.packed, call.bias, call.mask, call.alibi_slopes))
-    grid = min(plan.device.sms, items), 1, 1
+    grid = min(rules.hopper_programs(n, plan.tile, plan.device), items), 1, 1
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     return Prepared(

@@ -19,6 +19,7 @@ __all__ = [
     "hopper_few",
     "hopper_grid",
     "hopper_options",
+    "hopper_programs",
     "hopper_refusal",
     "hopper_shared_bytes",
     "hopper_tile",
@@ -35,6 +36,7 @@ WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; the copy engine fills wh
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
 BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
+RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
@@ -171,6 +173,14 @@ def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
     held = (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
     return held + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
+
+
+def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device) -> int:
+    """Programs of a launch that draws its blocks, but for those without one: one an SM, or two of one warpgroup each where an
+    SM's shared memory holds both (their registers, 128 of 256 threads at launch, fit)."""
+    room = device.smem_per_sm // 2 - RESERVED_BYTES
+    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile) <= room
+    return device.sms * (2 if pair else 1)
 
 
 def rows_of_tile(problem: AttentionProblem, name: str) -> int:

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import REGISTERS, consumers_of, packed_heads, width_of
+from tilefold.plan.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 
@@ -136,8 +136,10 @@ def _grid(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     if plan.kernel == HOPPER:
-        drawing = min(plan.device.sms, programs)
-        return f"{_count(drawing, 'program')}, one per SM, draw from a counter: {made.replace('program', 'block', 1)}."
+        resident = hopper_programs(problem, plan.tile, plan.device)
+        each = "one" if resident == plan.device.sms else "two"
+        drawing = f"{_count(min(resident, programs), 'program')}, {each} per SM"
+        return f"{drawing}, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
     if programs < sms:
