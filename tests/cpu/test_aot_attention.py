@@ -39,6 +39,7 @@ HOPPER = ("d64", "d64 causal", "d128", "d128 causal fp16", "d128 window", "d128 
 HOPPER_ONLY = tuple(name for name in PROBLEMS if name.startswith(("d80", "d96 c", "d192")) or "softcap" in name)
 LIKE_OTHERS = (
     *HOPPER_ONLY,
+    "d64",
     "d64 causal",
     "d128",
     "d128 window",
@@ -48,14 +49,11 @@ LIKE_OTHERS = (
 )  # for sm_90 only
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 NEWEST = (
-    "d64",
     "d128",
     "d128 every mod",
     "d96 odd",
     "d256 causal",
-    "d192 d128 varlen causal",
     "d128 groups softcap",
-    "d128 causal wide bias",
     "d128 causal all mods",
     "d256 causal bias",
 )
@@ -77,7 +75,7 @@ JOBS |= {
         "sm_90",
         label=f"{name} for sm_90, portable",
     )
-    for name in HOPPER
+    for name in ("d64", "d128 causal fp16", "d128 varlen causal", "d256 causal")
 }
 
 

@@ -98,9 +98,7 @@ NEWEST_HOPPER = (
     "main d128 causal stripes, two tiles",
     "main d128 window",
     "main d256 causal fp16 stripes",
-    "main d64 stripes, two tiles",
     "prepare packed d128",
-    "main packed d128 causal fp16, two tiles",
     "main packed d128 window, two tiles",
     "main packed d64, two tiles",
 )

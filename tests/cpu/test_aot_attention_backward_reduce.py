@@ -47,9 +47,7 @@ JOBS = {
 NEWEST = (
     "main d128",
     "main d128 rounded",
-    "main d128 causal fp16 registers",
     "main d64",
-    "main d64 causal late",
     "last d128",
 )
 pytestmark = pytest.mark.xdist_group("test_aot_attention_backward_reduce")

@@ -9,11 +9,9 @@ from tilefold.plan.coarse import CoarseProblem, plan_coarse
 
 PROBLEMS = {
     "d128 mean": CoarseProblem(problem(128, seq_k=364, seq_q=23296), 64),
-    "d128 alone": CoarseProblem(problem(128, seq_k=364, seq_q=23296, kv_heads=16), 64),
     "d128 max": CoarseProblem(problem(128, seq_k=364), 64, "max"),
     "d128 each": CoarseProblem(problem(128, seq_q=364, seq_k=364), 1, "each"),
     "d128 sizes": CoarseProblem(problem(128, seq_k=364), 64, "mean", True, True),
-    "d64 sizes": CoarseProblem(problem(64, seq_k=364), 64, "mean", True, True),
     "d256 sizes": CoarseProblem(problem(256, seq_k=364), 64, "mean", True, True),
     "d128 pointers": CoarseProblem(problem(128, seq_k=364, descriptors=False), 64),
     "d80 blocks of 16": CoarseProblem(problem(80, seq_k=364), 16, "mean", True, True),
