@@ -96,9 +96,9 @@ def attention(
             to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.
 
     With q, k and v in float8_e4m3fn there are causal, window, scale, layout, return_lse and an `AttentionFp8Plan` as plan, and no
-    gradients; out is bfloat16.  The tensors are dequantised to bfloat16 first.  The kernel for sm_90 that multiplies bytes is not
-    measured yet and runs where a plan asks for it (`with_tile(kernel="attention_forward_fp8")`): there each softmax weight is
-    rounded to e4m3, 2^8 times as large, so what is below 2^-18 of the largest one counts in lse alone.
+    gradients; out is bfloat16.  On sm_90 the products are of bytes where V has 65 to 128 columns: each softmax weight is rounded
+    to e4m3, 2^8 times as large, so what is below 2^-18 of the largest one counts in lse alone.  Elsewhere, and where the plan
+    says so, the tensors are dequantised to bfloat16.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log, sinks included.

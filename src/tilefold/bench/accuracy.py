@@ -162,6 +162,7 @@ def exact_result(inputs: "Inputs") -> "tuple[Tensor, ...]":
     import torch
 
     from tilefold import reference
+    from tilefold.bench.implementation import window_of
 
     p = inputs.problem
     if p.varlen:
@@ -175,6 +176,5 @@ def exact_result(inputs: "Inputs") -> "tuple[Tensor, ...]":
     if inputs.index is not None:
         out = reference.sparse_attention(q, k, v, inputs.index, causal=p.causal, dtype=torch.float64)[0]
     else:
-        window = None if p.window == (-1, -1) else p.window
-        out = reference.attention(q, k, v, causal=p.causal, window=window, dtype=torch.float64)[0]
+        out = reference.attention(q, k, v, causal=p.causal, window=window_of(p), dtype=torch.float64)[0]
     return (out,) if inputs.grad is None else torch.autograd.grad(out, (q, k, v), inputs.grad.double())

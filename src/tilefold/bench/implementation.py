@@ -27,6 +27,7 @@ __all__ = [
     "make_inputs",
     "prepared",
     "version_of",
+    "window_of",
 ]
 
 Result = Any  # the output [B, Sq, H, Dv], or the gradients (dq, dk, dv) in the shapes of q, k and v
@@ -127,6 +128,11 @@ def prepared(
     with context():
         out = function(*leaves)
     return Prepared(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), context)
+
+
+def window_of(problem: AttentionProblem) -> tuple[int, int] | None:
+    """The problem's window as the public functions take it."""
+    return None if problem.window == (-1, -1) else problem.window
 
 
 def importable(module: str) -> bool:

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 from tilefold.bench.block_peers import portable_plans
 from tilefold.bench.cases import Case
-from tilefold.bench.implementation import Inputs, Prepared, prepared
+from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
 from tilefold.errors import Unsupported
-from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,16 +20,12 @@ __all__ = [
 ]
 
 
-def _window_of(problem: AttentionProblem) -> tuple[int, int] | None:
-    return None if problem.window == (-1, -1) else problem.window
-
-
 def prepare_tilefold(inputs: Inputs) -> Prepared:
     """The public function, as a user calls it."""
     import tilefold
 
     p, index = inputs.problem, inputs.index
-    window = _window_of(p)
+    window = window_of(p)
 
     def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
         out: Tensor = tilefold.attention(q, k, v, causal=p.causal, window=window)
@@ -56,7 +51,7 @@ def prepare_any_order(inputs: Inputs) -> Prepared:
     """Gradients whose sums may be made in any order, where a plan makes them by another kernel then."""
     import tilefold
 
-    causal, window = inputs.problem.causal, _window_of(inputs.problem)
+    causal, window = inputs.problem.causal, window_of(inputs.problem)
     tensors = (inputs.q, inputs.k, inputs.v)
     kept, free = (
         tilefold.attention_backward_plan(*tensors, causal=causal, window=window, deterministic=d).kernel

@@ -57,7 +57,7 @@ class ReduceOptions:
     rounded: bool = False
 
     def __str__(self) -> str:
-        way = f"copies out of {self.sum_slots} buffer{'s'[: self.sum_slots - 1]}" if self.sum_slots else "registers"
+        way = ("registers", "copies out of 1 buffer", "copies out of 2 buffers")[self.sum_slots]
         return f"dq added by {way}, {self.order}, {self.stagger} tiles apart{', fenced' if self.fence else ''}"
 
 
