@@ -95,6 +95,8 @@ ALL = {"score_mods": ("softcap", "alibi", "bias"), "bias_descriptors": "tiles"}
 VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
     "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "options": ("polynomial 2",)}),
+    "d64 pairs": (problem(64, causal=True, seq_q=1024, seq_k=1024), {"options": ("skip",)}),
+    "d128 pairs": (problem(128, causal=True, seq_q=512, seq_k=512), {"options": ("fence", "skip", "late")}),
     "d128 bias": (problem(128, **BIAS), {}),
     "d128 bias of one row, groups": (problem(128, score_mods=("bias",), bias_descriptors="keys"), {}),
     "d128 alibi packed heads": (problem(128, causal=True, score_mods=("alibi",)), {}),

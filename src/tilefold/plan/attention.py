@@ -260,7 +260,7 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
         tiles = -(-problem.seq_k // choice.tile.block_n)
         filled = min(device.sms, programs * max(1, tiles))
         if filled > programs:
-            why = f"Would fill {filled} of {device.sms} SMs, not {programs}; no split-KV kernel in this release."
+            why = f"Would fill {filled} of {device.sms} SMs, not {programs}; only calls over a cache split keys."
             found.append(Rejected("split-KV", why))
     portable = choice.kernel != HOPPER and device.backend != "interpreter"
     if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:

@@ -47,6 +47,10 @@ STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
 )
+PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
+PACE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
+"""Scores an SM makes in a second beside its fastest version, by head dim and queries a block: with 2048 keys, all seen."""
+PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
@@ -92,7 +96,7 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         "fence": width_of(n.dim_v) >= 96,
         "turns": consumers_of(tile) > 1,
         "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
-        "late": width_of(n.dim_qk) == 192,
+        "late": width_of(n.dim_qk) == 192 or (consumers_of(tile) == 1 and width_of(n.dim_qk) == 128),
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
         "pack": _pack_fault(n) is None
@@ -108,10 +112,11 @@ def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     rows, used = tile.block_m, problem.seq_q * packed_heads(problem, options)
     if 2 * used < rows:
         return f"only {used} of the {rows} rows of a block would be used"
-    blocks = hopper_grid(problem, tile, options)[0]
-    if 2 * blocks >= device.sms:
+    blocks, programs = hopper_grid(problem, tile, options)[0], hopper_programs(problem, tile, device)
+    if 2 * blocks >= programs:
         return None
-    return f"it would have {blocks} blocks of {rows} queries for {device.sms} SMs"
+    pairs = ", two programs each" if programs > device.sms else ""
+    return f"it would have {blocks} blocks of {rows} queries for {device.sms} SMs{pairs}"
 
 
 def width_of(dim: int) -> int:
@@ -135,13 +140,16 @@ def polynomial_of(options: tuple[str, ...]) -> int:
 
 
 def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
-    """128 queries, 4 warps in each of two warpgroups, or 192 of three; num_stages: buffers for K, and for V, as many as a bias
-    or a mask leaves room for.
+    """128 queries, 4 warps in each of two warpgroups, 192 of three, or 64 of one, in two programs an SM; num_stages: buffers for
+    K, and for V, as many as a bias or a mask leaves room for.
 
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
     no room for two buffers."""
     widths = width_of(problem.dim_qk), width_of(problem.dim_v)
-    if widths == (64, 64) and _three_pay(problem, device):
+    three = widths == (64, 64) and _three_pay(problem, device)
+    if _pairs_pay(problem, device, 192 if three else 128):
+        return Tile(64, PAIR_KEYS[widths[0]], 4, 3)
+    if three:
         return Tile(192, 128, 4, STAGES[widths])
     for keys in (128, 64):
         for stages in _stages(problem, widths, keys):
@@ -259,6 +267,37 @@ def _three_pay(problem: AttentionProblem, device: Device) -> bool:
         return True
     seen = n.seq_k if left < 0 or right < 0 else min(n.seq_k, left + right + 1)
     return not n.varlen and seen >= THREE_FROM
+
+
+def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
+    """Whether two programs an SM, of 64 queries each, are faster than one of `rows`: where a block's beginning and end, which one
+    does beside the other's products, and rows in vain cost more than reading K and V twice as often."""
+    n = problem
+    width = width_of(n.dim_qk)
+    if (
+        width != width_of(n.dim_v)
+        or width not in PACE
+        or n.score_mods
+        or n.mask_mods
+        or n.varlen
+        or n.seq_k >= THREE_FROM  # not measured
+        or n.seq_q * (n.group if _pack_fault(n) is None else 1) <= 64
+    ):
+        return False
+    if n.sides == (-1, 0):
+        return width == 64 or n.seq_k <= PAIRS_UNTIL
+    if max(n.sides) >= 0:
+        return False  # a window: not measured
+    keys = PAIR_KEYS[width]
+    return _seconds(n, 64, keys, 2 * device.sms) < _seconds(n, rows, 128, device.sms)
+
+
+def _seconds(problem: AttentionProblem, rows: int, keys: int, programs: int) -> float:
+    """Time of a call that sees all keys, in units of its own: rounds of blocks, by the work of one and the pace of an SM."""
+    n = problem
+    pack = n.group if _pack_fault(n) is None else 1
+    blocks = -(-n.seq_q * pack // rows) * n.batch * n.heads // pack
+    return -(-blocks // programs) * rows * -(-n.seq_k // keys) * keys / PACE[width_of(n.dim_qk)][rows] * programs
 
 
 def _registers_held(problem: AttentionProblem, tile: Tile) -> int:
