@@ -12,6 +12,7 @@ from .errors import (
     DtypeError,
     LayoutError,
     ModifiedError,
+    OutOfPages,
     PlanError,
     ShapeError,
     TilefoldError,
@@ -23,6 +24,7 @@ from .types import constant
 
 if TYPE_CHECKING:
     from .integrations import register, unregister
+    from .paged import CacheBatch, CacheStatistics, PagedKVCache
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, plan_attention
     from .sparse import BlockIndex
 
@@ -33,10 +35,14 @@ __all__ = [
     "AttentionPlan",
     "AttentionProblem",
     "BlockIndex",
+    "CacheBatch",
+    "CacheStatistics",
     "DeviceError",
     "DtypeError",
     "LayoutError",
     "ModifiedError",
+    "OutOfPages",
+    "PagedKVCache",
     "PlanError",
     "ShapeError",
     "TilefoldError",
@@ -60,14 +66,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The planner, the index of blocks, the references and the bridges to other libraries load when first used."""
+    """The planner, the paged cache, the index of blocks, the references and the bridges to others load when first used."""
     if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
+    if name in ("CacheBatch", "CacheStatistics", "PagedKVCache"):
+        return getattr(importlib.import_module(".paged", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
-    if name in ("compat", "nn", "plan", "reference", "sparse"):
+    if name in ("compat", "nn", "paged", "plan", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

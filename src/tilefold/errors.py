@@ -9,6 +9,7 @@ __all__ = [
     "DtypeError",
     "LayoutError",
     "ModifiedError",
+    "OutOfPages",
     "PlanError",
     "ShapeError",
     "TilefoldError",
@@ -43,6 +44,26 @@ class ModifiedError(TilefoldError, RuntimeError):
 
 class ValueRangeError(TilefoldError, ValueError):
     """A number, string or tuple argument is outside what is accepted."""
+
+
+class OutOfPages(TilefoldError, MemoryError):
+    """A paged cache has fewer free pages than a call needs; the call has changed nothing.
+
+    needed, free: pages.  reclaimable: pages that freeing, or swapping out, all sequences but those of the call would give."""
+
+    def __init__(self, needed: int, free: int, reclaimable: int, total: int, holders: int) -> None:
+        super().__init__(
+            f"{needed} pages are needed, {free} of {total} are free; freeing or swapping out the other {holders} sequences "
+            f"that hold pages would give {reclaimable} more"
+        )
+        self.needed = needed
+        self.free = free
+        self.reclaimable = reclaimable
+        self.total = total
+        self.holders = holders
+
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        return type(self), (self.needed, self.free, self.reclaimable, self.total, self.holders)
 
 
 class PlanError(TilefoldError, ValueError):

@@ -1,0 +1,234 @@
+"""The paged KV cache: pages for many sequences and all layers, written and attended through batches."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..check import FLOATS
+from ..errors import DeviceError, DtypeError, ValueRangeError
+from .access import append_packed, append_rows, attend
+from .allocator import PageAllocator, check_count
+from .batch import CacheBatch
+from .pool import PagePool
+from .staging import Staging
+from .statistics import CacheStatistics
+
+__all__ = ["PagedKVCache"]
+
+OPTIONS = ("window", "scale", "softcap", "alibi_slopes", "sinks", "num_splits")
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages of page_size tokens; a page id stands for one page in every layer.
+
+    Args:
+        layers, kv_heads, head_dim: of the model; head_dim_v: of V, by default head_dim.
+        num_pages, page_size: what is allocated, all of it here.
+        max_sequences, max_tokens: the most sequences at a time, and the most tokens of one.
+        dtype: float16, bfloat16 or float32; device: where the pages lie, CUDA or, in Triton's interpreter, the CPU.
+
+    k[layer], v[layer]: [num_pages, page_size, kv_heads, dim].  allocator: who owns which page.
+
+    Which page a sequence gets is decided on the host, from the calls alone, and nothing waits for the device.  All device work
+    goes to the current stream: use one cache from one stream, or order the streams yourself; a page that is given back may be
+    written by the next call.  Raises DtypeError, DeviceError, ValueRangeError, all before anything is changed."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        max_sequences: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+        head_dim_v: int | None = None,
+    ) -> None:
+        self.layers = check_count("layers", layers, 1)
+        self.kv_heads = check_count("kv_heads", kv_heads, 1)
+        self.head_dim = check_count("head_dim", head_dim, 1)
+        self.head_dim_v = head_dim if head_dim_v is None else check_count("head_dim_v", head_dim_v, 1)
+        if dtype not in FLOATS:
+            raise DtypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+        self.allocator = PageAllocator(num_pages, page_size, max_sequences, max_tokens)
+        self.page_size, self.num_pages = page_size, num_pages
+        self.dtype, self.device = dtype, _device(device)
+        self.staging = Staging(self.device)
+        self._pool = PagePool((layers, num_pages, page_size, kv_heads), head_dim, self.head_dim_v, dtype, self.staging)
+        self.k = list(self._pool.k.unbind())
+        self.v = list(self._pool.v.unbind())
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache({self.layers} layers, {self.kv_heads} KV heads, head dim {self.head_dim}, {self.num_pages} pages of "
+            f"{self.page_size}, {self.free_pages} free, {len(self.sequences)} sequences, {self.dtype}, {self.device})"
+        )
+
+    # ---------------------------------------------------------------- sequences
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Ids, oldest first, those swapped out included."""
+        return self.allocator.sequences
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence owns."""
+        return self.allocator.free
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page, keys and values of all layers."""
+        return self._pool.page_bytes
+
+    def add(self, sequence: int | None = None) -> int:
+        """A new, empty sequence; its id is `sequence`, or one never used before.  It takes no page yet."""
+        return self.allocator.add(sequence)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence, those reserved by a batch included."""
+        return self.allocator.find(sequence).length
+
+    def pages(self, sequence: int) -> tuple[int, ...]:
+        """The pages of a sequence, first rows first; negative ids are pages in host memory."""
+        return tuple(self.allocator.find(sequence).pages)
+
+    def is_swapped(self, sequence: int) -> bool:
+        """Whether it has to be swapped in before it can be used."""
+        return self.allocator.find(sequence).state == "swapped"
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; pages that no other one owns are free."""
+        self._pool.drop(self.allocator.free_sequence(sequence))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget all but the first `length` tokens, as after a rejected draft."""
+        self.allocator.truncate(sequence, length)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens in the same pages, as for beams; whoever writes first into a shared page gets a
+        copy of it."""
+        return self.allocator.share(sequence)
+
+    def share_prefix(self, sequence: int, tokens: int) -> int:
+        """A new sequence that has the first `tokens` tokens of another, in the same pages; the last of these is copied when
+        either one writes into it."""
+        check_count("tokens", tokens)
+        return self.allocator.share(sequence, tokens)
+
+    # ---------------------------------------------------------------- use
+
+    def batch(
+        self, sequences: Iterable[int], counts: int | Iterable[int] = 1, *, max_new: int | None = None
+    ) -> CacheBatch:
+        """Reserve counts (an int for all, or one for each, 0 allowed) new tokens of each sequence, and give the device tensors
+        that `append` and `attend` need.  Pages that others own are copied first where new rows go.
+
+        max_new: the most new tokens in all that `CacheBatch.next` will be asked for; by default one for each sequence, or those
+        of this call if they are more.  Raises OutOfPages (needed, free, what could be freed), and ValueRangeError for unknown,
+        repeated or swapped sequences and lengths over max_tokens; nothing has changed then."""
+        return CacheBatch(self, sequences, counts, max_new)
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: CacheBatch,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        """Write keys and values of the batch's new tokens into one layer.
+
+        k, v: packed [T, kv_heads, dim], or [B, S, kv_heads, dim] if every sequence gets S.  rotary_cos, rotary_sin:
+        [positions, pairs] float: k is turned by its row on the way; pairs are channels (2i, 2i + 1) if interleaved, else
+        (i, i + pairs).  No gradients."""
+        caches = self._caches(layer, batch)
+        rows = batch.as_rows("k", k), batch.as_rows("v", v)
+        write = append_packed if batch.count is None else append_rows
+        write(caches, *rows, batch, rotary_cos, rotary_sin, interleaved)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        batch: CacheBatch,
+        causal: bool = True,
+        *,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attention of the batch's new tokens over their sequences in one layer, forward only.
+
+        q: packed [T, heads, dim], or [B, S, heads, dim] if every sequence has S; causal from the bottom right: each sees itself
+        and what was before.  options: window, scale, softcap, alibi_slopes, sinks as for `tilefold.attention`, and num_splits
+        (0: chosen).  Returns out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
+        caches = self._caches(layer, batch)
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise ValueRangeError(f"attend() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+        rows = batch.as_rows("q", q)
+        if q.dim() == 3 and batch.count != 1:  # one query each is the same batch without offsets
+            rows = q
+        out, lse = attend(caches, rows, batch, causal, dict(options))
+        if rows.dim() != q.dim():
+            out, lse = out.flatten(0, 1), lse[..., 0].T
+        return (out, lse) if return_lse else out
+
+    def _caches(self, layer: int, batch: CacheBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's pages for a batch that knows where its rows are now."""
+        if not isinstance(batch, CacheBatch):
+            raise DtypeError(f"batch must be what PagedKVCache.batch returned, got {type(batch).__name__}")
+        if batch.cache is not self:
+            raise ValueRangeError("batch belongs to another cache")
+        if check_count("layer", layer) >= self.layers:
+            raise ValueRangeError(f"layer must be 0 to {self.layers - 1}, got {layer}")
+        batch.check_current()
+        return self.k[layer], self.v[layer]
+
+    # ---------------------------------------------------------------- moving pages
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Enqueue the copies of pages (from, to), all layers; the allocator says which are due."""
+        if pairs:
+            self._pool.copy(pairs)
+
+    def defragment(self) -> dict[int, int]:
+        """Move pages so that those in use have the lowest ids; {old id: new id} of those that moved.
+
+        Batches made before have to call `next`, or be made anew."""
+        moves = self.allocator.defragment()
+        self.copy_pages(moves)
+        return dict(moves)
+
+    def swap_out(self, sequence: int) -> int:
+        """Copy a sequence's pages to pinned host memory and free them; how many.
+
+        Pages that a sequence on the device owns, too, stay there.  The copy is enqueued, as is whatever writes the freed
+        pages next: on one stream that is in order."""
+        moves = self.allocator.swap_out(sequence)
+        self._pool.to_host(moves)
+        return len(moves)
+
+    def swap_in(self, sequence: int) -> int:
+        """Bring a sequence back, into whichever pages are free; how many pages were copied.  Raises OutOfPages."""
+        moves = self.allocator.swap_in(sequence)
+        self._pool.from_host(moves)
+        return len(moves)
+
+    def statistics(self) -> CacheStatistics:
+        """Pages and bytes as they are now."""
+        return self.allocator.statistics(self.page_bytes // self.page_size)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """With its index, as tensors report it."""
+    found = torch.device(device)
+    if found.type not in ("cuda", "cpu"):
+        raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {found}")
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
