@@ -6,6 +6,7 @@ happened; where none has, there is a new buffer: the host never waits, and the r
 
 import ctypes
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -30,11 +31,13 @@ class Buffer:
 
     def int32(self, offset: int, values: list[int]) -> None:
         """Write from byte `offset` on."""
-        (ctypes.c_int32 * len(values)).from_address(self._address + offset)[:] = values
+        place: Any = (ctypes.c_int32 * len(values)).from_address(self._address + offset)
+        place[:] = values
 
     def int64(self, offset: int, values: list[int]) -> None:
         """Write from byte `offset` on."""
-        (ctypes.c_int64 * len(values)).from_address(self._address + offset)[:] = values
+        place: Any = (ctypes.c_int64 * len(values)).from_address(self._address + offset)
+        place[:] = values
 
     def send(self, into: torch.Tensor) -> None:
         """Copy the first bytes into a contiguous uint8 tensor, in the order of the current stream."""
