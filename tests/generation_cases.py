@@ -32,7 +32,7 @@ def run_engine(model, requests, limits, *, pages, page_size=4, dtype=torch.float
     return engine, steps
 
 
-def workload(count=5, prompt=(3, 16), new=(3, 6), rate=0.7, seed=3):
+def workload(count=5, prompt=(3, 14), new=(3, 7), rate=0.7, seed=9):
     return random_requests(count, 64, prompt, new, rate, seed)
 
 

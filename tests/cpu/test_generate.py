@@ -168,7 +168,7 @@ def test_every_request_has_the_tokens_of_transformers(swap, heads, kv_heads):
 
     model, theirs = tiny("cpu", heads=heads, kv_heads=kv_heads, hidden=16 * heads)
     requests = workload()
-    _, steps = run_engine(model, requests, replace(LIMITS, swap=swap), pages=7)
+    _, steps = run_engine(model, requests, replace(LIMITS, swap=swap), pages=8)
     assert any(one.prefill and one.decode for one in steps)
     assert any(one.preempted for one in steps) and any(one.resumed for one in steps) == swap
     found = compare_requests(requests, theirs, torch.float32)
