@@ -34,7 +34,7 @@ USUAL: dict[bool, dict[str, Any]] = {
            "rate": 0.5, "prompt": (32, 512), "new": (32, 128), "pages": 512, "page_size": 16, "running": 32, "tokens": 1024,
            "chunk": 256, "dtype": "bf16", "check": 4},
     False: {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "vocabulary": 64, "positions": 64, "requests": 6,
-            "rate": 0.5, "prompt": (3, 20), "new": (4, 10), "pages": 16, "page_size": 4, "running": 4, "tokens": 16,
+            "rate": 0.7, "prompt": (3, 20), "new": (4, 10), "pages": 18, "page_size": 4, "running": 4, "tokens": 16,
             "chunk": 8, "dtype": "fp32", "check": 6},
 }  # fmt: skip
 
@@ -100,15 +100,19 @@ def _bounds(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"must be two integers LEAST,MOST, got {text!r}") from None
 
 
-def choose_device(console: "Console") -> torch.device:
+def has_gpu() -> bool:
+    """Whether kernels run on a GPU: there is one, and Triton's interpreter was not asked for."""
+    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+
+
+def choose_device(gpu: bool, console: "Console") -> torch.device:
     """The GPU, or Triton's interpreter, which has to be switched on before triton is imported."""
-    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+    if gpu:
         console.print(f"Kernels run on {torch.cuda.get_device_name()}.", style="dim")
         return torch.device("cuda")
     os.environ["TRITON_INTERPRET"] = "1"
     console.print(
-        "Kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), with a tiny model: the tokens are those of a "
-        "GPU, the times say nothing about one.",
+        "Kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1); its times say nothing about a GPU.",
         style="yellow",
     )
     return torch.device("cpu")
@@ -206,8 +210,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    given, console = arguments(argv, torch.cuda.is_available()), Console()
-    device = choose_device(console)
+    gpu, console = has_gpu(), Console()
+    given = arguments(argv, gpu)
+    device = choose_device(gpu, console)
     from continuous.engine import Engine, Limits
     from continuous.report import lines_of, record_of
     from tilefold import PagedKVCache, TilefoldError

@@ -43,8 +43,11 @@ def compare_requests(requests: Sequence[Request], theirs: Any, dtype: torch.dtyp
     them differs then; so at the first difference both are looked up in the logits of fp32."""
     import copy
 
-    used = theirs if dtype == torch.float32 else copy.deepcopy(theirs).to(dtype)
-    return [_beside(one, _greedy(used, one), theirs, used) for one in requests]
+    used = exact = theirs
+    if dtype != torch.float32:
+        used = copy.deepcopy(theirs).to(dtype)
+        exact = copy.deepcopy(used).float()  # the rounded weights, computed with exactly
+    return [_beside(one, _greedy(used, one), exact, used) for one in requests]
 
 
 def _greedy(model: Any, one: Request) -> list[int]:

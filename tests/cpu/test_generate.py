@@ -3,6 +3,7 @@
 import json
 import string
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("rich", reason="the example needs the cli extra")
 from continuous.engine import Engine, Limits, Request
 from continuous.qwen2 import Shape
 from continuous.workload import arrivals, random_requests
-from generate import main
+from generate import arguments, main
 from tilefold import PagedKVCache
 
 # ---------------------------------------------------------------- the engine, over a model without attention
@@ -280,3 +281,26 @@ def test_a_local_directory_with_a_tokenizer(tmp_path, capsys, kind):
         assert "neither *.safetensors nor pytorch_model*.bin" in capsys.readouterr().err
     assert main(["--prompts", str(prompts)]) == 2
     assert main(["--model", str(tmp_path / "nowhere")]) == 2
+
+
+# ---------------------------------------------------------------- its page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_are_understood():
+    commands = [line.split("#")[0].split()[2:] for line in PAGE.splitlines() if line.startswith("python examples/")]
+    assert len(commands) == 4
+    for gpu in (False, True):
+        for command in commands:
+            assert arguments(command, gpu).requests > 0
+
+
+@pytest.mark.interpreter
+def test_the_example_of_the_page_runs():
+    pytest.importorskip("transformers")
+    (example,) = (part.split("```")[0] for part in PAGE.split("```python\n")[1:])
+    names = {}
+    exec(example.replace('"cuda"', '"cpu"'), names)
+    assert {number: len(tokens) for number, tokens in names["answers"].items()} == {0: 4, 1: 3}
+    assert names["cache"].free_pages == 8

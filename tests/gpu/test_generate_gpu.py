@@ -27,16 +27,11 @@ def test_every_request_has_the_tokens_of_transformers(dtype, swap, page_size):
     )
     assert any(one.prefill and one.decode for one in steps)
     assert any(one.preempted for one in steps) and any(one.resumed for one in steps) == swap
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        found = compare_requests(requests, theirs, dtype)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    found = compare_requests(requests, theirs, dtype)
     assert all(one.ok for one in found), [one for one in found if not one.ok]
     if dtype == torch.float32:
         assert all(one.equal for one in found)
-    assert sum(one.equal for one in found) >= len(found) // 4  # what parts, parts late
+    assert sum(one.same > 0 for one in found) > len(found) / 2  # what parts does not do so at once
 
 
 def test_the_program(capsys):

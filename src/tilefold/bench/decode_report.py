@@ -29,9 +29,9 @@ OURS = "tilefold"
 
 
 def decode_title(rows: Sequence[DecodeRow], method: str, setting: Setting) -> str:
-    """The heading of a table: "decode, CUDA-graph replays over rotating caches, on NVIDIA H200, copy 4.27 TB/s"."""
+    """The heading of a table: "decode, CUDA-graph replays over rotating caches, on NVIDIA H200, copy 4270 GB/s"."""
     copied = sorted(row.copied for row in rows if row.copied)
-    rate = f", copy {copied[len(copied) // 2] * 1e-12:.2f} TB/s" if copied else ""
+    rate = f", copy {copied[len(copied) // 2] * 1e-9:.0f} GB/s" if copied else ""
     how = "wall clock" if setting.backend == "interpreter" else METHODS[method]
     return f"decode, {how}, on {setting.device}{rate}"
 
