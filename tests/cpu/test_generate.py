@@ -179,6 +179,7 @@ def test_every_request_has_the_tokens_of_transformers(swap, heads, kv_heads):
     assert [one.number for one in compare_requests(requests, theirs, torch.float32) if not one.ok] == [2]
 
 
+@pytest.mark.interpreter
 def test_answers_end_with_the_end_token_as_they_do_there():
     pytest.importorskip("transformers")
     from continuous.compare import compare_requests
