@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from examples import examples
 
 pytest.importorskip("rich", reason="the example needs the cli extra")
 
@@ -83,7 +85,7 @@ def by_age(one):
     return one.arrives, one.number
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(0, 12)), max_size=8),
     st.integers(1, 5),

@@ -32,7 +32,10 @@ def new_rows(cache, batch, model):
     for sequence, count in zip(batch.sequences, batch.counts, strict=True):
         for layer, (k, v) in enumerate(written):
             old_k, old_v = model[sequence][layer]
-            model[sequence][layer] = torch.cat([old_k, k[first : first + count]]), torch.cat([old_v, v[first : first + count]])
+            model[sequence][layer] = (
+                torch.cat([old_k, k[first : first + count]]),
+                torch.cat([old_v, v[first : first + count]]),
+            )
         first += count
 
 
@@ -315,7 +318,7 @@ def test_refusals(device):
         (lambda: cache.append(2, k, v, batch), ValueRangeError, "layer must be 0 to 1, got 2"),
         (lambda: cache.append(0, k, v, other), ValueRangeError, "batch belongs to another cache"),
         (lambda: cache.append(0, k, v, None), DtypeError, "batch must be what PagedKVCache.batch returned, got NoneType"),
-        (lambda: cache.append(0, k[:3], v, batch), ShapeError, "k has shape (3, 2, 16), this batch takes [2, 2, heads, dim] or [4,"),
+        (lambda: cache.append(0, k[:3], v, batch), ShapeError, "k has shape (3, 2, 16), this batch takes [2, 2, heads, dim] or"),
         (lambda: cache.append(0, k, v, gone), ValueRangeError, "sequence 2 was freed"),
         (lambda: cache.append(0, k, [v], batch), DtypeError, "v must be a torch.Tensor, got list"),
         (lambda: cache.append(0, k.half(), v.half(), batch), DtypeError, "k has dtype float16, but k_cache has float32"),
@@ -335,9 +338,21 @@ def test_refusals(device):
     assert snapshot(cache.allocator) == before
     ragged = cache.batch([a, b], [1, 3])
     for call, kind, message in (
-        (lambda: cache.append(0, k.half(), v, ragged), DtypeError, "k has dtype torch.float16, the cache torch.float32"),
-        (lambda: cache.append(0, k, v[:, :1], ragged), ShapeError, "v has shape (4, 1, 8), the cache takes [tokens, 2, 8]"),
-        (lambda: cache.append(0, k, v, ragged, rotary_cos=k), ValueRangeError, "rotary_cos and rotary_sin come together"),
+        (
+            lambda: cache.append(0, k.half(), v, ragged),
+            DtypeError,
+            "k has dtype torch.float16, the cache torch.float32",
+        ),
+        (
+            lambda: cache.append(0, k, v[:, :1], ragged),
+            ShapeError,
+            "v has shape (4, 1, 8), the cache takes [tokens, 2, 8]",
+        ),
+        (
+            lambda: cache.append(0, k, v, ragged, rotary_cos=k),
+            ValueRangeError,
+            "rotary_cos and rotary_sin come together",
+        ),
         (lambda: cache.append(0, k[None], v, ragged), ShapeError, "this batch takes [4, heads, dim]"),
     ):
         with pytest.raises(kind) as caught:

@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, profile, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, show
 
 __all__ = ["app"]
 
@@ -30,6 +30,7 @@ app.command(name="check", epilog=check.EPILOG)(check.check)
 app.add_typer(bench.app, name="bench")
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
+app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
 app.add_typer(profile.app, name="profile")
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

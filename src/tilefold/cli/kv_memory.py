@@ -1,0 +1,160 @@
+"""`tilefold kv-memory`: what a KV cache takes, contiguous and in pages, for a model and a workload. Needs no GPU."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.runtime import dtype_named, table_of, user_errors, writable
+from tilefold.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.kv_memory import KVModel, Layout, Workload
+
+__all__ = ["EPILOG", "kv_memory"]
+
+EPILOG = """
+**Examples**
+
+    tilefold kv-memory --model qwen2.5-7b
+
+    tilefold kv-memory --model llama-3.1-8b --prompt 2000 --output 500 --max-tokens 16384 --budget 80 --plot memory.png
+
+    tilefold kv-memory --layers 28 --kv-heads 4 --dim 128 --lengths lengths.txt --shared-prefix 300 --json
+
+**Method**: every sequence is allocated at its full length by the allocator that `PagedKVCache` uses; a contiguous cache keeps
+--max-tokens for each. *In the budget* are sequences of the workload, in order and again from the first, until pages are out.
+"""
+
+
+@user_errors
+def kv_memory(
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="A model known by name, as qwen2.5-7b.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Without --model: layers.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Without --model: KV heads.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Without --model: head dimension of K.")] = None,
+    dim_v: Annotated[int | None, typer.Option(help="Without --model: head dimension of V.", show_default="dim")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Sequences that are drawn.")] = 256,
+    prompt: Annotated[int, typer.Option(min=1, help="Median tokens of a prompt.")] = 512,
+    output: Annotated[int, typer.Option(min=1, help="Median tokens that are generated.")] = 256,
+    spread: Annotated[float, typer.Option(min=0, max=5, help="Sigma of both lognormal distributions.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lengths of sequences, one a line, instead of drawn ones.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a sequence.")] = 8192,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="First tokens that all sequences have in common.")] = 0,
+    budget: Annotated[float, typer.Option(min=0, metavar="GIB", help="Memory for the cache.")] = 40.0,
+    page_sizes: Annotated[str, typer.Option(metavar="N,N", help="Tokens of a page.")] = "1,16,64,256",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it, as .png or .svg (needs matplotlib).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Compare the memory of a contiguous KV cache with that of a paged one, for a model and a workload."""
+    from tilefold.bench.kv_memory import GIB, Workload, draw_plot, layouts_of, lengths_in
+
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
+    writable(plot, "--plot")
+    sizes = _sizes(page_sizes)
+    chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
+    itemsize = 4 if dtype_named(dtype) == "float32" else 2
+    if lengths is not None:
+        work = Workload(lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
+    else:
+        work = Workload.drawn(requests, prompt, output, spread, max_tokens, seed, shared_prefix)
+    row = chosen.row_bytes(itemsize)
+    found = layouts_of(work, row, sizes, int(budget * GIB))
+    if as_json:
+        typer.echo(json.dumps(_document(chosen, dtype_named(dtype), row, work, budget, found), indent=2))
+    else:
+        _print(chosen, dtype_named(dtype), row, work, budget, found)
+    if plot is not None:
+        draw_plot(found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * GIB), plot)
+        if not as_json:
+            Console().print(Text(f"wrote {plot}", style="dim"), soft_wrap=True)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ValueRangeError(f"--page-sizes must be integers of at least 1, comma-separated, got {text!r}")
+    return found
+
+
+def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) -> "KVModel":
+    """The named model, or the one that the flags describe."""
+    from tilefold.bench.kv_memory import MODELS, KVModel
+
+    given = {flag: value for flag, value in {**flags, "--dim-v": dim_v}.items() if value is not None}
+    for flag, value in given.items():
+        if value < 1:
+            raise ValueRangeError(f"{flag} must be at least 1, got {value}")
+    if name is not None:
+        if given:
+            raise ValueRangeError(f"{next(iter(given))} does not go with --model, which says it all")
+        if name.lower() not in MODELS:
+            raise ValueRangeError(
+                f"--model must be one of {', '.join(MODELS)}, got {name!r}; or give --layers, --kv-heads, --dim"
+            )
+        return MODELS[name.lower()]
+    absent = [flag for flag, value in flags.items() if value is None]
+    if absent:
+        raise ValueRangeError(f"{absent[0]} must be given, or --model: one of {', '.join(MODELS)}")
+    layers, heads, dim = given["--layers"], given["--kv-heads"], given["--dim"]
+    value_dim = given.get("--dim-v", dim)
+    return KVModel(f"{layers} layers, {heads} KV heads, head dim {dim}", layers, heads, dim, value_dim)
+
+
+def _document(
+    model: "KVModel", dtype: str, row: int, work: "Workload", budget: float, found: "list[Layout]"
+) -> dict[str, Any]:
+    return {
+        "model": asdict(model),
+        "dtype": dtype,
+        "bytes_per_token": row,
+        "sequences": len(work.lengths),
+        "tokens": sum(work.lengths),
+        "longest": max(work.lengths),
+        "max_tokens": work.max_tokens,
+        "shared_prefix": work.shared,
+        "budget_gib": budget,
+        "layouts": [{"name": each.name, **asdict(each), "bytes_wasted": each.bytes_wasted} for each in found],
+    }
+
+
+def _print(model: "KVModel", dtype: str, row: int, work: "Workload", budget: float, found: "list[Layout]") -> None:
+    from tilefold.paged.statistics import readable_bytes
+
+    console = Console()
+    at_most = sum(n == work.max_tokens for n in work.lengths)
+    lines = [
+        f"{model.name}, {dtype}: {readable_bytes(row)} a token",
+        f"{len(work.lengths)} sequences of {min(work.lengths)} to {max(work.lengths)} tokens, "
+        f"{sum(work.lengths) / len(work.lengths):.0f} in the mean; room for {work.max_tokens} each"
+        + (f", which {at_most} reach" if at_most else "")
+        + (f"; the first {work.shared} are the same" if work.shared else ""),
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+    first = found[0].concurrent
+    rows = [
+        (
+            each.name, readable_bytes(each.bytes_allocated), readable_bytes(each.bytes_used), readable_bytes(each.bytes_wasted),
+            f"{each.bytes_wasted / each.bytes_allocated:.1%}", str(each.concurrent),
+            f"{each.concurrent / first:.1f}x" if first else "-",
+        )
+        for each in found
+    ]  # fmt: skip
+    head = ("layout", "allocated", "used", "wasted", "share", f"in {budget:g} GiB", "sequences")
+    console.print(table_of(head, rows))
