@@ -230,6 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TilefoldError, ValueError, FileNotFoundError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         return 2
+    except ModuleNotFoundError as error:
+        line = f"error: {error}; install it with: pip install 'tilefold[cli,transformers]'"
+        Console(stderr=True).print(line, style="bold red", markup=False, soft_wrap=True)
+        return 2
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for what, figures in lines_of(run):
         table.add_row(what, figures)

@@ -2,6 +2,7 @@
 
 import json
 import string
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,6 +285,13 @@ def test_a_local_directory_with_a_tokenizer(tmp_path, capsys, kind):
         assert "neither *.safetensors nor pytorch_model*.bin" in capsys.readouterr().err
     assert main(["--prompts", str(prompts)]) == 2
     assert main(["--model", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.interpreter
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["--requests", "1"]) == 2
+    assert "pip install 'tilefold[cli,transformers]'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- its page
