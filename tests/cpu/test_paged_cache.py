@@ -365,9 +365,10 @@ def test_staging_never_writes_what_is_being_read():
     staging = tilefold.paged.staging.Staging(torch.device("cpu"))
     first = staging.lend(10)
     assert staging.lend(10) is first and len(staging) == 1
-    assert staging.lend(100_000) is not first and len(staging) == 1
+    large = staging.lend(100_000)
+    assert large is not first and staging.lend(70_000) is large and len(staging) == 2  # a ring for each size
     busy = staging.lend(1)
     busy._event = type("Event", (), {"query": lambda self: False, "record": lambda self: None})()
     second = staging.lend(1)
-    assert second is not busy and len(staging) == 2
-    assert staging.lend(1) is not second and len(staging) == 3  # the oldest is still read
+    assert second is not busy and len(staging) == 3
+    assert staging.lend(1) is not second and len(staging) == 4  # the oldest is still read

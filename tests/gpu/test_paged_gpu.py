@@ -99,7 +99,7 @@ def test_a_thousand_steps_of_a_captured_graph(page_size):
 
 
 def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
-    """The device sleeps while the host is hundreds of steps ahead: every step still gets its own numbers."""
+    """The device sleeps while the host is many steps ahead: every step still gets its own numbers."""
     cache = a_cache()
     ids, _ = filled(cache, 5, 40, 700)
     batch = cache.batch(ids, 1)
@@ -108,7 +108,7 @@ def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
     with strictly():
         begin = time.perf_counter()
         torch.cuda._sleep(2_000_000_000)  # about a second
-        for _ in range(200):
+        for _ in range(60):  # launches that wait are limited, to a thousand or so
             batch.next()
             seen.append((batch.cache_seqlens.clone(), batch.slot_mapping.clone(), batch.block_table.clone()))
             pages = [cache.pages(id) for id in ids]
@@ -116,7 +116,7 @@ def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
         ahead = time.perf_counter() - begin
         busy = not torch.cuda.current_stream().query()
     assert busy, f"the device was done before the host ({ahead:.2f} s): nothing was tested"
-    assert len(cache.staging) > 100
+    assert len(cache.staging) > 50
     for seqlens, slots, table, lengths, pages in seen:
         assert seqlens.tolist() == lengths
         assert slots.tolist() == [p[(n - 1) // 16] * 16 + (n - 1) % 16 for p, n in zip(pages, lengths, strict=True)]

@@ -111,7 +111,7 @@ class PagedKVCache:
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens in the same pages, as for beams; whoever writes first into a shared page gets a
-        copy of it."""
+        copy of it.  Rows that a batch has reserved belong to it, so append them before."""
         return self.allocator.share(sequence)
 
     def share_prefix(self, sequence: int, tokens: int) -> int:
@@ -231,4 +231,8 @@ def _device(device: torch.device | str) -> torch.device:
     found = torch.device(device)
     if found.type not in ("cuda", "cpu"):
         raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {found}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            f"device is {found}, but torch sees no GPU; in Triton's interpreter (TRITON_INTERPRET=1) give device='cpu'"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

@@ -1,29 +1,31 @@
 """Small integer tables from the host to the device without waiting: pinned buffers, each reused when its last copy is done.
 
 A copy that does not block reads its source later.  So a buffer is written again only after the event behind its copy has
-happened; where none has, there is a new buffer: the host never waits, and the ring is as long as the host is ahead.
+happened; where it has not, there is a new buffer: the host never waits, and the ring is as long as the host is ahead.
 """
 
 import ctypes
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
 
 __all__ = ["Buffer", "Staging"]
 
-LEAST = 4096  # bytes: of a page, and more than most steps need
+LEAST = 1 << 14  # bytes of a buffer: a step of some 500 sequences
+SLAB = 128  # of the smallest buffers that are pinned at once: pinning may wait for the device, so it is not done step by step
 
 
 class Buffer:
     """Host memory that is filled by offset and then copied; pinned where the device is a GPU."""
 
-    __slots__ = ("_address", "_event", "bytes")
+    __slots__ = ("_address", "_device", "_event", "bytes")
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self._address = self.bytes.data_ptr()
-        self._event = torch.cuda.Event() if pinned else None
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self.bytes = memory
+        self._address = memory.data_ptr()
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def is_done(self) -> bool:
         """Whether the device has read what was copied last."""
@@ -40,36 +42,43 @@ class Buffer:
         place[:] = values
 
     def send(self, into: torch.Tensor) -> None:
-        """Copy the first bytes into a contiguous uint8 tensor, in the order of the current stream."""
+        """Copy the first bytes into a contiguous uint8 tensor, in the order of the device's current stream."""
         into.copy_(self.bytes[: into.numel()], non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
 
 class Staging:
-    """A ring of buffers for one device."""
+    """Rings of buffers for one device, one for each size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pinned = device.type == "cuda"
-        self._ring: deque[Buffer] = deque()
+        self._rings: dict[int, deque[Buffer]] = defaultdict(deque)
+        self._fresh = self._make(LEAST)
 
     def __len__(self) -> int:
-        return len(self._ring)
+        return sum(map(len, self._rings.values()))
 
     def lend(self, size: int) -> Buffer:
         """A buffer of at least `size` bytes that nothing reads any more; to be sent before the next is lent."""
-        if self._ring and self._ring[0].is_done():
-            found = self._ring.popleft()
-            if found.bytes.numel() < size:
-                found = self._make(size)
+        size = LEAST if size <= LEAST else 1 << (size - 1).bit_length()
+        ring = self._rings[size]
+        if ring and ring[0].is_done():
+            found = ring.popleft()
+        elif size > LEAST:
+            (found,) = self._make(size)
         else:
-            found = self._make(size)
-        self._ring.append(found)
+            self._fresh = self._fresh or self._make(LEAST)
+            found = self._fresh.pop()
+        ring.append(found)
         return found
 
-    def _make(self, size: int) -> Buffer:
-        return Buffer(max(LEAST, 1 << (size - 1).bit_length()), self._pinned)
+    def _make(self, size: int) -> list[Buffer]:
+        """One buffer, or a slab of the smallest."""
+        pinned = self.device.type == "cuda"
+        count = SLAB if pinned and size == LEAST else 1
+        memory = torch.zeros((count, size), dtype=torch.uint8, pin_memory=pinned)
+        return [Buffer(row, self.device) for row in memory]
 
     def int64s(self, *lists: list[int]) -> list[torch.Tensor]:
         """Lists of one length as int64 tensors on the device."""
