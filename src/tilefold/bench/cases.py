@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from tilefold.bench.lists import Pattern, density, listed_blocks, touched_blocks
 from tilefold.errors import ValueRangeError
@@ -17,6 +18,16 @@ DIRECTIONS = ("forward", "backward", "both")
 BACKWARD = (5, 2)
 # So many query blocks and fewer are a decoding step: measured as CUDA-graph replays, too, and forward only.
 FEW_BLOCKS = 2
+
+
+class Named(Protocol):
+    """What a filter of names needs to know of a case."""
+
+    @property
+    def name(self) -> str: ...
+
+
+NamedCase = TypeVar("NamedCase", bound=Named)
 
 # (head dim, heads, tokens, batch)
 Shape = tuple[int, int, int, int]
@@ -217,7 +228,7 @@ def _sparse_cases(size: str, dtype: str) -> Iterator[Case]:
         yield Case("sparse", problem if own else replace(problem, dtype=dtype), pattern)
 
 
-def select_cases(cases: tuple[Case, ...], pattern: str | None) -> tuple[Case, ...]:
+def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[NamedCase, ...]:
     """The cases whose name contains every part of a pattern ("d128,causal"), or of one of several ("random_s50|video").
 
     Raises ValueRangeError if none is left."""

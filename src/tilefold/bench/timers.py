@@ -17,6 +17,7 @@ from dataclasses import dataclass
 __all__ = [
     "QUEUE_DEPTH",
     "Timing",
+    "graph_sampler",
     "rotations",
     "summarise",
     "time_alternating",
@@ -122,6 +123,11 @@ def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0)
     calls: the same call over different buffers, `rotations` of them, so that no replayed call finds its inputs in the L2 cache.
     The graph goes around them until it holds about `target_ms` of work; the samples are replays divided by the calls in them.
     """
+    return summarise(graph_sampler(calls, rounds, target_ms)(), "graph")
+
+
+def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10.0) -> Sampler:
+    """What measures `time_graph`'s calls so many times whenever it is called, the graph captured here: for `time_alternating`."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -138,9 +144,13 @@ def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0)
                 for call in calls:
                     call()
         graph.replay()
-        per_replay = turns * len(calls)
-        samples = [_between_events(graph.replay) / per_replay for _ in range(rounds)]
-    return summarise(samples, "graph")
+        stream.synchronize()
+
+    def sample() -> list[float]:
+        with torch.cuda.stream(stream):
+            return [_between_events(graph.replay) / (turns * len(calls)) for _ in range(replays)]
+
+    return sample
 
 
 def _between_events(call: Call) -> float:

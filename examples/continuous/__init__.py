@@ -1,0 +1,1 @@
+"""Continuous batching over `tilefold.PagedKVCache`, small enough to read: model, requests, engine, comparison, report."""

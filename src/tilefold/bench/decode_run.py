@@ -1,0 +1,205 @@
+"""Run cases of `tilefold bench decode`: check every implementation, time those that are right, in turns with a plain copy."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tilefold.bench import timers
+from tilefold.bench.decode import DecodeCase
+from tilefold.bench.decode_inputs import DecodeInputs, DecodeJudge, make_decode_inputs
+from tilefold.bench.decode_peers import Calls, DecodePeer
+from tilefold.bench.judge import Verdict
+from tilefold.bench.run import FAILED, MEMORY, OK, REFUSED, WRONG, complaint, first_line, l2_bytes
+from tilefold.bench.timers import Timing
+from tilefold.errors import TilefoldError, Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DecodeCell", "DecodeRow", "run_decode_case", "run_decode_cases"]
+
+COPY = "copy"
+COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 22}  # copied: read once, written once; many times what a cache holds
+# Replays go around buffers of so many times twice the L2 cache: a cache that does not replace the oldest first keeps, of c times
+# its size read in turn, about one part in e^c.
+TIMES_L2 = 3
+REP_MS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCell:
+    """One implementation on one case.
+
+    status: "ok"; "WRONG" (fails the tolerance, never timed); "refused"; "no memory"; "failed" (raised something else); note: why.
+    events: calls between GPU events with a cold L2 cache, on the CPU by the wall; graph: CUDA-graph replays over rotating caches.
+    """
+
+    implementation: str
+    status: str
+    note: str = ""
+    verdict: Verdict | None = None
+    events: Timing | None = None
+    graph: Timing | None = None
+
+    def timing(self, method: str) -> Timing | None:
+        """By "events" or "graph"."""
+        return self.graph if method == "graph" else self.events
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """A case with a cell for each implementation.
+
+    copied: bytes a second, read and written, of a plain copy of 512 MiB, in the same rounds; 0 if it was not reached.
+    sets: how many sets of inputs the replays went around."""
+
+    case: DecodeCase
+    cells: tuple[DecodeCell, ...]
+    copied: float = 0.0
+    sets: int = 1
+
+    def at(self, implementation: str) -> DecodeCell | None:
+        return next((cell for cell in self.cells if cell.implementation == implementation), None)
+
+    @property
+    def floor_ms(self) -> float | None:
+        """What moving the case's bytes takes at the rate of the copy."""
+        return self.case.bytes / self.copied * 1e3 if self.copied else None
+
+
+def run_decode_cases(
+    cases: Iterable[DecodeCase],
+    peers: Sequence[DecodePeer],
+    device: str,
+    rounds: int,
+    progress: Callable[[DecodeCase, str], None],
+    finished: Callable[[DecodeRow], None] = lambda row: None,
+    budget_s: float | None = None,
+) -> list[DecodeRow]:
+    """`run_decode_case` for each case; progress(case, what) before each step, one per implementation and one, "timing", per case;
+    finished(row) after each case.  No case is begun after budget_s seconds, or after the GPU's context was lost."""
+    rows: list[DecodeRow] = []
+    begin = time.perf_counter()
+    for case in cases:
+        if budget_s is not None and time.perf_counter() - begin >= budget_s:
+            break
+        lost = False
+        try:
+            row = run_decode_case(case, peers, device, rounds, progress)
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            note = f"the GPU was lost in this case: {first_line(error)}"
+            row, lost = DecodeRow(case, tuple(DecodeCell(one.name, FAILED, note) for one in peers)), True
+        finished(row)
+        rows.append(row)
+        if lost:
+            break
+    return rows
+
+
+def run_decode_case(
+    case: DecodeCase,
+    peers: Sequence[DecodePeer],
+    device: str,
+    rounds: int,
+    progress: Callable[[DecodeCase, str], None],
+) -> DecodeRow:
+    """Check every implementation on a case and time those that passed, alternating."""
+    import torch
+
+    cells: dict[str, DecodeCell] = {}
+    ready: dict[str, Calls] = {}
+    copied, count = 0.0, 1
+    try:
+        with torch.no_grad():
+            count = timers.rotations(case.bytes, TIMES_L2 * l2_bytes()) if device == "cuda" else 1
+            sets = [make_decode_inputs(case, device, seed) for seed in range(count)]
+            judge = DecodeJudge(sets[0])
+            for peer in peers:
+                progress(case, peer.title)
+                cells[peer.name], calls = check_one(case, peer, sets, judge, device)
+                if calls is not None:
+                    ready[peer.name] = calls
+            progress(case, "timing")
+            copied = _timed(cells, ready, device, rounds)
+    except torch.OutOfMemoryError as error:
+        for peer in peers:
+            if peer.name not in cells or cells[peer.name].status == OK:
+                cells[peer.name] = DecodeCell(peer.name, MEMORY, first_line(error))
+    finally:
+        ready.clear()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return DecodeRow(case, tuple(cells[peer.name] for peer in peers), copied, count)
+
+
+def check_one(
+    case: DecodeCase, peer: DecodePeer, sets: Sequence[DecodeInputs], judge: DecodeJudge, device: str
+) -> tuple[DecodeCell, Calls | None]:
+    """Prepare an implementation, run it once on the first inputs and judge that; what is ready to be timed comes back too."""
+    import torch
+
+    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> DecodeCell:
+        return DecodeCell(peer.name, status, note, verdict)
+
+    if reason := peer.refuses(case, device):
+        return cell(REFUSED, reason), None
+    try:
+        calls = peer.prepare(sets)
+        with calls.context():
+            verdict = judge.verdict(calls.calls[0]())
+    except torch.OutOfMemoryError as error:
+        return cell(MEMORY, first_line(error)), None
+    except (Unsupported, NotImplementedError) as error:
+        return cell(REFUSED, first_line(error)), None
+    except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
+        if "CUDA error" in str(error):
+            raise
+        refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
+        return cell(REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}"), None
+    if not verdict.ok:
+        return cell(WRONG, complaint(verdict), verdict), None
+    return cell(OK, "", verdict), calls
+
+
+def _timed(cells: dict[str, DecodeCell], ready: dict[str, Calls], device: str, rounds: int) -> float:
+    """Put times into the cells; the copy's bytes a second."""
+    copy = plain_copy(device)
+    samplers = {name: _sampler(calls, device) for name, calls in ready.items()}
+    found = timers.time_alternating({**samplers, COPY: _sampler(Calls([copy]), device)}, rounds, method="events")
+    for name in ready:
+        cells[name] = replace(cells[name], events=found[name])
+    if device == "cuda":
+        replays: dict[str, timers.Sampler] = {}
+        for name, calls in ready.items():
+            try:
+                with calls.context():
+                    replays[name] = timers.graph_sampler(calls.calls)
+            except Exception as error:  # a library that cannot be captured still has its other figure
+                if "CUDA error" in str(error) and "captur" not in str(error):
+                    raise
+                cells[name] = replace(cells[name], note=f"no graph: {first_line(error)}")
+        for name, timing in timers.time_alternating(replays, rounds, method="graph").items():
+            cells[name] = replace(cells[name], graph=timing)
+    return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3)
+
+
+def _sampler(calls: Calls, device: str) -> timers.Sampler:
+    def sample() -> list[float]:
+        with calls.context():
+            if device == "cuda":
+                return timers.event_samples(calls.calls[0], REP_MS / 4, REP_MS)
+            return timers.wall_samples(calls.calls[0], budget_s=0.01, least=1)
+
+    return sample
+
+
+def plain_copy(device: str) -> "Callable[[], Tensor]":
+    """A copy that is far larger than the caches: what memory gives to those who read and write in order."""
+    import torch
+
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    into = torch.zeros_like(source)
+    return lambda: into.copy_(source)

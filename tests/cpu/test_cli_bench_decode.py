@@ -1,0 +1,244 @@
+"""`tilefold bench decode`: cases and their bytes, inputs and the judge, tables from made-up times, the command on tiny cases."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilefold.bench import decode_run
+from tilefold.bench.decode import DecodeCase, decode_cases
+from tilefold.bench.decode_inputs import DecodeJudge, make_decode_inputs
+from tilefold.bench.decode_report import decode_lines, decode_table
+from tilefold.bench.decode_run import DecodeCell, DecodeRow
+from tilefold.bench.decode_serving import DECODE_PEERS, decode_peers_named, in_pages
+from tilefold.bench.judge import Verdict
+from tilefold.bench.timers import Timing
+from tilefold.cli.app import app
+from tilefold.errors import ShapeError, Unsupported, ValueRangeError
+
+ONE = DecodeCase((70, 70), 4, 2, 16, 16)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", "decode", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+
+
+# ---------------------------------------------------------------- cases
+
+
+def test_the_cases_are_those_that_were_promised():
+    names = [case.name for case in decode_cases()]
+    assert len(names) == len(set(names))
+    for wanted in (
+        "b1_n8192_h32k8_d128",
+        "b1_n131072_h32k8_d128",
+        "b32_n8192_h32k8_d128",
+        "b64_n2048_h32k8_d128_page256",
+        "b1_n8192_h28k4_d128",
+        "b32_n8192_h32k8_d128_q4",
+        "b32_n8192_h32k8_d128_page16_int8",
+        "b32_n8192_h16k1_d576v512_mla_page64",
+        "b32_n8192_h32k8_d128_float16",
+    ):
+        assert wanted in names
+    uneven = [case for case in decode_cases() if case.uneven]
+    for case in uneven:
+        assert (case.batch, min(case.lengths), case.longest) == (32, 1, 131072)
+        (balanced,) = [
+            one for one in decode_cases() if not one.uneven and one.page == case.page and one.longest == sum(case.lengths) // 32
+        ]  # fmt: skip
+        assert abs(balanced.bytes / case.bytes - 1) < 1e-3
+
+
+def test_bytes_are_what_has_to_move():
+    case = DecodeCase((8192,) * 32)
+    rows = 32 * 32 * (128 + 128) * 2
+    assert case.bytes == 32 * 8192 * 8 * 256 * 2 + rows + 4 * 32
+    assert replace(case, page=16).bytes == case.bytes + 4 * 32 * 512
+    assert replace(case, cache="fp8").bytes == 32 * 8192 * 8 * 256 + rows + 4 * 32 + 4 * 16
+    shared = replace(case, heads=16, kv_heads=1, dim_qk=576, dim_v=512, shared=True)
+    assert shared.bytes == 32 * 8192 * 576 * 2 + 32 * 16 * (576 + 512) * 2 + 4 * 32
+    assert DecodeCase((10,), 2, 1, 8, 8, queries=3).flops == 2 * 16 * 2 * (8 + 9 + 10)
+
+
+def test_bad_cases_are_refused():
+    with pytest.raises(ShapeError, match="must hold the 4 queries"):
+        DecodeCase((3, 10), queries=4)
+    with pytest.raises(ValueRangeError, match="cache must be one of"):
+        DecodeCase((10,), cache="int4")
+    with pytest.raises(ValueRangeError, match="size must be one of"):
+        decode_cases("huge")
+    with pytest.raises(ValueRangeError, match="peers must be from"):
+        decode_peers_named(("fastest",))
+    assert [peer.name for peer in decode_peers_named(("none",))] == ["tilefold"]
+
+
+# ---------------------------------------------------------------- inputs and the judge
+
+
+@pytest.mark.parametrize("cache", ["", "fp8", "int8"])
+@pytest.mark.parametrize("page", [0, 16])
+def test_plain_caches_hold_the_same_numbers(cache, page):
+    case = replace(ONE, lengths=(70, 33) if page else (70, 70), cache=cache, page=page)
+    inputs = make_decode_inputs(case, "cpu")
+    assert (inputs.plain is inputs) == (not cache and not page)
+    for b, n in enumerate(case.lengths):
+        for mine, plain in zip(inputs.sequence(b, torch.float64), inputs.plain.sequence(b, torch.float64), strict=True):
+            assert mine.shape == (1, n, 2, 16)
+            torch.testing.assert_close(plain, mine, rtol=2**-8, atol=0)
+    spread = inputs.plain.k_cache.double().std()
+    assert 0.5 < spread < 1.5
+    assert torch.equal(make_decode_inputs(case, "cpu").q, inputs.q)
+    assert not torch.equal(make_decode_inputs(case, "cpu", 1).q, inputs.q)
+
+
+def test_pages_belong_to_one_sequence_each():
+    case = replace(ONE, lengths=(5, 90, 33), page=16)
+    inputs = make_decode_inputs(case, "cpu")
+    used = [number for b, count in enumerate(case.pages) for number in inputs.table[b, :count].tolist()]
+    assert sorted(used) == list(range(sum(case.pages))) and inputs.k_cache.shape[0] == 1 + 6 + 3
+
+
+def test_latent_values_share_the_memory_of_the_keys():
+    inputs = make_decode_inputs(replace(ONE, kv_heads=1, dim_qk=40, dim_v=32, shared=True), "cpu")
+    assert inputs.v_cache.data_ptr() == inputs.k_cache.data_ptr() and inputs.v_cache.shape[-1] == 32
+    assert torch.equal(inputs.v_cache, inputs.k_cache[..., :32])
+
+
+@pytest.mark.parametrize("case", decode_cases("tiny"), ids=lambda case: case.name)
+def test_the_judge_takes_what_is_right_and_nothing_else(case):
+    """Right: torch's own attention over the plain cache, of each sequence by itself."""
+    inputs = make_decode_inputs(case, "cpu")
+    judge = DecodeJudge(inputs)
+    outs = []
+    for b, n in enumerate(case.lengths):
+        q, k, v = (x.transpose(1, 2) for x in (inputs.q[b : b + 1], *inputs.plain.sequence(b, inputs.q.dtype)))
+        mask = torch.ones(case.queries, n, dtype=torch.bool).tril(n - case.queries)
+        outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
+    out = torch.cat(outs).transpose(1, 2)
+    assert judge.verdict(out).ok
+    assert not judge.verdict(out.roll(1, 0) if case.batch > 1 else -out).ok
+    assert not judge.verdict(out * 1.1).ok
+    out[-1, -1, 0, 3] = float("nan")
+    assert not judge.verdict(out).finite and not judge.verdict(out).ok
+
+
+def test_contiguous_caches_are_pages_in_order():
+    inputs = make_decode_inputs(replace(ONE, lengths=(64, 64)), "cpu")
+    k, _, table, page = in_pages(inputs)
+    assert page == 16 and table.shape == (2, 4)
+    assert torch.equal(k[table.long()].flatten(1, 2), inputs.k_cache) and k.data_ptr() == inputs.k_cache.data_ptr()
+    with pytest.raises(Unsupported, match="pages of 16 do not cut"):
+        in_pages(make_decode_inputs(ONE, "cpu"))
+    with pytest.raises(Unsupported, match="queries' dtype only"):
+        in_pages(make_decode_inputs(replace(ONE, cache="fp8"), "cpu"))
+
+
+# ---------------------------------------------------------------- what is made of the figures
+
+
+def cell(name, ms=None, **more):
+    time = None if ms is None else Timing(ms, ms, ms, 1, "made up")
+    return DecodeCell(name, "ok" if ms else "refused", events=time, graph=time, **more)
+
+
+def test_the_table_counts_from_the_copy_and_the_fastest_other_library():
+    case = DecodeCase((8192,) * 32)
+    row = DecodeRow(case, (cell("tilefold", 0.3), cell("plain", 0.27), cell("cudnn", 0.6), cell("flash", 0.36)), 4e12)
+    (line,) = decode_table([row], "graph").rows
+    assert row.floor_ms == pytest.approx(case.bytes / 4e9)
+    assert line == (case.name, "300", "3581", "1.12", "1.20x", "270 (0.90x)", "600 (2.00x)", "360 (1.20x)")
+
+
+def test_uneven_batches_are_named_beside_balanced_ones():
+    uneven, balanced = (
+        next(c for c in decode_cases() if c.name.startswith(f"b32_{kind}") and c.page == 64) for kind in ("uneven", "n15")
+    )  # fmt: skip
+    rows = [DecodeRow(uneven, (cell("tilefold", 0.55),), 4e12), DecodeRow(balanced, (cell("tilefold", 0.5),), 4e12)]
+    assert f"tilefold, graph: {uneven.name} takes 1.10 times {balanced.name}" in decode_lines(rows)
+    gone = [DecodeRow(uneven, (cell("tilefold", note="too long"),)), rows[1]]
+    assert decode_lines(gone) == [f"tilefold ({uneven.name}): too long"]
+    assert decode_table(gone, "graph").rows[0][1:5] == ("-", "", "", "")
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_tiny_cases_with_every_output(tmp_path):
+    files = {kind: tmp_path / f"decode.{kind}" for kind in ("json", "markdown")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    results = tmp_path / "results"
+    peers = "plain,math,flashinfer,vllm,fa4,cudnn,flex"
+    result = run("--case", "q4|uneven|mla", "--peers", peers, "--rounds", 1, "--results", results, *options)
+    assert result.exit_code == 0, result.output
+    for line in (
+        "flashinfer: flashinfer is not installed",
+        "vLLM: vllm is not installed",
+        "FA4: flash-attn-4 is not installed",
+        "Flex: compiled FlexAttention needs a GPU",
+        "Times in the interpreter say nothing about a GPU",
+    ):
+        assert line in result.output
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert {row["case"] for row in rows if row["status"] == "ok" and row["implementation"] == "tilefold"} == {
+        "b2_n70_h4k2_d16_q4_page16",
+        "b3_uneven42_h4k2_d16_page16",
+        "b2_n70_h4k1_d40v32_mla",
+    }
+    for row in rows:
+        assert (row["events_us"] is not None) == (row["status"] == "ok")
+        assert row["graph_us"] is None and row["floor_us"] > 0
+    kept = [json.loads(line) for line in (results / "decode.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in kept] == [row["case"] for row in rows]
+    assert "| case | us | GB/s | x floor | best | tilefold plain | math |" in files["markdown"].read_text()
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_wrong_result_is_named_not_timed_and_exit_code_1(monkeypatch):
+    monkeypatch.setattr(DecodeJudge, "verdict", lambda self, result: Verdict(False, 1.0, 0.1, 1.0, 0.1))
+    result = run("--case", "float16", "--peers", "none")
+    assert result.exit_code == 1
+    assert "tilefold: WRONG: max error 1.00e+00 (limit 1.00e-01)" in result.output
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch):
+    def fails(sets):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(DECODE_PEERS, "math", replace(DECODE_PEERS["math"], prepare=fails))
+    result = run("--case", "float16", "--peers", "math")
+    assert result.exit_code == 0
+    assert "math: failed: RuntimeError: no such kernel" in result.output
+
+
+@pytest.mark.interpreter
+def test_a_budget_and_refusals(tmp_path):
+    assert "0 of 1 cases were reached" in run("--case", "float16", "--budget", "0").output
+    for arguments, message in (
+        (
+            ("--peers", "tk"),
+            "peers must be from plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'",
+        ),
+        (("--case", "b77"), "case filter 'b77' matches none of"),
+        (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.output.split())
+
+
+@pytest.mark.interpreter
+def test_too_little_memory_is_a_note(monkeypatch):
+    def none_left(*arguments):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(decode_run, "make_decode_inputs", none_left)
+    row = decode_run.run_decode_case(ONE, decode_peers_named(("math",)), "cpu", 1, lambda *_: None)
+    assert [(one.status, one.note) for one in row.cells] == [("no memory", "out of memory")] * 2
