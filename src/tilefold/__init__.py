@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
+from .cache_api import kvcache_append, quantize_kv
 from .errors import (
     DeviceError,
     DtypeError,
@@ -48,8 +49,10 @@ __all__ = [
     "attention_plan",
     "attention_varlen",
     "constant",
+    "kvcache_append",
     "plan_attention",
     "quantize_fp8",
+    "quantize_kv",
     "register",
     "sparse_attention",
     "sparse_attention_paged",

@@ -1,0 +1,89 @@
+"""What users call of KV caches: sign, document, delegate."""
+
+import torch
+
+from .errors import Unsupported
+from .ops.quantise import quantize_kv
+from .ops.watch import refuse_tangents, wants_gradient
+
+__all__ = ["kvcache_append", "quantize_kv"]
+
+
+def kvcache_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int = 0,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write the keys and values of new tokens into a KV cache in place, in one launch that reads no length on the host.
+
+    Args:
+        k: [batch, seq, kv_heads, dim] fp16, bf16 or fp32, dim 1 to 1024; or packed, [total, kv_heads, dim] with cu_seqlens.
+            Token i of sequence b becomes row cache_seqlens[b] + i of its cache.
+        v: like k, with a dim of its own.
+        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table.  In k's
+            dtype; or in float8_e4m3fn or int8, with k_scale and v_scale.
+        cache_seqlens: [batch] int32: the rows that each sequence has before this call.  It is not changed.
+        block_table: [batch, pages] int32: row j of sequence b is row j % size of page block_table[b, j // size], of any size.
+        cache_batch_idx: [batch] int32: the cache of each sequence, where there are no pages; default: its own number.
+        cu_seqlens: [batch + 1] int32: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.  Lengths of 0 are fine.
+        max_seqlen: at least the longest sequence of cu_seqlens, to be checked against the capacity; 0: not known.
+        rotary_cos, rotary_sin: [positions, pairs] of one float dtype: the first 2 * pairs channels of each key are turned by the
+            angles of its row in the cache; rows past the table are not turned.
+        interleaved: pair i is the channels (2i, 2i + 1); otherwise (i, i + pairs).
+        k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0 (not read on the host): what stands in
+            the cache is to be multiplied by its head's factor.  `quantize_kv` finds such factors.
+        q: [batch, seq, heads, dim] or [total, heads, dim], dtype of k: the queries of the same tokens, turned by the same
+            angles in the same launch.  Only with rotary_cos and rotary_sin.
+
+    Returns:
+        The turned queries, a new contiguous tensor like q (packed rows of no sequence as they were), or None without q.
+
+        What is stored is rounded once: a key is turned in fp32, then rounded to the cache's float type; or divided by its factor
+        (a correctly rounded fp32 division), and rounded to the nearest of the cache's numbers, to even where two are as near:
+        float8_e4m3fn from -448 to 448 (NaN stays NaN), int8 from -128 to 127 (NaN becomes 0); what lies outside becomes the last.
+
+        Rows past the capacity, rows of a page or cache that does not exist, and packed rows of no sequence are not written; no
+        two sequences may write the same row.  (In the interpreter wrong values raise ValueRangeError.)  Any strides with
+        a contiguous last dimension, and more than 2^31 elements.  Works under CUDA graphs and torch.compile.  There are
+        no gradients.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument, before anything is
+        written; Unsupported if a tensor requires a gradient while gradients are on.
+
+    Source: RoPE (Su et al. 2021, arXiv:2104.09864); pages (Kwon et al. 2023, arXiv:2309.06180)."""
+    from .ops import cache_append  # here: `import tilefold` stays light
+
+    named = {
+        "k": k,
+        "v": v,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "q": q,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+    }
+    refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(
+                    f"{name} requires a gradient, but what is written into a cache passes none: call kvcache_append under "
+                    f"torch.no_grad(), or detach() it"
+                )
+    return cache_append.cache_append(
+        k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
+        k_scale, v_scale, q, max_seqlen)  # fmt: skip
