@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
-from .cache_api import kvcache_append, quantize_kv
+from .cache_api import attention_shared_prefix, kvcache_append, merge_attention, quantize_kv
 from .errors import (
     DeviceError,
     DtypeError,
@@ -47,9 +47,11 @@ __all__ = [
     "attention",
     "attention_backward_plan",
     "attention_plan",
+    "attention_shared_prefix",
     "attention_varlen",
     "constant",
     "kvcache_append",
+    "merge_attention",
     "plan_attention",
     "quantize_fp8",
     "quantize_kv",

@@ -1,12 +1,15 @@
 """What users call of KV caches: sign, document, delegate."""
 
+from typing import Any
+
 import torch
 
-from .errors import Unsupported
+from .errors import DtypeError, Unsupported
+from .ops.merge import merge_attention
 from .ops.quantise import quantize_kv
 from .ops.watch import refuse_tangents, wants_gradient
 
-__all__ = ["kvcache_append", "quantize_kv"]
+__all__ = ["attention_shared_prefix", "kvcache_append", "merge_attention", "quantize_kv"]
 
 
 def kvcache_append(
@@ -87,3 +90,72 @@ def kvcache_append(
     return cache_append.cache_append(
         k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
         k_scale, v_scale, q, max_seqlen)  # fmt: skip
+
+
+def attention_shared_prefix(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    prefix_length: int,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    causal: bool = True,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int = 0,
+    cascade: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a KV cache whose sequences all begin with the same keys, which are read once for the whole batch.
+
+    The queries of all sequences attend to the prefix as the rows of one sequence, each sequence attends to what follows in its
+    own cache, and the two results are merged exactly by their lse: out is what it would be without the prefix being shared.
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32, or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q; the
+            last tokens of each sequence, whose keys are in the cache already.
+        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table; dtype of q.
+        prefix_length: the number of shared keys, an int.  With pages, whole pages are read once and what is over belongs to each
+            sequence; without, they are read in the cache of sequence 0, and the same rows of the other caches are not.
+        cache_seqlens: [batch] int32, not read on the host: keys of each sequence, the prefix's among them; at least
+            prefix_length, and with causal at least prefix_length + seq_q: every query lies behind the prefix.
+        block_table: [batch, pages] int32: every row begins with the same pages.
+        cache_batch_idx: [batch] int32: the cache of each sequence, where there are no pages.
+        causal: query i sees key j if j <= i + cache_seqlens - seq_q.
+        window, alibi_slopes: None: they go by the distance to keys of the prefix, which differs from sequence to sequence, while
+            its rows are one sequence's here.
+        scale, softcap, sinks: as for `attention`; the sinks are counted once.
+        num_splits: parts of the keys that are folded apart, in either attention; 0: the plan decides.
+        cascade: True to share, False to attend plainly, None for what `tilefold.plan.plan_shared_prefix` predicts to be faster.
+        return_lse: also return the logarithm of each row's softmax denominator.
+
+    Returns:
+        out, like q with the dim of v_cache; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32,
+        natural log.  There are no gradients.  Works under CUDA graphs and torch.compile.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument.
+
+    Source: shared prefixes by merged states: Hydragen (Juravsky et al. 2024, arXiv:2402.05099); FlashInfer's cascade (Ye et al.
+    2025, arXiv:2501.01005)."""
+    from .ops import shared_prefix  # here: `import tilefold` stays light
+
+    for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
+        if value is not None:
+            raise Unsupported(
+                f"{name} was given, but the shared prefix is attended to by all queries as one sequence, whose distances "
+                f"to its keys are not those of the sequences: leave it None, or attend plainly"
+            )
+    if not isinstance(return_lse, bool):
+        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
+                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade)  # fmt: skip
+    out, lse = shared_prefix.attend(q, k_cache, v_cache, given)
+    return (out, lse) if return_lse else out

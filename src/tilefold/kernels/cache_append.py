@@ -76,9 +76,10 @@ def cache_append(
 ):  # fmt: skip
     """K [B, S, Hkv, Dqk], V [B, S, Hkv, Dv], or [T, Hkv, D] with Cu [B + 1] int32 and strides over the batch 0: token i of
     sequence b becomes row Lengths[b] + i of its cache: KCache, VCache [pages, capacity, Hkv, D], that of sequence
-    BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, max_pages] int32.  PAIRS > 0: keys are turned by Cos, Sin
-    [seq_table, PAIRS] at their row in the cache, and so are Q [.., H, Dqk] into QOut.  CODE: how the caches hold numbers, KScale and VScale fp32
-    [pages, Hkv] (stride_kp and stride_vp may be 0).  Grid (kv_programs + cdiv(tokens * H, BLOCK_M),)."""
+    BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, max_pages] int32.  PAIRS > 0: keys are turned by
+    Cos, Sin [seq_table, PAIRS] at their row in the cache, and so are Q [.., H, Dqk] into QOut.  CODE: how the caches hold
+    numbers, KScale and VScale fp32 [pages, Hkv] (stride_kp and stride_vp may be 0).
+    Grid (kv_programs + cdiv(tokens * H, BLOCK_M),)."""
     pid = tl.program_id(0)
     if Q is not None:
         if pid >= kv_programs:
