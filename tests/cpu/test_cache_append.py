@@ -171,7 +171,8 @@ def test_coded_and_turned_is_rounded_once(device, dtype):
         got = k_cache[b, n : n + 3].double()
         step = 1.0 if dtype == torch.int8 else (2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3))
         low, high = (-128, 127) if dtype == torch.int8 else (-448, 448)
-        assert ((got - exact.clamp(low, high)).abs() <= step / 2 * (1 + 1e-5)).all()
+        turn = 2.0**-22 * exact.abs().max()  # fp32 sums of two products, which may cancel
+        assert ((got - exact.clamp(low, high)).abs() <= step / 2 + turn).all()
 
 
 def test_more_sequences_than_one_step_of_the_search_and_rows_of_none(device, monkeypatch):
