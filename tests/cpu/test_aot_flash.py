@@ -20,6 +20,7 @@ CODED = [
     ("float16", 128, 0, 0, "int8", True, 0, 4096, True),
     ("bfloat16", 128, 256, 64, "float8_e4m3fn", True, 8, 4096, False),
 ]
+MERGE = [("bfloat16", 128), ("float32", 300)]
 WEIGHTS = [("bfloat16", 128), ("float32", 256)]
 EVERYWHERE = (ROTARY[1], CACHED[1], APPEND[0], CODED[3])
 
@@ -45,9 +46,10 @@ JOBS = {
         ("dtype", "dim", "page", "pairs", "cache", "packed", "heads", "tokens", "native"),
         CODED,
     ),
+    **jobs("merge", "tilefold.ops.merge:example_launch", ("dtype", "dim"), MERGE),
     **jobs("weights", "tilefold.ops.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
 }
-NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",
+NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64", "merge bfloat16 128",
           "coded bfloat16 128 16 64 float8_e4m3fn True 8 64 True", "weights bfloat16 128")  # fmt: skip
 
 PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
