@@ -49,7 +49,8 @@ JOBS = {
     **jobs("merge", "tilefold.ops.merge:example_launch", ("dtype", "dim"), MERGE),
     **jobs("weights", "tilefold.ops.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
 }
-NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64", "merge bfloat16 128",
+NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",
+          "merge bfloat16 128",
           "coded bfloat16 128 16 64 float8_e4m3fn True 8 64 True", "weights bfloat16 128")  # fmt: skip
 
 PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
