@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from .errors import DtypeError, Unsupported
-from .ops.merge import merge_attention
 from .ops.quantise import quantize_kv
 from .ops.watch import refuse_tangents, wants_gradient
 
@@ -90,6 +89,30 @@ def kvcache_append(
     return cache_append.cache_append(
         k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
         k_scale, v_scale, q, max_seqlen)  # fmt: skip
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from the results over each: exact, as if all keys had been seen at once.
+
+    Args:
+        out_a, out_b: [batch, seq, heads, dim] or [total, heads, dim], fp16, bf16 or fp32, both of one dtype, dim 1 to 1024, any
+            strides with a contiguous last dimension.
+        lse_a, lse_b: [batch, heads, seq] or [heads, total] fp32, natural log, any strides: what return_lse=True returns.
+
+    Returns:
+        (out, lse), contiguous, like out_a and lse_a.  A result without keys (lse -inf) changes no bit of the other, whatever its
+        out holds; two of them give 0 and -inf.  Sinks belong to one of the two calls only.  There are no gradients.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, Unsupported: naming the argument; Unsupported if one requires a gradient
+        while gradients are on.
+
+    Source: docs/concepts/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    from .ops import merge  # here: `import tilefold` stays light
+
+    return merge.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
 def attention_shared_prefix(

@@ -22,22 +22,7 @@ _CACHE: dict[Any, Any] = {}
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys, from the results over each: exact, as if all keys had been seen at once.
-
-    Args:
-        out_a, out_b: [batch, seq, heads, dim] or [total, heads, dim], fp16, bf16 or fp32, both of one dtype, dim 1 to 1024, any
-            strides with a contiguous last dimension.
-        lse_a, lse_b: [batch, heads, seq] or [heads, total] fp32, natural log, any strides: what return_lse=True returns.
-
-    Returns:
-        (out, lse), contiguous, like out_a and lse_a.  A result without keys (lse -inf) changes no bit of the other, whatever its
-        out holds; two of them give 0 and -inf.  Sinks belong to one of the two calls only.  There are no gradients.
-
-    Raises:
-        ShapeError, DtypeError, DeviceError, LayoutError, Unsupported: naming the argument; Unsupported if one requires a gradient
-        while gradients are on.
-
-    Source: docs/concepts/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    """See `tilefold.merge_attention`."""
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     refuse_tangents(named)
     if torch.is_grad_enabled():
