@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
+from .cache_api import attention_shared_prefix, kvcache_append, merge_attention, quantize_kv
 from .errors import (
     DeviceError,
     DtypeError,
@@ -52,10 +53,14 @@ __all__ = [
     "attention",
     "attention_backward_plan",
     "attention_plan",
+    "attention_shared_prefix",
     "attention_varlen",
     "constant",
+    "kvcache_append",
+    "merge_attention",
     "plan_attention",
     "quantize_fp8",
+    "quantize_kv",
     "register",
     "sparse_attention",
     "sparse_attention_paged",

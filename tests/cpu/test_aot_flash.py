@@ -14,8 +14,15 @@ ROTARY = [
 CACHED = [("bfloat16", 128, 0, 1), ("bfloat16", 128, 256, 1), ("bfloat16", 128, 7, 1), ("bfloat16", 128, 256, 256),
           ("float16", 59, 0, 64), ("bfloat16", 256, 256, 64), ("float32", 64, 16, 4)]  # fmt: skip
 APPEND = [("bfloat16", 128, 0, 64), ("bfloat16", 128, 256, 0), ("float32", 59, 7, 16)]
+CODED = [
+    ("bfloat16", 128, 16, 64, "float8_e4m3fn", True, 8, 64, True),
+    ("bfloat16", 128, 16, 64, "float8_e4m3fn", False, 0, 4096, True),
+    ("float16", 128, 0, 0, "int8", True, 0, 4096, True),
+    ("bfloat16", 128, 256, 64, "float8_e4m3fn", True, 8, 4096, False),
+]
+MERGE = [("bfloat16", 128), ("float32", 300)]
 WEIGHTS = [("bfloat16", 128), ("float32", 256)]
-EVERYWHERE = (ROTARY[1], CACHED[1], APPEND[0])
+EVERYWHERE = (ROTARY[1], CACHED[1], APPEND[0], CODED[3])
 
 
 def jobs(kind, builder, names, cases):
@@ -33,10 +40,18 @@ JOBS = {
     **jobs("rotary", "tilefold.ops.rotary:example_launch", ("dtype", "dim", "pairs", "interleaved"), ROTARY),
     **jobs("cached", "tilefold.ops.cached:example_launch", ("dtype", "dim", "page", "seq_q"), CACHED),
     **jobs("append", "tilefold.ops.cache_append:example_launch", ("dtype", "dim", "page", "pairs"), APPEND),
+    **jobs(
+        "coded",
+        "tilefold.ops.cache_append:example_launch",
+        ("dtype", "dim", "page", "pairs", "cache", "packed", "heads", "tokens", "native"),
+        CODED,
+    ),
+    **jobs("merge", "tilefold.ops.merge:example_launch", ("dtype", "dim"), MERGE),
     **jobs("weights", "tilefold.ops.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
 }
 NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",
-          "weights bfloat16 128")  # fmt: skip
+          "merge bfloat16 128",
+          "coded bfloat16 128 16 64 float8_e4m3fn True 8 64 True", "weights bfloat16 128")  # fmt: skip
 
 PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
 STREAMING = [key for key in JOBS if key not in PRODUCTS]

@@ -6,7 +6,7 @@ Pair i is the channels (2i, 2i + 1) if interleaved, else (i, i + rotated / 2); s
 import triton
 import triton.language as tl
 
-from .tile import narrow
+from .encode import PLAIN, store_encoded
 
 
 @triton.jit
@@ -20,36 +20,43 @@ def load_angles(Cos, Sin, position, live, seq_table, stride_c, stride_s, PAIRS: 
 
 
 @triton.jit
-def turn_rows(X, rows_x, Out, rows_o, live, cos, sin, INTERLEAVED: tl.constexpr, EMULATE: tl.constexpr, PAIRS: tl.constexpr,
-              BLOCK_P: tl.constexpr):  # fmt: skip
+def turn_rows(X, rows_x, inside, Out, rows_o, live, factor, cos, sin, INTERLEAVED: tl.constexpr, CODE: tl.constexpr,
+              EMULATE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """Write the first 2 * PAIRS channels of the rows, turned; rows_x, rows_o [M] int64: element offsets of the rows.
 
-    Each thread writes the pairs that it has read, so Out may be X."""
-    DTYPE: tl.constexpr = Out.dtype.element_ty
+    Rows are read where `inside` [M] and written where `live` [M] holds: what is read need not wait for what says where to write.
+    factor, CODE: see `store_encoded`.  Each thread writes the pairs that it has read, so Out may be X."""
     if INTERLEAVED:
         o_d = tl.arange(0, 2 * BLOCK_P)
-        m = live[:, None] & (o_d < 2 * PAIRS)[None, :]
+        channel = (o_d < 2 * PAIRS)[None, :]
         # [M, P, 2]
-        x = tl.load(X + rows_x[:, None] + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+        x = tl.load(X + rows_x[:, None] + o_d[None, :], mask=inside[:, None] & channel, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, [x.shape[0], BLOCK_P, 2]))
         turned = tl.join(first * cos - second * sin, first * sin + second * cos)
         turned = tl.reshape(turned, [x.shape[0], 2 * BLOCK_P])
-        tl.store(Out + rows_o[:, None] + o_d[None, :], narrow(turned, DTYPE, EMULATE), mask=m)
+        store_encoded(Out, rows_o[:, None] + o_d[None, :], turned, factor, live[:, None] & channel, CODE, EMULATE)
     else:
         o_p = tl.arange(0, BLOCK_P)
-        m = live[:, None] & (o_p < PAIRS)[None, :]
+        channel = (o_p < PAIRS)[None, :]
         p = X + rows_x[:, None] + o_p[None, :]
-        first = tl.load(p, mask=m, other=0.0).to(tl.float32)
-        second = tl.load(p + PAIRS, mask=m, other=0.0).to(tl.float32)
-        p_out = Out + rows_o[:, None] + o_p[None, :]
-        tl.store(p_out, narrow(first * cos - second * sin, DTYPE, EMULATE), mask=m)
-        tl.store(p_out + PAIRS, narrow(first * sin + second * cos, DTYPE, EMULATE), mask=m)
+        first = tl.load(p, mask=inside[:, None] & channel, other=0.0).to(tl.float32)
+        second = tl.load(p + PAIRS, mask=inside[:, None] & channel, other=0.0).to(tl.float32)
+        o_out = rows_o[:, None] + o_p[None, :]
+        m = live[:, None] & channel
+        store_encoded(Out, o_out, first * cos - second * sin, factor, m, CODE, EMULATE)
+        store_encoded(Out, o_out + PAIRS, first * sin + second * cos, factor, m, CODE, EMULATE)
 
 
 @triton.jit
-def copy_rows(X, rows_x, Out, rows_o, live, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy the channels FIRST to DIM of the rows."""
+def copy_rows(X, rows_x, inside, Out, rows_o, live, factor, CODE: tl.constexpr, EMULATE: tl.constexpr, FIRST: tl.constexpr,
+              DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Write the channels FIRST to DIM of the rows as they are, or, if CODE says so, encoded."""
     if FIRST < DIM:
         o_d = FIRST + tl.arange(0, BLOCK_D)
-        m = live[:, None] & (o_d < DIM)[None, :]
-        tl.store(Out + rows_o[:, None] + o_d[None, :], tl.load(X + rows_x[:, None] + o_d[None, :], mask=m), mask=m)
+        channel = (o_d < DIM)[None, :]
+        x = tl.load(X + rows_x[:, None] + o_d[None, :], mask=inside[:, None] & channel)
+        m = live[:, None] & channel
+        if CODE == PLAIN:
+            tl.store(Out + rows_o[:, None] + o_d[None, :], x, mask=m)
+        else:
+            store_encoded(Out, rows_o[:, None] + o_d[None, :], x.to(tl.float32), factor, m, CODE, EMULATE)

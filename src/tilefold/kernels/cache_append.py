@@ -1,62 +1,123 @@
-"""Append new keys and values to a KV cache, in one piece or in pages, turning the keys on the way.
+"""Append new keys and values to a KV cache, in one piece or in pages, turning keys, and queries if there are any, on the way.
 
-Memory-bound: it reads and writes the new tokens once.
+Memory-bound: it reads and writes the new tokens once.  A program takes some rows (token, head), head fastest, whatever sequences
+they are of; what it reads does not depend on lengths and tables, so both are under way at the same time.
 """
 
 import triton
 import triton.language as tl
 
+from ..device.encode import PLAIN
 from ..device.rotary import copy_rows, load_angles, turn_rows
 
-RUNTIME = ["seq_new", "capacity", "seq_table", "kv_heads", "stride_tb"]
+RUNTIME = [
+    "tokens",
+    "batch",
+    "seq_new",
+    "capacity",
+    "pages",
+    "seq_table",
+    "kv_heads",
+    "heads",
+    "kv_programs",
+    "stride_tb",
+]
+FAR = tl.constexpr(2147483647)  # an offset that no token has
 
 
 @triton.jit
-def cache_rows(row, live, table, start, stride_p, stride_n, PAGE: tl.constexpr):
-    """Element offsets [M] int64 of the rows [M] of one sequence's cache: from `start` on, or in the pages that `table` names."""
-    if PAGE == 0:
-        return start + row * stride_n
+def place_of_tokens(Cu, token, batch, seq_new, BLOCK_B: tl.constexpr):
+    """-> the sequence of each token [M] int32 and the token's index in it; tokens of no sequence have the index -1."""
+    if Cu is None:
+        return token // seq_new, token % seq_new
     else:
-        page = tl.load(table + row // PAGE, mask=live, other=0).to(tl.int64)
-        return start + page * stride_p + row % PAGE * stride_n
+        # The ends that are not behind the token are those of all sequences before its own, empty ones among them.
+        i_b = tl.zeros_like(token)
+        for first in range(0, batch, BLOCK_B):
+            o_b = first + tl.arange(0, BLOCK_B)
+            ends = tl.load(Cu + 1 + o_b, mask=o_b < batch, other=FAR)
+            i_b += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+        start = tl.load(Cu + i_b, mask=i_b < batch, other=FAR)
+        return i_b, tl.maximum(token - start, -1)
+
+
+@triton.jit
+def rows_of_program(pid, tokens, heads, BLOCK_M: tl.constexpr):
+    """-> token [M] int32, head [M] int64, and whether there is such a row."""
+    row = pid * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row // heads, (row % heads).to(tl.int64), row < tokens * heads
+
+
+@triton.jit
+def rows_of_cache(row, i_b, live, BatchIndex, Table, stride_tb, capacity, pages, PAGE: tl.constexpr):
+    """-> the page (or cache) and the row in it of row `row` of each token's sequence, int64, and whether that may be written:
+    what would lie past the capacity or in a page that does not exist may not."""
+    live = live & (row >= 0) & (row < capacity)
+    if PAGE > 0:
+        page = tl.load(Table + i_b.to(tl.int64) * stride_tb + row // PAGE, mask=live, other=-1).to(tl.int64)
+        row = row % PAGE
+    elif BatchIndex is not None:
+        page = tl.load(BatchIndex + i_b, mask=live, other=-1).to(tl.int64)
+    else:
+        page = i_b.to(tl.int64)
+    return page, row, live & (page >= 0) & (page < pages)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def cache_append(
-    K, V, KCache, VCache, Cos, Sin, Lengths, BatchIndex, Table, seq_new, capacity, seq_table, kv_heads, stride_tb,
-    stride_kb, stride_km, stride_kh, stride_vb, stride_vm, stride_vh,
+    K, V, Q, KCache, VCache, QOut, Cos, Sin, Cu, Lengths, BatchIndex, Table, KScale, VScale,
+    tokens, batch, seq_new, capacity, pages, seq_table, kv_heads, heads, kv_programs, stride_tb,
+    stride_kb, stride_km, stride_kh, stride_vb, stride_vm, stride_vh, stride_qb, stride_qm, stride_qh, stride_om, stride_oh,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, stride_c, stride_s,
-    INTERLEAVED: tl.constexpr, EMULATE: tl.constexpr, PAGE: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    stride_kp, stride_kg, stride_vp, stride_vg,
+    INTERLEAVED: tl.constexpr, CODE: tl.constexpr, EMULATE: tl.constexpr, PAGE: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """K [B, S, Hkv, Dqk], V [B, S, Hkv, Dv]: row i of sequence b becomes row Lengths[b] + i of its cache: KCache, VCache
-    [B, capacity, Hkv, D], that of sequence BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, pages] int32.
-    Rows past the capacity are not written.  PAIRS > 0: keys are turned by Cos, Sin [seq_table, PAIRS] at their row in the cache.
-    Grid (cdiv(S, BLOCK_M) * Hkv * B,)."""
+    """K [B, S, Hkv, Dqk], V [B, S, Hkv, Dv], or [T, Hkv, D] with Cu [B + 1] int32 and strides over the batch 0: token i of
+    sequence b becomes row Lengths[b] + i of its cache: KCache, VCache [pages, capacity, Hkv, D], that of sequence
+    BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, max_pages] int32.  PAIRS > 0: keys are turned by
+    Cos, Sin [seq_table, PAIRS] at their row in the cache, and so are Q [.., H, Dqk] into QOut.  CODE: how the caches hold
+    numbers, KScale and VScale fp32 [pages, Hkv] (stride_kp and stride_vp may be 0).
+    Grid (kv_programs + cdiv(tokens * H, BLOCK_M),)."""
     pid = tl.program_id(0)
-    tiles = tl.cdiv(seq_new, BLOCK_M)
-    i_h = (pid % kv_heads).to(tl.int64)
-    i_m = pid // kv_heads % tiles
-    i_b = (pid // kv_heads // tiles).to(tl.int64)
-    o_m = (i_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    row = tl.load(Lengths + i_b).to(tl.int64) + o_m
-    live = (o_m < seq_new) & (row >= 0) & (row < capacity)
-    rows_k = i_b * stride_kb + o_m * stride_km + i_h * stride_kh
-    rows_v = i_b * stride_vb + o_m * stride_vm + i_h * stride_vh
-    start_x, start_y = i_h * stride_xh, i_h * stride_yh
-    if PAGE == 0:
-        i_c = i_b
-        if BatchIndex is not None:
-            i_c = tl.load(BatchIndex + i_b).to(tl.int64)
-        start_x += i_c * stride_xb
-        start_y += i_c * stride_yb
-        table = None
+    if Q is not None:
+        if pid >= kv_programs:
+            token, i_h, inside = rows_of_program(pid - kv_programs, tokens, heads, BLOCK_M)
+            i_b, i_n = place_of_tokens(Cu, token, batch, seq_new, BLOCK_B)
+            rows_q = token.to(tl.int64) * stride_qm + i_h * stride_qh
+            if Cu is None:
+                rows_q = i_b.to(tl.int64) * stride_qb + i_n.to(tl.int64) * stride_qm + i_h * stride_qh
+            mine = inside & (i_n >= 0)
+            position = tl.where(mine, tl.load(Lengths + i_b, mask=mine, other=0).to(tl.int64) + i_n, -1)
+            cos, sin = load_angles(Cos, Sin, position, mine, seq_table, stride_c, stride_s, PAIRS, BLOCK_P)
+            rows_o = token.to(tl.int64) * stride_om + i_h * stride_oh
+            turn_rows(
+                Q, rows_q, inside, QOut, rows_o, inside, None, cos, sin, INTERLEAVED, PLAIN, EMULATE, PAIRS, BLOCK_P
+            )
+            copy_rows(Q, rows_q, inside, QOut, rows_o, inside, None, PLAIN, EMULATE, 2 * PAIRS, DIM_QK, BLOCK_QK)
+            return
+    token, i_h, inside = rows_of_program(pid, tokens, kv_heads, BLOCK_M)
+    i_b, i_n = place_of_tokens(Cu, token, batch, seq_new, BLOCK_B)
+    if Cu is None:
+        rows_k = i_b.to(tl.int64) * stride_kb + i_n.to(tl.int64) * stride_km + i_h * stride_kh
+        rows_v = i_b.to(tl.int64) * stride_vb + i_n.to(tl.int64) * stride_vm + i_h * stride_vh
     else:
-        table = Table + i_b * stride_tb
-    rows_x = cache_rows(row, live, table, start_x, stride_xb, stride_xn, PAGE)
-    rows_y = cache_rows(row, live, table, start_y, stride_yb, stride_yn, PAGE)
+        rows_k = token.to(tl.int64) * stride_km + i_h * stride_kh
+        rows_v = token.to(tl.int64) * stride_vm + i_h * stride_vh
+    live = inside & (i_n >= 0)
+    position = tl.load(Lengths + i_b, mask=live, other=0).to(tl.int64) + i_n
+    page, row, live = rows_of_cache(position, i_b, live, BatchIndex, Table, stride_tb, capacity, pages, PAGE)
+    rows_x = page * stride_xb + row * stride_xn + i_h * stride_xh
+    rows_y = page * stride_yb + row * stride_yn + i_h * stride_yh
+    factor_k, factor_v = None, None
+    if CODE != PLAIN:
+        factor_k = tl.load(KScale + page * stride_kp + i_h * stride_kg, mask=live, other=1.0)
+        factor_v = tl.load(VScale + page * stride_vp + i_h * stride_vg, mask=live, other=1.0)
     if PAIRS > 0:
-        cos, sin = load_angles(Cos, Sin, row, live, seq_table, stride_c, stride_s, PAIRS, BLOCK_P)
-        turn_rows(K, rows_k, KCache, rows_x, live, cos, sin, INTERLEAVED, EMULATE, PAIRS, BLOCK_P)
-    copy_rows(K, rows_k, KCache, rows_x, live, 2 * PAIRS, DIM_QK, BLOCK_QK)
-    copy_rows(V, rows_v, VCache, rows_y, live, 0, DIM_V, BLOCK_V)
+        cos, sin = load_angles(Cos, Sin, position, live, seq_table, stride_c, stride_s, PAIRS, BLOCK_P)
+        turn_rows(
+            K, rows_k, inside, KCache, rows_x, live, factor_k, cos, sin, INTERLEAVED, CODE, EMULATE, PAIRS, BLOCK_P
+        )
+    copy_rows(K, rows_k, inside, KCache, rows_x, live, factor_k, CODE, EMULATE, 2 * PAIRS, DIM_QK, BLOCK_QK)
+    copy_rows(V, rows_v, inside, VCache, rows_y, live, factor_v, CODE, EMULATE, 0, DIM_V, BLOCK_V)

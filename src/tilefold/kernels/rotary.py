@@ -6,6 +6,7 @@ Memory-bound: 2 * rotated channels * itemsize bytes a row and head, and the tabl
 import triton
 import triton.language as tl
 
+from ..device.encode import PLAIN
 from ..device.grid import rows_of_sequence
 from ..device.rotary import copy_rows, load_angles, turn_rows
 
@@ -41,6 +42,6 @@ def rotary(
         sin = -sin
     rows_x = i_b * stride_xb + (first + o_m) * stride_xm + i_h * stride_xh
     rows_o = i_b * stride_ob + (first + o_m) * stride_om + i_h * stride_oh
-    turn_rows(X, rows_x, Out, rows_o, live, cos, sin, INTERLEAVED, EMULATE, PAIRS, BLOCK_P)
+    turn_rows(X, rows_x, live, Out, rows_o, live, None, cos, sin, INTERLEAVED, PLAIN, EMULATE, PAIRS, BLOCK_P)
     if COPY:
-        copy_rows(X, rows_x, Out, rows_o, live, 2 * PAIRS, DIM, BLOCK_R)
+        copy_rows(X, rows_x, live, Out, rows_o, live, None, PLAIN, EMULATE, 2 * PAIRS, DIM, BLOCK_R)

@@ -1,12 +1,12 @@
-"""Tensors to e4m3 with one factor a head, in plain torch."""
+"""Tensors to e4m3 or int8 with a factor a head, in plain torch."""
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind
-from ..errors import ValueRangeError
+from ..errors import DtypeError, ValueRangeError
 from ..types import Layout
 
-__all__ = ["LARGEST", "quantize_fp8"]
+__all__ = ["LARGEST", "quantize_fp8", "quantize_kv"]
 
 LARGEST = 448.0  # of e4m3
 
@@ -43,3 +43,44 @@ def quantize_fp8(x: torch.Tensor, *, per: str = "head", layout: Layout = "bshd")
         factor = descale[:, None, :, None] if layout == "bshd" else descale[:, :, None, None]
         # the quotient of the largest number may be rounded to just above it
         return (wide / factor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), descale
+
+
+def quantize_kv(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, per: str = "head", scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, keys or values, as a cache holds them, and their factors: x is about codes * scale.
+
+    Args:
+        x: [caches or pages, rows, kv_heads, dim] fp16, bf16 or fp32, finite (a NaN makes its factor NaN, as does an infinity).
+        dtype: torch.float8_e4m3fn or torch.int8.
+        per: "head" for a factor of each head, "page" for one of each head of each page (or cache).
+        scale: [kv_heads] or [caches or pages, kv_heads] fp32, greater than 0, to be used as they are, whatever `per` says; what
+            is too large for them saturates.  Default: the largest number in size becomes 448, or 127.
+
+    Returns:
+        (codes, scale): codes like x in dtype, contiguous, by the rounding of `kvcache_append`: both give the same bits.  scale
+        fp32 [kv_heads] or [caches or pages, kv_heads], 1 where every number is 0.  No gradient passes.
+
+    Raises:
+        DtypeError, ShapeError, LayoutError, ValueRangeError, naming the argument."""
+    limits = {torch.float8_e4m3fn: (-LARGEST, LARGEST), torch.int8: (-128.0, 127.0)}
+    if dtype not in limits:
+        raise DtypeError(f"dtype must be torch.float8_e4m3fn or torch.int8, got {dtype!r}")
+    if per not in ("head", "page"):
+        raise ValueRangeError(f"per must be 'head' or 'page', got {per!r}")
+    specs = (
+        TensorSpec("x", "pages rows kv_heads dim", FLOATS),
+        TensorSpec("scale", "kv_heads / pages kv_heads", (torch.float32,), optional=True),
+    )
+    n = bind(specs, {"x": x, "scale": scale})
+    low, high = limits[dtype]
+    with torch.no_grad():
+        wide = x.float()
+        if scale is None:
+            over, shape = ((0, 1, 3), (n["kv_heads"],)) if per == "head" else ((1, 3), (n["pages"], n["kv_heads"]))
+            largest = wide.abs().amax(over) if x.numel() else wide.new_zeros(shape)
+            scale = torch.where(largest == 0, 1.0, largest / high)
+        wide = (wide / scale[..., None, :, None]).clamp(low, high)
+        if dtype == torch.int8:
+            wide = wide.round().nan_to_num()  # to even, as the kernel
+        return wide.to(dtype).contiguous(), scale

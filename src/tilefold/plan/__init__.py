@@ -8,6 +8,7 @@ from tilefold.plan.device import DEVICES, Device, device_named
 from tilefold.plan.dispatch import POLICIES, SplitDecision, plan_splits
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
 from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
 from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.plan.trace import Generation, Trace, trace_generation
@@ -24,7 +25,9 @@ __all__ = [
     "Cost",
     "Device",
     "Generation",
+    "PrefixProblem",
     "Rejected",
+    "SharedPrefixPlan",
     "SparseBackwardPlan",
     "SparsePlan",
     "SparseProblem",
@@ -38,6 +41,7 @@ __all__ = [
     "plan_attention",
     "plan_attention_backward",
     "plan_attention_fp8",
+    "plan_shared_prefix",
     "plan_sparse",
     "plan_sparse_backward",
     "plan_splits",

@@ -82,14 +82,24 @@ def flash_attn_with_kvcache(
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink)
     cache = Cache(lengths, cache_leftpad, cache_batch_idx, table, cu_seqlens_q, None, packed, 0, new,
                   host_int("num_splits", num_splits))  # fmt: skip
+    # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
+    local = causal or any(0 <= side < capacity for side in window)
+    turned = None
     if k is not None and lengths is not None:
         check_cached(q, k_cache, v_cache, call, cache)  # a call that is refused has not changed the cache
-        cache_append(
-            k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved
+        # Queries at the positions of the new keys turn in the same launch, unless someone waits for their gradient to be refused.
+        same = (
+            q.dim() == 4
+            and q.shape[1] == new
+            and (local or new == 1)
+            and not (torch.is_grad_enabled() and q.requires_grad)
         )
-    if rotary_cos is not None and rotary_sin is not None and lengths is not None:
-        # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
-        local = causal or any(0 <= side < capacity for side in window)
+        turned = cache_append(
+            k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved,
+            q=q if same and rotary_cos is not None else None)  # fmt: skip
+    if turned is not None:
+        q = turned
+    elif rotary_cos is not None and rotary_sin is not None and lengths is not None:
         q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
                          cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlen_q)  # fmt: skip
     out, lse = attention_cached(q, k_cache, v_cache, call, cache)

@@ -1,0 +1,184 @@
+"""What users call of KV caches: sign, document, delegate."""
+
+from typing import Any
+
+import torch
+
+from .errors import DtypeError, Unsupported
+from .ops.quantise import quantize_kv
+from .ops.watch import refuse_tangents, wants_gradient
+
+__all__ = ["attention_shared_prefix", "kvcache_append", "merge_attention", "quantize_kv"]
+
+
+def kvcache_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int = 0,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write the keys and values of new tokens into a KV cache in place, in one launch that reads no length on the host.
+
+    Args:
+        k: [batch, seq, kv_heads, dim] fp16, bf16 or fp32, dim 1 to 1024; or packed, [total, kv_heads, dim] with cu_seqlens.
+            Token i of sequence b becomes row cache_seqlens[b] + i of its cache.
+        v: like k, with a dim of its own.
+        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table.  In k's
+            dtype; or in float8_e4m3fn or int8, with k_scale and v_scale.
+        cache_seqlens: [batch] int32: the rows that each sequence has before this call.  It is not changed.
+        block_table: [batch, pages] int32: row j of sequence b is row j % size of page block_table[b, j // size], of any size.
+        cache_batch_idx: [batch] int32: the cache of each sequence, where there are no pages; default: its own number.
+        cu_seqlens: [batch + 1] int32: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.  Lengths of 0 are fine.
+        max_seqlen: at least the longest sequence of cu_seqlens, to be checked against the capacity; 0: not known.
+        rotary_cos, rotary_sin: [positions, pairs] of one float dtype: the first 2 * pairs channels of each key are turned by the
+            angles of its row in the cache; rows past the table are not turned.
+        interleaved: pair i is the channels (2i, 2i + 1); otherwise (i, i + pairs).
+        k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0 (not read on the host): what stands in
+            the cache is to be multiplied by its head's factor.  `quantize_kv` finds such factors.
+        q: [batch, seq, heads, dim] or [total, heads, dim], dtype of k: the queries of the same tokens, turned by the same
+            angles in the same launch.  Only with rotary_cos and rotary_sin.
+
+    Returns:
+        The turned queries, a new contiguous tensor like q (packed rows of no sequence as they were), or None without q.
+
+        What is stored is rounded once: a key is turned in fp32, then rounded to the cache's float type; or divided by its factor
+        (a correctly rounded fp32 division), and rounded to the nearest of the cache's numbers, to even where two are as near:
+        float8_e4m3fn from -448 to 448 (NaN stays NaN), int8 from -128 to 127 (NaN becomes 0); what lies outside becomes the last.
+
+        Rows past the capacity, rows of a page or cache that does not exist, and packed rows of no sequence are not written; no
+        two sequences may write the same row.  (In the interpreter wrong values raise ValueRangeError.)  Any strides with
+        a contiguous last dimension, and more than 2^31 elements.  Works under CUDA graphs and torch.compile.  There are
+        no gradients.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument, before anything is
+        written; Unsupported if a tensor requires a gradient while gradients are on.
+
+    Source: RoPE (Su et al. 2021, arXiv:2104.09864); pages (Kwon et al. 2023, arXiv:2309.06180)."""
+    from .ops import cache_append  # here: `import tilefold` stays light
+
+    named = {
+        "k": k,
+        "v": v,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "q": q,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+    }
+    refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(
+                    f"{name} requires a gradient, but what is written into a cache passes none: call kvcache_append under "
+                    f"torch.no_grad(), or detach() it"
+                )
+    return cache_append.cache_append(
+        k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
+        k_scale, v_scale, q, max_seqlen)  # fmt: skip
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from the results over each: exact, as if all keys had been seen at once.
+
+    Args:
+        out_a, out_b: [batch, seq, heads, dim] or [total, heads, dim], fp16, bf16 or fp32, both of one dtype, dim 1 to 1024, any
+            strides with a contiguous last dimension.
+        lse_a, lse_b: [batch, heads, seq] or [heads, total] fp32, natural log, any strides: what return_lse=True returns.
+
+    Returns:
+        (out, lse), contiguous, like out_a and lse_a.  A result without keys (lse -inf) changes no bit of the other, whatever its
+        out holds; two of them give 0 and -inf.  Sinks belong to one of the two calls only.  There are no gradients.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, Unsupported: naming the argument; Unsupported if one requires a gradient
+        while gradients are on.
+
+    Source: docs/concepts/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    from .ops import merge  # here: `import tilefold` stays light
+
+    return merge.merge_attention(out_a, lse_a, out_b, lse_b)
+
+
+def attention_shared_prefix(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    prefix_length: int,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    causal: bool = True,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int = 0,
+    cascade: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a KV cache whose sequences all begin with the same keys, which are read once for the whole batch.
+
+    The queries of all sequences attend to the prefix as the rows of one sequence, each sequence attends to what follows in its
+    own cache, and the two results are merged exactly by their lse: out is what it would be without the prefix being shared.
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32, or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q; the
+            last tokens of each sequence, whose keys are in the cache already.
+        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table; dtype of q.
+        prefix_length: the number of shared keys, an int.  With pages, whole pages are read once and what is over belongs to each
+            sequence; without, they are read in the cache of sequence 0, and the same rows of the other caches are not.
+        cache_seqlens: [batch] int32, not read on the host: keys of each sequence, the prefix's among them; at least
+            prefix_length, and with causal at least prefix_length + seq_q: every query lies behind the prefix.
+        block_table: [batch, pages] int32: every row begins with the same pages.
+        cache_batch_idx: [batch] int32: the cache of each sequence, where there are no pages.
+        causal: query i sees key j if j <= i + cache_seqlens - seq_q.
+        window, alibi_slopes: None: they go by the distance to keys of the prefix, which differs from sequence to sequence, while
+            its rows are one sequence's here.
+        scale, softcap, sinks: as for `attention`; the sinks are counted once.
+        num_splits: parts of the keys that are folded apart, in either attention; 0: the plan decides.
+        cascade: True to share, False to attend plainly, None for what `tilefold.plan.plan_shared_prefix` predicts to be faster.
+        return_lse: also return the logarithm of each row's softmax denominator.
+
+    Returns:
+        out, like q with the dim of v_cache; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32,
+        natural log.  There are no gradients.  Works under CUDA graphs and torch.compile.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument.
+
+    Source: shared prefixes by merged states: Hydragen (Juravsky et al. 2024, arXiv:2402.05099); FlashInfer's cascade (Ye et al.
+    2025, arXiv:2501.01005)."""
+    from .ops import shared_prefix  # here: `import tilefold` stays light
+
+    for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
+        if value is not None:
+            raise Unsupported(
+                f"{name} was given, but the shared prefix is attended to by all queries as one sequence, whose distances "
+                f"to its keys are not those of the sequences: leave it None, or attend plainly"
+            )
+    if not isinstance(return_lse, bool):
+        raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
+                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade)  # fmt: skip
+    out, lse = shared_prefix.attend(q, k_cache, v_cache, given)
+    return (out, lse) if return_lse else out

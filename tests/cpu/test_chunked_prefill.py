@@ -1,0 +1,78 @@
+"""Prefill by chunks over a paged cache, and prefill and decoding in one packed call: append, attend, held to fp64."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, rand
+from tilefold import reference
+from tilefold.ops.cached import attention_cached
+from tilefold.ops.cached_call import Cache
+from tilefold.ops.call import Call
+
+
+def ints(*values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def step(q, k, v, held, table, lengths, new):
+    """Append the new tokens of each sequence to its pages and attend: packed, causal; -> (out, lse)."""
+    device = q.device
+    cu = ints(0, *torch.tensor(new).cumsum(0).tolist(), device=device)
+    before = ints(*lengths, device=device)
+    tilefold.kvcache_append(k, v, *held, cache_seqlens=before, block_table=table, cu_seqlens=cu)
+    after = ints(*(n + more for n, more in zip(lengths, new, strict=True)), device=device)
+    cache = Cache(lengths=after, block_table=table, cu_q=cu, max_q=max(new))
+    return attention_cached(q, *held, Call(causal=True), cache)
+
+
+def pool(device, batch, capacity, page, kv_heads, dim, dtype):
+    """(k pages, v pages), table: nothing is in them yet."""
+    each = -(-capacity // page)
+    table = torch.randperm(batch * each).view(batch, each).int().to(device)
+    pages = [
+        torch.full((batch * each, page, kv_heads, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)
+    ]
+    return pages, table
+
+
+@pytest.mark.parametrize(("cuts", "page"), [((7, 1, 20, 3, 9), 8), ((33, 7), 5), ((1,) * 6, 4)])
+def test_chunks_are_the_whole_prompt(device, cuts, page):
+    n, heads, kv_heads, dim = sum(cuts), 4, 2, 16
+    q, k, v = (rand(n, h, dim, device=device) for h in (heads, kv_heads, kv_heads))
+    pages, table = pool(device, 1, n, page, kv_heads, dim, torch.float32)
+    found, done = [], 0
+    for more in cuts:
+        rows = slice(done, done + more)
+        found.append(step(q[rows], k[rows], v[rows], pages, table, [done], [more]))
+        done += more
+    exact, plain = (
+        reference.attention(q[None], k[None], v[None], causal=True, dtype=d) for d in (torch.float64, torch.float32)
+    )
+    judge(torch.cat([out for out, _ in found]), exact[0][0], plain[0][0], "out")
+    judge(torch.cat([lse for _, lse in found], 1), exact[1][0], plain[1][0], "lse")
+    alone, whole = pool(device, 1, n, page, kv_heads, dim, torch.float32)
+    judge(step(q, k, v, alone, whole, [0], [n])[0], exact[0][0], plain[0][0], "out at once")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_and_prefill_in_one_call(device, dtype):
+    """One token over a long cache, a chunk in the middle of a prompt, a prompt's beginning, a sequence that rests."""
+    lengths, new, heads, kv_heads, dim, page = [37, 9, 0, 12, 0], [1, 30, 21, 0, 1], 6, 2, 16, 8
+    total = sum(new)
+    q, k, v = (rand(total, h, dim, dtype=dtype, device=device) for h in (heads, kv_heads, kv_heads))
+    pages, table = pool(device, 5, 48, page, kv_heads, dim, dtype)
+    past = [[rand(n, kv_heads, dim, dtype=dtype, device=device) for _ in range(2)] for n in lengths]
+    flat = [torch.cat([p[i] for p in past]) for i in range(2)]
+    offsets = ints(0, *torch.tensor(lengths).cumsum(0).tolist(), device=device)
+    empty = torch.zeros(5, dtype=torch.int32, device=device)
+    tilefold.kvcache_append(*flat, *pages, cache_seqlens=empty, block_table=table, cu_seqlens=offsets)
+    out, lse = step(q, k, v, pages, table, lengths, new)
+    at = 0
+    for b, more in enumerate(new):
+        rows = slice(at, at + more)
+        at += more
+        keys, values = (torch.cat([past[b][i], t[rows]])[None] for i, t in enumerate((k, v)))
+        sides = [reference.attention(q[rows][None], keys, values, causal=True, dtype=d) for d in (torch.float64, dtype)]
+        judge(out[rows], sides[0][0][0], sides[1][0][0], f"out {b}")
+        judge(lse[:, rows], sides[0][1][0], sides[1][1][0].float(), f"lse {b}")
