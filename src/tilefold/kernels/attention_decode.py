@@ -164,8 +164,6 @@ def attention_decode(
             state = state_init_sink(tl.where(t_0 == 0, sink, float("-inf")), BLOCK_M, BLOCK_V)
         place = (i_b, head[:, None], tl.minimum(token, tl.maximum(seq_q - 1, 0))[:, None], (seq_q, seq_k))
         mine = part_of_range(tiles, t_0, t_1)
-        ks = KScale + i_h * stride_ksh if PER_PAGE else None
-        vs = VScale + i_h * stride_vsh if PER_PAGE else None
         if PAGE == 0:
             k_0 = K + i_c * stride_kb + first_k * stride_kn + i_h.to(tl.int64) * stride_kh
             v_0 = V + i_c * stride_vb + first_k * stride_vn + i_h.to(tl.int64) * stride_vh
@@ -183,10 +181,16 @@ def attention_decode(
             v_0 = V + i_h.to(tl.int64) * stride_vh
             row_k = tl.cast(stride_kn, tl.int64) if WIDE else stride_kn
             row_v = tl.cast(stride_vn, tl.int64) if WIDE else stride_vn
+            if PER_PAGE:
+                k_side = (k_0, stride_kb, row_k, KScale + i_h * stride_ksh, stride_ksp)
+                r_side = (k_0 + DIM_K, stride_kb, row_k, KScale + i_h * stride_ksh, stride_ksp)
+                v_side = (v_0, stride_vb, row_v, VScale + i_h * stride_vsh, stride_vsp)
+            else:
+                k_side = (k_0, stride_kb, row_k, None, 0)
+                r_side = (k_0 + DIM_K, stride_kb, row_k, None, 0)
+                v_side = (v_0, stride_vb, row_v, None, 0)
             acc, m, l = fold_cache_range(
-                q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE),
-                (k_0, stride_kb, row_k, ks, stride_ksp), (k_0 + DIM_K, stride_kb, row_k, ks, stride_ksp),
-                (v_0, stride_vb, row_v, vs, stride_vsp), score_mods, (left, right), next_page if ONE else next_pages,
+                q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE), k_side, r_side, v_side, score_mods, (left, right), next_page if ONE else next_pages,
                 locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K,
                 BLOCK_REST, BLOCK_V)  # fmt: skip
         if VScale is not None and not PER_PAGE:

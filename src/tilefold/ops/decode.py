@@ -100,7 +100,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
 
     p, a = plan.problem, plan.problem.attention
     rows = next_power_of_two(min(p.rows, plan.block_m))
-    once = 64 * plan.device.warp_size * plan.num_warps // (rows * a.block_v)  # 64 registers a thread
+    once = 24 * plan.device.warp_size * plan.num_warps // (rows * a.block_v)  # 24 registers a thread
     paged = p.page_size > 0
     batch = sizes["batch"]
     quant = _quant(p.storage, plan.device)
@@ -160,6 +160,8 @@ def bind_decode(
         *_scale_strides(scales[0]), *_scale_strides(scales[1]), *rows[0], *rows[1], *rows[2], *strides_out,
     )  # fmt: skip
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if plan.maxnreg is not None:
+        options["maxnreg"] = plan.maxnreg
     launch = Launch(kernel, (plan.grid, 1, 1), constants, options, index)
     merge, merge_scalars = None, ()
     if plan.merge == "kernel" and plan.splits != 1:

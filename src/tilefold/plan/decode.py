@@ -78,7 +78,7 @@ class DecodeProblem:
 class DecodePlan:
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
-    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages: launch options.
+    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages, maxnreg: launch options.
     programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.  splits: if not 0, every
     sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
     reason, rejected: why.  cost, bound: of a full cache.  Raises PlanError, naming the field, for what no kernel can do."""
@@ -93,6 +93,7 @@ class DecodePlan:
     least: int = 1
     splits: int = 0
     merge: str = "last"
+    maxnreg: int | None = None
     reason: str = ""
     rejected: tuple[Rejected, ...] = ()
 
