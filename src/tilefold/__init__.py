@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
+from .decode_api import attention_kvcache, attention_kvcache_plan
 from .errors import (
     DeviceError,
     DtypeError,
@@ -23,7 +24,7 @@ from .types import constant
 
 if TYPE_CHECKING:
     from .integrations import register, unregister
-    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, plan_attention
+    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
     from .sparse import BlockIndex
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionProblem",
     "BlockIndex",
+    "DecodePlan",
     "DeviceError",
     "DtypeError",
     "LayoutError",
@@ -45,6 +47,8 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_backward_plan",
+    "attention_kvcache",
+    "attention_kvcache_plan",
     "attention_plan",
     "attention_varlen",
     "constant",
@@ -61,7 +65,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The planner, the index of blocks, the references and the bridges to other libraries load when first used."""
-    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "plan_attention"):
+    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex
