@@ -22,7 +22,8 @@ class _Slab:
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.zeros(SLAB, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # once a device: other streams are to find zeros
+        self.ready = torch.cuda.Event()
+        self.ready.record(torch.cuda.current_stream(device))
         self.used = 0
         self.streams: dict[Any, torch.Tensor] = {}
 
@@ -50,6 +51,7 @@ def counters(number: int, device: torch.device) -> torch.Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     held = slab.streams.get(stream)
     if held is None or held.shape[0] < number:
+        torch.cuda.current_stream(device).wait_event(slab.ready)  # other streams are to find zeros
         held = slab.take(max(number, 1024))
         if held is None:
             held = torch.zeros(number, dtype=torch.int32, device=device)
