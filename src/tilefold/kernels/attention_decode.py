@@ -118,12 +118,14 @@ def attention_decode(
             origin = first // length
             parts = (first + count - 1) // length - origin + 1
             slot = 2 * pid + (begin < first).to(tl.int32)
+            opens = t_0 == 0
         else:
             first = 0
             t_0, t_1 = range_share(count, pid % splits, splits)
             origin = pid // splits * splits
             parts = splits
             slot = pid
+            opens = pid % splits == 0  # shares may be empty, so that several begin at tile 0
         b = tl.cast(i_b, tl.int64)
         # ---- queries
         o_m = first_row + tl.arange(0, BLOCK_M)
@@ -135,13 +137,15 @@ def attention_decode(
         q = load_queries(p_q, token, head, inside, stride_qm, stride_qh, 0, DIM_K, BLOCK_K, WIDE)
         rest = None
         if BLOCK_REST > 0:
-            rest = widen(load_queries(p_q, token, head, inside, stride_qm, stride_qh, DIM_K, DIM_REST, BLOCK_REST, WIDE), EMULATE)
+            rest = load_queries(p_q, token, head, inside, stride_qm, stride_qh, DIM_K, DIM_REST, BLOCK_REST, WIDE)
         unit = scale
         i_c = b
         if BatchIndex is not None:
             i_c = tl.load(BatchIndex + i_b).to(tl.int64)
-        if QUANT == PLAIN or EMULATE:
+        if QUANT == PLAIN:
             q = widen(q, EMULATE)
+            if BLOCK_REST > 0:
+                rest = widen(rest, EMULATE)
         elif q.dtype == tl.bfloat16:
             if BLOCK_REST > 0:
                 rest, rest_factor = fit_float16(rest)
@@ -161,7 +165,7 @@ def attention_decode(
             state = state_init(BLOCK_M, BLOCK_V)
         else:
             sink = tl.load(Sinks + head * stride_sinks).to(tl.float32)  # the first share's, not every one's
-            state = state_init_sink(tl.where(t_0 == 0, sink, float("-inf")), BLOCK_M, BLOCK_V)
+            state = state_init_sink(tl.where(opens, sink, float("-inf")), BLOCK_M, BLOCK_V)
         place = (i_b, head[:, None], tl.minimum(token, tl.maximum(seq_q - 1, 0))[:, None], (seq_q, seq_k))
         mine = part_of_range(tiles, t_0, t_1)
         if PAGE == 0:
