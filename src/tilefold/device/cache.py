@@ -136,6 +136,63 @@ def dequantise(x, like, QUANT: tl.constexpr):
 
 
 @triton.jit
+def fetch_pairs(side, rows, live, like, EDGE: tl.constexpr, QUANT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """fetch_cache of bytes that lie in pairs in int16 -> the even columns and the odd ones, [N, BLOCK_D / 2] each.
+
+    For the second operand of a product whose rows are keys: tensor cores want two keys side by side in a register, and matrices
+    are turned in shared memory by 16 bits, not by 8."""
+    base, stride_outer, stride_inner, scales, stride_scale = side
+    outer, inner = rows
+    x = load_lanes(base, outer * stride_outer + inner * stride_inner, live, EDGE, False, DIM // 2, BLOCK_D // 2)
+    even, odd = split_bytes(x, like, QUANT)
+    if scales is not None:
+        factor = tl.load(scales + outer * stride_scale)
+        if len(factor.shape) > 0:
+            factor = factor[:, None]
+        even = (even.to(tl.float32) * factor).to(like.dtype)
+        odd = (odd.to(tl.float32) * factor).to(like.dtype)
+    return even, odd
+
+
+@triton.jit
+def split_bytes(x, like, QUANT: tl.constexpr):
+    """int16 -> what its low and its high bytes stand for, as `dequantise`."""
+    if QUANT == INT8:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, bias;
+            xor.b32 u, $2, 0x80808080;
+            mov.b32 bias, 0x64806480;
+            prmt.b32 $0, u, 0x64646464, 0x4240;
+            prmt.b32 $1, u, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, bias;
+            sub.f16x2 $1, $1, bias;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif QUANT == E4M3:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u;
+            .reg .b16 low, high;
+            prmt.b32 u, $2, 0, 0x3120;
+            mov.b32 {low, high}, u;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = (x & 0xFF).to(tl.uint8)
+        high = ((x >> 8) & 0xFF).to(tl.uint8)
+        if QUANT == INT8_CAST:
+            low = low.to(tl.int8, bitcast=True)
+            high = high.to(tl.int8, bitcast=True)
+        return dequantise(low, like, QUANT), dequantise(high, like, QUANT)
+    return even.to(like.dtype), odd.to(like.dtype)
+
+
+@triton.jit
 def fit_float16(q):
     """q [M, D] as (float16, factor): q = float16 * factor, a power of two that puts the largest element just inside the range
     of float16, so that no row of a bfloat16 query is out of it."""

@@ -69,7 +69,7 @@ def attention_decode(
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
-    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, FUSED: tl.constexpr,
+    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, FUSED: tl.constexpr,
     DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -80,7 +80,7 @@ def attention_decode(
     else a grid of items * splits, and each item is cut into `splits` shares.  Parts: Part, Stat of device.partials, with a
     counter an item in Arrived (0 before and after) if FUSED: the last who arrives merges; else another kernel does.
     KScale, VScale fp32 or None: what K and V are to be multiplied with, strides over page or cache, and head; PER_PAGE: over pages
-    of the table.  DIM_REST: columns of K behind the first DIM_K.  Kinds of storage (QUANT): device.cache."""
+    of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage (QUANT): device.cache."""
     pid = tl.program_id(0)
     lengths = (CuQ, CuK, Lengths, Pads, max_q, capacity, more, left, right)
     each = kv_heads * blocks
@@ -161,20 +161,23 @@ def attention_decode(
         if KScale is not None and not PER_PAGE:
             unit = unit * tl.load(KScale + i_c * stride_ksp + i_h * stride_ksh)
         # ---- the fold
+        WIDTH: tl.constexpr = BLOCK_V // 2 if PAIRS else BLOCK_V
         if Sinks is None:
-            state = state_init(BLOCK_M, BLOCK_V)
+            state = state_init(BLOCK_M, WIDTH)
         else:
             sink = tl.load(Sinks + head * stride_sinks).to(tl.float32)  # the first share's, not every one's
-            state = state_init_sink(tl.where(opens, sink, float("-inf")), BLOCK_M, BLOCK_V)
+            state = state_init_sink(tl.where(opens, sink, float("-inf")), BLOCK_M, WIDTH)
+        if PAIRS:
+            state = (state[0], state[1], state[2], tl.zeros([BLOCK_M, WIDTH], tl.float32))
         place = (i_b, head[:, None], tl.minimum(token, tl.maximum(seq_q - 1, 0))[:, None], (seq_q, seq_k))
         mine = part_of_range(tiles, t_0, t_1)
         if PAGE == 0:
             k_0 = K + i_c * stride_kb + first_k * stride_kn + i_h.to(tl.int64) * stride_kh
             v_0 = V + i_c * stride_vb + first_k * stride_vn + i_h.to(tl.int64) * stride_vh
-            acc, m, l = fold_cache_range(
+            state = fold_cache_range(
                 q, rest, state, mine, place, unit, (seq_k,), (k_0, stride_kn, stride_kn, None, 0),
                 (k_0 + DIM_K, stride_kn, stride_kn, None, 0), (v_0, stride_vn, stride_vn, None, 0), score_mods, (left, right),
-                next_none, locate_run, KIND, EMULATE, QUANT, SHARED, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST,
+                next_none, locate_run, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST,
                 BLOCK_V)  # fmt: skip
         else:
             ONE: tl.constexpr = PAGE % BLOCK_N == 0 and not PADDED
@@ -193,10 +196,15 @@ def attention_decode(
                 k_side = (k_0, stride_kb, row_k, None, 0)
                 r_side = (k_0 + DIM_K, stride_kb, row_k, None, 0)
                 v_side = (v_0, stride_vb, row_v, None, 0)
-            acc, m, l = fold_cache_range(
+            state = fold_cache_range(
                 q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE), k_side, r_side, v_side, score_mods, (left, right), next_page if ONE else next_pages,
-                locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K,
+                locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K,
                 BLOCK_REST, BLOCK_V)  # fmt: skip
+        acc = state[0]
+        m = state[1]
+        l = state[2]
+        if PAIRS:
+            acc = tl.interleave(acc, state[3])
         if VScale is not None and not PER_PAGE:
             acc = acc * tl.load(VScale + i_c * stride_vsp + i_h * stride_vsh)
         # ---- the result, or a part of it

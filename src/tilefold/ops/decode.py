@@ -34,6 +34,7 @@ class Decoder:
     merge_scalars: tuple[Any, ...]
     mods: Any
     as_bytes: bool  # the kernel takes e4m3 as bytes
+    in_pairs: bool  # and two elements of V as one of 16 bits
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
@@ -50,6 +51,8 @@ class Decoder:
                 arrived = counters(plan.items, device)
         if self.as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
+        if self.in_pairs:
+            v = v.view(torch.int16)
         score, _ = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
         self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived,
                      *self.scalars, score))  # fmt: skip
@@ -95,7 +98,7 @@ def _quant(storage: str, device: "Device") -> int:
 
 
 def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache: Cache, scales: Scales, wide: bool,
-               window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
+               pairs: bool, window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
     from ..plan.problem import next_power_of_two
 
     p, a = plan.problem, plan.problem.attention
@@ -115,6 +118,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
         "QUANT": quant,
         "PER_PAGE": paged and any(t is not None and t.dim() == 2 for t in scales),
         "SHARED": p.shared,
+        "PAIRS": pairs,
         "EVEN": plan.splits == 0,
         "FUSED": plan.merge == "last",
         "DIM_K": a.dim_v if p.shared else a.dim_qk,
@@ -146,7 +150,10 @@ def bind_decode(
     rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
     wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
     wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31
-    constants = _constants(plan, q, sizes, cache, scales, wide, window)
+    pairs = _lies_in_pairs(v, plan.problem)
+    if pairs:
+        rows[2] = tuple(stride // 2 for stride in rows[2])
+    constants = _constants(plan, q, sizes, cache, scales, wide, pairs, window)
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
     per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
@@ -168,7 +175,14 @@ def bind_decode(
         merge = _merge(plan, constants, n, index)
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
     as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
-    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes)
+    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
+
+
+def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
+    """Two bytes of V can be taken for one element of 16 bits."""
+    if problem.storage == "plain" or problem.shared or v.shape[-1] % 2 or v.shape[-1] < 32:
+        return False
+    return all(stride % 2 == 0 for stride in v.stride()[:-1]) and v.storage_offset() % 2 == 0 and v.data_ptr() % 2 == 0
 
 
 def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
@@ -233,5 +247,7 @@ def example_launch(
         return made.merge.fn, args, made.merge.keywords
     if made.as_bytes:
         k, v = tensor(*k.shape, kind=torch.uint8), tensor(*v.shape, kind=torch.uint8)
+    if made.in_pairs:
+        v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
     args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, floats, floats, tensor(64), *made.scalars, ())
     return made.launch.fn, args, made.launch.keywords

@@ -193,15 +193,22 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     block_m = min(64, max(16, next_power_of_two(problem.rows)))
     if max(problem.block_k, a.block_v) > 256 or a.dtype == "float32":
         block_m = 16  # the output's rows, and the query's, are held in registers
+    if problem.storage != "plain":
+        block_m = min(block_m, 32)  # products of 64 rows read shared memory, where bytes would have to be converted to
     if device.backend == "interpreter":
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n = 128 if problem.row_bytes <= 512 else 64 if problem.row_bytes <= 1536 else 32
     if a.dtype == "float32":
         block_n = min(block_n, 32)
-    num_warps = 4 if problem.block_k <= 64 and block_m < 64 else 8
+    elif block_m == 64:
+        block_n = min(block_n, 64)
+    # Where two programs fit an SM, four warps each: eight would have half the registers.
+    light = problem.block_k <= 64 or (problem.storage != "plain" and problem.block_k <= 128)
+    num_warps = 4 if light and block_m < 64 else 8
     room = device.smem_per_block - block_m * (block_n + problem.block_k + problem.block_rest) * a.itemsize - 2048
-    stages = max(1, min(MOST_STAGES + (problem.storage != "plain"), 1 + room // (block_n * problem.row_bytes)))
-    used = device.smem_per_block - room + max(1, stages - 1) * block_n * problem.row_bytes
+    spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1  # stages that hold no tile: see limits.kv_buffers
+    stages = max(1, min(MOST_STAGES, spare + room // (block_n * problem.row_bytes)))
+    used = device.smem_per_block - room + max(1, stages - spare) * block_n * problem.row_bytes
     resident = max(1, min(MOST_RESIDENT, device.smem_per_sm // used, device.threads_per_sm // (32 * num_warps)))
     programs = device.sms * resident
     plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, programs, splits=splits)
