@@ -188,7 +188,8 @@ def split_bytes(x, like, QUANT: tl.constexpr):
         if QUANT == INT8_CAST:
             low = low.to(tl.int8, bitcast=True)
             high = high.to(tl.int8, bitcast=True)
-        return dequantise(low, like, QUANT), dequantise(high, like, QUANT)
+        even = dequantise(low, like, QUANT)
+        odd = dequantise(high, like, QUANT)
     return even.to(like.dtype), odd.to(like.dtype)
 
 

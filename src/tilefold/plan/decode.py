@@ -200,6 +200,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     block_n = 128 if problem.row_bytes <= 512 else 64 if problem.row_bytes <= 1536 else 32
     if a.dtype == "float32":
         block_n = min(block_n, 32)
+    elif not a.descriptors:
+        block_n = min(block_n, 32)  # rows off 16 bytes come element by element, through registers
     elif block_m == 64:
         block_n = min(block_n, 64)
     # Where two programs fit an SM, four warps each: eight would have half the registers.
