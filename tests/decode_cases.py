@@ -1,4 +1,5 @@
-"""Shared by the tests of attention_kvcache: random calls over caches in one piece or in pages, and the oracle of each sequence."""
+"""Shared by the tests of attention_kvcache: random calls over caches in one piece or in pages, and the oracle of each
+sequence."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 
 @dataclass
 class Case:
-    """lengths: keys of each sequence (pads included).  seq_q: tokens of each sequence, an int or, packed, a list.  page: 0 for one
+    """lengths: keys of each sequence (pads included).  seq_q: tokens of each sequence, an int or, packed, a list.  page: 0 for
+    one
     piece.  stored: dtype of K and V if not q's; scales: "head" or "page" (of caches where there are no pages)."""
 
     lengths: list[int]
@@ -58,7 +60,10 @@ def caches_of(case: Case, device: Any) -> dict[str, Any]:
         scales = [(torch.rand(shape) + 0.5).to(device) / most for _ in x]
         if case.shared:
             scales[1] = scales[0]
-        wide = [s.repeat_interleave(case.page if case.page and per else rows, 1)[:, :rows].expand(-1, rows, -1) for s in scales]
+        wide = [
+            s.repeat_interleave(case.page if case.page and per else rows, 1)[:, :rows].expand(-1, rows, -1)
+            for s in scales
+        ]
         held = [quantised(t, s, case.stored) for t, s in zip(x, wide, strict=True)]
         if case.shared:
             held[1] = held[0][..., :dim_v]
@@ -108,7 +113,11 @@ def run(case: Case, device: Any, plan: Any = None, **more: Any) -> tuple[torch.T
     made = caches_of(case, device)
     tokens = case.seq_q if packed else [case.seq_q] * batch
     q = rand(sum(tokens), case.heads, case.dim, dtype=case.dtype, device=device)
-    given: dict[str, Any] = {**case.options, **more, "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device)}
+    given: dict[str, Any] = {
+        **case.options,
+        **more,
+        "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device),
+    }
     stale(made["held"][:1] if case.shared else made["held"], case.lengths)
     held, scales = made["held"], made["scales"]
     if case.page:

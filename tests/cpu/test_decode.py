@@ -6,7 +6,15 @@ import torch
 import tilefold
 from decode_cases import E4M3, INT8, Case, run
 
-WAYS = [{}, {"merge": "kernel"}, {"splits": 3}, {"splits": 3, "merge": "kernel"}, {"programs": 1}, {"programs": 40}, {"least": 5}]
+WAYS = [
+    {},
+    {"merge": "kernel"},
+    {"splits": 3},
+    {"splits": 3, "merge": "kernel"},
+    {"programs": 1},
+    {"programs": 40},
+    {"least": 5},
+]
 LENGTHS = [70, 0, 33, 128]
 
 
@@ -27,7 +35,9 @@ def test_pages(device, page):
     run(Case([50, 1, 97], heads=4, page=page, dim=24, dim_v=40), device)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 0)}, {"window": (9, 3)}, {"causal": True, "window": (0, None)}])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (20, 0)}, {"window": (9, 3)}, {"causal": True, "window": (0, None)}]
+)
 @pytest.mark.parametrize("page", [0, 16])
 def test_masks(device, options, page):
     for seq_q in (1, 4):
@@ -60,7 +70,11 @@ def test_padding(device, page):
 
 @pytest.mark.parametrize("page", [0, 8])
 def test_packed_queries(device, page):
-    run(Case([70, 9, 33, 20], [3, 0, 1, 5], heads=4, kv_heads=2, page=page, options={"causal": True}), device, {"block_n": 16})
+    run(
+        Case([70, 9, 33, 20], [3, 0, 1, 5], heads=4, kv_heads=2, page=page, options={"causal": True}),
+        device,
+        {"block_n": 16},
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,7 +87,11 @@ def test_low_precision(device, dtype):
 @pytest.mark.parametrize("stored", [E4M3, INT8])
 @pytest.mark.parametrize(("page", "scales"), [(0, "head"), (0, "page"), (16, "head"), (16, "page"), (64, "page")])
 def test_bytes(device, dtype, stored, page, scales):
-    run(Case([70, 0, 33], 2, heads=8, kv_heads=2, page=page, dtype=dtype, stored=stored, scales=scales), device, {"block_n": 16})
+    run(
+        Case([70, 0, 33], 2, heads=8, kv_heads=2, page=page, dtype=dtype, stored=stored, scales=scales),
+        device,
+        {"block_n": 16},
+    )
 
 
 def test_all_bytes_and_large_queries(device):
@@ -92,7 +110,9 @@ def test_all_bytes_and_large_queries(device):
 def test_values_are_part_of_keys(device, dim, dim_v):
     for page in (0, 16):
         for dtype, stored in ((torch.float16, None), (torch.bfloat16, E4M3)):
-            case = Case([37, 0, 20], 1, heads=16, dim=dim, dim_v=dim_v, page=page, dtype=dtype, stored=stored, shared=True)
+            case = Case(
+                [37, 0, 20], 1, heads=16, dim=dim, dim_v=dim_v, page=page, dtype=dtype, stored=stored, shared=True
+            )
             run(case, device, {"block_n": 16})
 
 
@@ -165,7 +185,11 @@ def test_refusals(device):
         ({"k_scale": scale, "v_scale": scale}, tilefold.DtypeError, "k_scale"),
         ({"k_cache": byte, "v_cache": byte}, tilefold.ValueRangeError, "int8"),
         ({"k_cache": byte}, tilefold.DtypeError, "v_cache"),
-        ({"k_cache": byte, "v_cache": byte, "k_scale": scale[:1], "v_scale": scale[:1]}, tilefold.ShapeError, "k_scale"),
+        (
+            {"k_cache": byte, "v_cache": byte, "k_scale": scale[:1], "v_scale": scale[:1]},
+            tilefold.ShapeError,
+            "k_scale",
+        ),
         ({"num_splits": 129}, tilefold.ValueRangeError, "num_splits"),
         ({"check": 1}, tilefold.DtypeError, "check"),
         ({"plan": 3}, tilefold.DtypeError, "plan"),
@@ -177,7 +201,9 @@ def test_refusals(device):
 
 def test_nothing_there(device):
     given = small(device)
-    out, lse = tilefold.attention_kvcache(**{**given, "cache_seqlens": torch.zeros_like(given["cache_seqlens"])}, return_lse=True)
+    out, lse = tilefold.attention_kvcache(
+        **{**given, "cache_seqlens": torch.zeros_like(given["cache_seqlens"])}, return_lse=True
+    )
     assert not out.any() and (lse == float("-inf")).all()
     empty = {name: given[name][:0] for name in ("q", "cache_seqlens", "block_table")}
     assert tilefold.attention_kvcache(**{**given, **empty}).shape == (0, 1, 4, 16)

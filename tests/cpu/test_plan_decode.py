@@ -1,6 +1,7 @@
 """How decoding is planned, and that every tile of keys has one owner, whatever the lengths."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -44,10 +45,12 @@ def test_every_tile_has_one_owner(tiles, each, programs, least):
     for item, count in enumerate(counts):
         ends = sorted(seen[item])
         assert ends[0][0] == 0 and ends[-1][1] == count
-        assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 300), st.integers(1, 8))
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 300), st.integers(1, 8)
+)
 def test_the_last_to_arrive_knows_how_many_there_are(tiles, each, programs, least):
     """By the formula of the kernel: from the item's first tile and its number of tiles alone."""
     counts = [max(1, n) for n in tiles for _ in range(each)]

@@ -17,7 +17,9 @@ MERGES = [{"merge": "last"}, {"merge": "kernel"}]
 @pytest.mark.parametrize("way", MERGES)
 @pytest.mark.parametrize("page", [0, 1, 16, 48, 64, 256])
 def test_uneven_lengths(page, way):
-    case = Case([5000, 1, 0, 129, 700, 2048], heads=32, kv_heads=8, dim=128, page=page, dtype=BF16, options={"causal": True})
+    case = Case(
+        [5000, 1, 0, 129, 700, 2048], heads=32, kv_heads=8, dim=128, page=page, dtype=BF16, options={"causal": True}
+    )
     run(case, DEVICE, way)
 
 
@@ -33,7 +35,9 @@ def test_rows_and_dims(dim, seq_q, group):
 @pytest.mark.parametrize(("page", "scales"), [(0, "head"), (0, "page"), (16, "page"), (128, "page"), (64, "head")])
 def test_bytes(page, scales, stored):
     for dtype in (BF16, torch.float16):
-        case = Case([3000, 77, 0, 640], 2, heads=32, kv_heads=8, dim=128, page=page, dtype=dtype, stored=stored, scales=scales)
+        case = Case(
+            [3000, 77, 0, 640], 2, heads=32, kv_heads=8, dim=128, page=page, dtype=dtype, stored=stored, scales=scales
+        )
         run(case, DEVICE)
 
 
@@ -46,13 +50,21 @@ def test_values_are_part_of_keys(stored, way):
 
 def test_masks_and_scores():
     slopes, sinks = torch.rand(4, 16, device=DEVICE), torch.randn(16, device=DEVICE)
-    for options in ({"window": (500, 0)}, {"alibi_slopes": slopes, "causal": True}, {"sinks": sinks}, {"softcap": 20.0}):
+    for options in (
+        {"window": (500, 0)},
+        {"alibi_slopes": slopes, "causal": True},
+        {"sinks": sinks},
+        {"softcap": 20.0},
+    ):
         for page in (0, 16):
             case = Case([3000, 77, 0, 640], 3, heads=16, kv_heads=2, dim=64, page=page, dtype=BF16, options=options)
             run(case, DEVICE)
     case = Case([3000, 77, 640], 3, heads=16, kv_heads=2, dim=64, page=16, dtype=BF16, pads=[100, 77, 5])
     run(case, DEVICE)
-    run(Case([3000, 77, 640, 9], [1, 5, 0, 2], heads=16, kv_heads=2, dim=64, dtype=BF16, options={"causal": True}), DEVICE)
+    run(
+        Case([3000, 77, 640, 9], [1, 5, 0, 2], heads=16, kv_heads=2, dim=64, dtype=BF16, options={"causal": True}),
+        DEVICE,
+    )
 
 
 def test_fp32_and_many_sequences():

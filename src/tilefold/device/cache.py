@@ -49,7 +49,8 @@ def next_none(i, source, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def locate_run(i, ahead, source, BLOCK_N: tl.constexpr):
-    """Tile i of one contiguous sequence, source = (length,): both strides are the row's, the outer one of the tile's first row."""
+    """Tile i of one contiguous sequence, source = (length,): both strides are the row's, the outer one of the tile's first
+    row."""
     start = i * BLOCK_N
     o_n = tl.arange(0, BLOCK_N)
     return (tl.cast(start, tl.int64), o_n), start + o_n, start + o_n < source[0]
@@ -136,7 +137,9 @@ def dequantise(x, like, QUANT: tl.constexpr):
 
 
 @triton.jit
-def fetch_pairs(side, rows, live, like, EDGE: tl.constexpr, QUANT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def fetch_pairs(
+    side, rows, live, like, EDGE: tl.constexpr, QUANT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """fetch_cache of bytes that lie in pairs in int16 -> the even columns and the odd ones, [N, BLOCK_D / 2] each.
 
     For the second operand of a product whose rows are keys: tensor cores want two keys side by side in a register, and matrices

@@ -11,7 +11,8 @@ from .state import LOG2E, state_step
 
 @triton.jit
 def shape_scores(s, kv_index, live, place, scale, score_mods, mask_mods, band, KIND: tl.constexpr, EDGE: tl.constexpr):
-    """Products s [M, N] of one tile as the state takes them in: modified (then the scale is applied), masked, cut at the edges."""
+    """Products s [M, N] of one tile as the state takes them in: modified (then the scale is applied), masked, cut at the
+    edges."""
     if len(score_mods) > 0:
         s = modify(s * scale, place, kv_index, score_mods)
     if EDGE:

@@ -17,7 +17,8 @@ from .state import LOG2E, state_step, state_weights
 def fold_cache_tiles(
     q, rest, state, ahead, lo, hi, place, scale, source, k_side, rest_side, v_side, score_mods, band,
     NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
-    QUANT: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST: tl.constexpr,
+    QUANT: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST:
+    tl.constexpr,
     DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l) -> (state, ahead of tile hi); q [M, BLOCK_K], rest [M, BLOCK_REST] q's columns
@@ -65,7 +66,8 @@ def fold_cache_tiles(
 def fold_cache_range(
     q, rest, state, tiles, place, scale, source, k_side, rest_side, v_side, score_mods, band,
     NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, QUANT: tl.constexpr,
-    SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V: tl.constexpr,
+    SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V:
+    tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Edge, interior, edge: the tiles of a range as device.ranges gives it."""

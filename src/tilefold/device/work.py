@@ -39,7 +39,9 @@ def tiles_of_sequence(lengths, i_b, PAGE: tl.constexpr, KIND: tl.constexpr, BLOC
 
 
 @triton.jit
-def tiles_of_chunk(lengths, first, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+def tiles_of_chunk(
+    lengths, first, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """tiles_of_sequence [BLOCK_B] of sequences first and on, 0 past the last."""
     o_b = first + tl.arange(0, BLOCK_B)
     tiles = tiles_of_sequence(lengths, tl.minimum(o_b, batch - 1), PAGE, KIND, BLOCK_N)

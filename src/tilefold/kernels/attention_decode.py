@@ -23,7 +23,14 @@ from ..device.partials import arrive, merge_parts, store_part
 from ..device.ranges import part_of_range, range_share
 from ..device.state import state_finish, state_init, state_init_sink
 from ..device.tile import store_rows, widen
-from ..device.work import extent_of_sequence, find_tiles, range_of_sequence, slice_length, tiles_of_sequence, total_tiles
+from ..device.work import (
+    extent_of_sequence,
+    find_tiles,
+    range_of_sequence,
+    slice_length,
+    tiles_of_sequence,
+    total_tiles,
+)
 
 RUNTIME = ["scale", "batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "right", "blocks", "splits", "least",
            "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp", "stride_ksh", "stride_vsp",
@@ -69,7 +76,8 @@ def attention_decode(
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
-    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, FUSED: tl.constexpr,
+    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, FUSED:
+    tl.constexpr,
     DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -79,8 +87,10 @@ def attention_decode(
     `blocks` row blocks hold the max_q * group rows of a KV head.  EVEN: a 1-d grid of any size, slices of at least `least` tiles;
     else a grid of items * splits, and each item is cut into `splits` shares.  Parts: Part, Stat of device.partials, with a
     counter an item in Arrived (0 before and after) if FUSED: the last who arrives merges; else another kernel does.
-    KScale, VScale fp32 or None: what K and V are to be multiplied with, strides over page or cache, and head; PER_PAGE: over pages
-    of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage (QUANT): device.cache."""
+    KScale, VScale fp32 or None: what K and V are to be multiplied with, strides over page or cache, and head; PER_PAGE: over
+    pages
+    of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage
+    (QUANT): device.cache."""
     pid = tl.program_id(0)
     lengths = (CuQ, CuK, Lengths, Pads, max_q, capacity, more, left, right)
     each = kv_heads * blocks
@@ -91,7 +101,9 @@ def attention_decode(
         end = tl.minimum(begin + length, total)
         if begin >= end:
             return
-        i_b, before, last_b, last_before = find_tiles(begin, end - 1, lengths, batch, each, PAGE, KIND, BLOCK_N, BLOCK_B)
+        i_b, before, last_b, last_before = find_tiles(
+            begin, end - 1, lengths, batch, each, PAGE, KIND, BLOCK_N, BLOCK_B
+        )
         i_r = (begin - before * each) // tiles_of_sequence(lengths, i_b, PAGE, KIND, BLOCK_N)
         last_r = (end - 1 - last_before * each) // tiles_of_sequence(lengths, last_b, PAGE, KIND, BLOCK_N)
         items = (last_b - i_b) * each + last_r - i_r + 1
@@ -197,8 +209,10 @@ def attention_decode(
                 r_side = (k_0 + DIM_K, stride_kb, row_k, None, 0)
                 v_side = (v_0, stride_vb, row_v, None, 0)
             state = fold_cache_range(
-                q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE), k_side, r_side, v_side, score_mods, (left, right), next_page if ONE else next_pages,
-                locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K,
+                q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE), k_side, r_side, v_side, score_mods,
+                (left, right), next_page if ONE else next_pages,
+                locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V,
+                BLOCK_K,
                 BLOCK_REST, BLOCK_V)  # fmt: skip
         acc = state[0]
         m = state[1]

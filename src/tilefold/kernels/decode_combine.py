@@ -14,7 +14,9 @@ RUNTIME = ["batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "r
 
 
 @triton.jit
-def tiles_before(i_b, lengths, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+def tiles_before(
+    i_b, lengths, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """-> tiles, counted once a sequence, of sequences before i_b, and of all."""
     if BLOCK_B == 1:
         return 0, tiles_of_sequence(lengths, 0, PAGE, KIND, BLOCK_N)
@@ -36,7 +38,8 @@ def decode_combine(
     DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Part, Stat, the index tensors and the numbers as attention_decode had them, `programs` of its grid.  One row a program, grid
+    """Part, Stat, the index tensors and the numbers as attention_decode had them, `programs` of its grid.  One row a program,
+    grid
     (BLOCK_M, row blocks * KV heads, batch); a row of an item that one program made alone is left as it is."""
     row = tl.program_id(0)
     i_r = tl.program_id(1)

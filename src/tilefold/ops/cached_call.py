@@ -61,7 +61,13 @@ def _indices(names: dict[str, str]) -> tuple[TensorSpec, ...]:
 
 
 def cached_sizes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, quantised: bool = False, shared: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    cache: Cache,
+    quantised: bool = False,
+    shared: bool = False,
 ) -> dict[str, int]:
     """Check everything that needs no device; sizes of all dimensions, "capacity" the most keys of a sequence.
 
@@ -74,7 +80,7 @@ def cached_sizes(
     last: dict[str, Any] = {"same_dtype_as": "q", "contiguous_last": True}
     paged, packed_k = cache.block_table is not None, cache.cu_k is not None and cache.block_table is None
     names = _names(cache)
-    stored = FLOATS
+    stored: tuple[torch.dtype, ...] = FLOATS
     if quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED:
         stored, last["same_dtype_as"] = QUANTISED, names["k"]
     rows = "pages page_size" if paged else "total_k" if packed_k else "caches seq_k"

@@ -67,7 +67,9 @@ def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:
 
 def shares_storage(k: torch.Tensor, v: torch.Tensor, scales: Scales, paged: bool) -> bool:
     """V is the first columns of K in the same memory.  Scales of pages have to be the same, too: a tile is multiplied once."""
-    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1]
+    same = (
+        k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1]
+    )
     if not same or k.device.type == "meta":
         return False
     per_page = paged and any(t is not None and t.dim() == 2 for t in scales)
@@ -170,7 +172,8 @@ def bind_decode(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     launch = Launch(kernel, (plan.grid, 1, 1), constants, options, index)
-    merge, merge_scalars = None, ()
+    merge: Any = None
+    merge_scalars: tuple[Any, ...] = ()
     if plan.merge == "kernel" and plan.splits != 1:
         merge = _merge(plan, constants, n, index)
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
@@ -232,16 +235,24 @@ def example_launch(
     q = tensor(batch, seq_q, 2 * group, dim, kind=dt)
     k = tensor(64, page, 2, dim, kind=stored) if page else tensor(batch, 4096, 2, dim, kind=stored)
     v = k[..., :dim_v] if dim_v else k
-    scale = None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
+    scale = (
+        None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
+    )
     scales = (scale, scale)
     cache = Cache(tensor(batch), block_table=tensor(batch, 32) if page else None)
     call = Call(causal=causal)
     sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=bool(dim_v))
     record = device_named(device)
     plan = plan_decode(problem_of_decode(q, k, v, call, cache, sizes, bool(dim_v)), record, splits)
-    made = bind_decode(q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes))
+    made = bind_decode(
+        q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes)
+    )
     out_shape, lse_shape = cached_shapes(sizes, cache)
-    out, lse, floats = tensor(*out_shape, kind=dt), tensor(*lse_shape, kind=torch.float32), tensor(64, kind=torch.float32)
+    out, lse, floats = (
+        tensor(*out_shape, kind=dt),
+        tensor(*lse_shape, kind=torch.float32),
+        tensor(64, kind=torch.float32),
+    )
     if merge:
         args = (floats, floats, out, lse, None, None, *cache[:2], *made.merge_scalars)
         return made.merge.fn, args, made.merge.keywords

@@ -8,7 +8,7 @@ import torch
 from ..check import TensorSpec, bind
 from ..errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
 from .cached_call import QUANTISED, Cache, cached_key, cached_shapes, cached_sizes, check_values
-from .call import Call, check_offsets, Packed, facts_of
+from .call import Call, Packed, check_offsets, facts_of
 from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
 from .device import device_of, interpreting
 from .records import remember
@@ -48,7 +48,9 @@ def attention_kvcache(
         or (torch.is_grad_enabled() and wants_gradient(tensors))
     ):
         if plan is not None:
-            raise Unsupported("plan must be None under torch.compile, transforms and gradients: the planner's own is followed there")
+            raise Unsupported(
+                "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
+            )
         found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
             q, k, v, call.alibi_slopes, call.sinks, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
             *_sides(call), call.scale, float(call.softcap))  # fmt: skip
@@ -135,19 +137,25 @@ def _checked(
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     paged = cache.block_table is not None
     # Memory is looked at where there is some; a tracer is told by the shapes, and the call itself looks again.
-    shared = shares_storage(k, v, scales, paged) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
+    shared = (
+        shares_storage(k, v, scales, paged) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
+    )
     sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=shared)
     if (k_scale is None) != (v_scale is None):
         raise ValueRangeError("k_scale and v_scale come together, got one of them")
     if k_scale is not None and k.dtype not in QUANTISED:
-        raise DtypeError(f"k_scale was given, but k_cache has dtype {str(k.dtype).removeprefix('torch.')}: scales go with bytes")
+        raise DtypeError(
+            f"k_scale was given, but k_cache has dtype {str(k.dtype).removeprefix('torch.')}: scales go with bytes"
+        )
     if k.dtype == torch.int8 and k_scale is None:
         raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
     form = f"kv_heads / {'pages' if paged else 'caches'} kv_heads"
     specs = tuple(TensorSpec(name, form, (torch.float32,), optional=True) for name in ("k_scale", "v_scale"))
     bind(specs, {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
     if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
-        raise ShapeError(f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither")
+        raise ShapeError(
+            f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither"
+        )
     return sizes, shared
 
 
@@ -163,7 +171,9 @@ def check_contents(q: torch.Tensor, cache: Cache, scales: Scales, sizes: dict[st
         check_offsets(Packed(cache.cu_q, cache.cu_q, 0, 0), q.shape[0], q.shape[0])
         longest = int(cache.cu_q.diff().max()) if sizes["batch"] else 0
         if longest > cache.max_q:
-            raise ValueRangeError(f"max_seqlen_q must be at least {longest}, the longest in cu_seqlens_q, got {cache.max_q}")
+            raise ValueRangeError(
+                f"max_seqlen_q must be at least {longest}, the longest in cu_seqlens_q, got {cache.max_q}"
+            )
     for name, t in (("k_scale", scales[0]), ("v_scale", scales[1])):
         if t is not None and t.dim() == 1:  # of pages, some may belong to nobody
             for i, value in enumerate(t.tolist()):

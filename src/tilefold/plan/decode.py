@@ -78,7 +78,8 @@ class DecodeProblem:
 class DecodePlan:
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
-    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages, maxnreg: launch options.
+    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages, maxnreg: launch
+    options.
     programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.  splits: if not 0, every
     sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
     reason, rejected: why.  cost, bound: of a full cache.  Raises PlanError, naming the field, for what no kernel can do."""
@@ -102,14 +103,21 @@ class DecodePlan:
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high or value & (value - 1):
                 raise PlanError(f"{name} must be a power of two from {low} to {high}, got {value!r}")
-        for name, low, high in (("num_stages", 1, 16), ("programs", 1, MAX_GRID), ("least", 1, 1 << 20), ("splits", 0, MAX_SPLITS)):
+        for name, low, high in (
+            ("num_stages", 1, 16),
+            ("programs", 1, MAX_GRID),
+            ("least", 1, 1 << 20),
+            ("splits", 0, MAX_SPLITS),
+        ):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise PlanError(f"{name} must be {low} to {high}, got {value!r}")
         if self.merge not in MERGES:
             raise PlanError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         if self.most_tiles >= 1 << 31:
-            raise PlanError(f"block_n={self.block_n} makes {self.most_tiles} tiles of a full cache, 2^31 - 1 are counted")
+            raise PlanError(
+                f"block_n={self.block_n} makes {self.most_tiles} tiles of a full cache, 2^31 - 1 are counted"
+            )
         if self.grid >= MAX_GRID:
             raise PlanError(f"splits={self.splits} makes {self.grid} programs, a grid takes {MAX_GRID}")
 
@@ -158,10 +166,12 @@ class DecodePlan:
         place = f"pages of {p.page_size}" if p.page_size else "one piece"
         lines = [
             f"Decoding on {self.device.title}",
-            f"  problem    {a.batch} sequences of {a.seq_q} queries, a cache of {a.seq_k} keys in {place}, {a.heads} heads on {a.kv_heads} KV "
+            f"  problem    {a.batch} sequences of {a.seq_q} queries, a cache of {a.seq_k} keys in {place}, {a.heads} "
+            f"heads on {a.kv_heads} KV "
             f"heads, D={a.dim_qk}/{a.dim_v}, {a.dtype}{'' if p.storage == 'plain' else ', K and V in ' + p.storage}"
             f"{', V is part of K' if p.shared else ''}",
-            f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages",
+            f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, "
+            f"{self.num_stages} stages",
             f"  cut        {cut}",
             f"  merge      {'the last program to arrive' if self.merge == 'last' else 'decode_combine, a second kernel'}",
             f"  bound      {self.bound.resource}: at least {self.bound.seconds * 1e6:.1f} us with a full cache",
@@ -172,7 +182,7 @@ class DecodePlan:
 
 
 def serves(problem: DecodeProblem) -> str:
-    """"" if the kernel takes the call from attention_cached, else why not."""
+    """Empty if the kernel takes the call from attention_cached, else why not."""
     a = problem.attention
     if a.dropout:
         return "dropout is attention_cached's"
@@ -208,7 +218,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     light = problem.block_k <= 64 or (problem.storage != "plain" and problem.block_k <= 128)
     num_warps = 4 if light and block_m < 64 else 8
     room = device.smem_per_block - block_m * (block_n + problem.block_k + problem.block_rest) * a.itemsize - 2048
-    spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1  # stages that hold no tile: see limits.kv_buffers
+    # stages that hold no tile, see limits.kv_buffers
+    spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1
     stages = max(1, min(MOST_STAGES, spare + room // (block_n * problem.row_bytes)))
     used = device.smem_per_block - room + max(1, stages - spare) * block_n * problem.row_bytes
     resident = max(1, min(MOST_RESIDENT, device.smem_per_sm // used, device.threads_per_sm // (32 * num_warps)))
@@ -233,28 +244,40 @@ def _require(problem: DecodeProblem) -> None:
 
 def _reason(plan: DecodePlan, splits: int) -> str:
     p = plan.problem
-    packed = f"{p.rows} rows (query heads x tokens of a KV head) are {plan.blocks} tile{'s' if plan.blocks > 1 else ''} of {plan.block_m}"
+    tiles = f"{plan.blocks} tile{'s' if plan.blocks > 1 else ''} of {plan.block_m}"
+    packed = f"{p.rows} rows (query heads x tokens of a KV head) are {tiles}"
     if splits:
         return f"{packed}; the caller asked for {splits} splits."
     return (
-        f"{packed}; {plan.programs} programs stay resident ({plan.programs // plan.device.sms} an SM) and own equal numbers of tiles of "
+        f"{packed}; {plan.programs} programs stay resident ({plan.programs // plan.device.sms} an SM) and own equal "
+        f"numbers of tiles of "
         f"{plan.block_n} keys, whatever the lengths."
     )
 
 
 def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
-    found = [Rejected("attention_cached", f"Would read K and V {plan.problem.attention.group} times, once a query head.")]
+    found = [
+        Rejected("attention_cached", f"Would read K and V {plan.problem.attention.group} times, once a query head.")
+    ]
     if plan.problem.attention.group == 1:
         found = [Rejected("attention_cached", "Splits by capacity, not by the keys that there are.")]
     if not splits:
-        found.append(Rejected("fixed splits", "Lengths are on the device: a long sequence among short ones would be few programs' work."))
-        found.append(Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums."))
+        found.append(
+            Rejected(
+                "fixed splits",
+                "Lengths are on the device: a long sequence among short ones would be few programs' work.",
+            )
+        )
+        found.append(
+            Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
+        )
     return tuple(found)
 
 
 def slices_of(tiles: list[int], each: int, programs: int, least: int = 1) -> list[list[tuple[int, int, int, int]]]:
     """What every program owns, as the kernel finds it: for each program its pieces (item, first tile, end, slot), slot -1 where
-    the item is its own alone.  tiles: of each sequence, counted once; each: items of a sequence.  Items without tiles count one."""
+    the item is its own alone.  tiles: of each sequence, counted once; each: items of a sequence.  Items without tiles count
+    one."""
     counts = [max(1, n) for n in tiles for _ in range(each)]
     length = max(-(-sum(counts) // programs), least)
     owned: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]

@@ -47,7 +47,8 @@ class SplitDecision:
     call: "dense", "varlen" or "kvcache" (flash_attn's three functions); paged: with a block table; append: with new keys.
     asked: the caller's number of splits, 0: the policy chose.
     kernel, combine: what is launched; combine is "" where no second kernel merges. block_m, block_n: its tile (rows, keys).
-    tiles: programs without splits. splits: parts of the keys (1 where they are cut by their number, for all heads together). programs: tiles * splits; working: those that have keys.
+    tiles: programs without splits. splits: parts of the keys (1 where they are cut by their number, for all heads together).
+    programs: tiles * splits; working: those that have keys.
     slots: programs that the policy takes to run at a time; waves: programs / slots.
     cost: the call's work, partial results written and read included; l2_bytes: keys and values that tiles load.
     """

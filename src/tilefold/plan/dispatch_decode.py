@@ -49,14 +49,19 @@ def _reason(plan: DecodePlan, given: int) -> str:
         return f"The caller asked for {given}; the last program to arrive merges."
     each = plan.programs // plan.device.sms
     return (
-        f"None by number: {plan.programs} programs ({each} an SM) own equal numbers of tiles of {plan.block_n} keys, whosever they are, "
+        f"None by number: {plan.programs} programs ({each} an SM) own equal numbers of tiles of {plan.block_n} keys, "
+        f"whosever they are, "
         f"and the last to arrive merges what several have of one KV head."
     )
 
 
 def _rejected(plan: DecodePlan, given: int) -> tuple[Rejected, ...]:
     group = plan.problem.attention.group
-    why = f"Reads keys {group} times, once a query head." if group > 1 else "Splits by the capacity, not by the keys that there are."
+    why = (
+        f"Reads keys {group} times, once a query head."
+        if group > 1
+        else "Splits by the capacity, not by the keys that there are."
+    )
     found = [Rejected("attention_cached", why)]
     if not given:
         found.append(Rejected("equal splits", "Lengths are on the device: a long sequence would be the work of few."))
