@@ -57,6 +57,25 @@ def load_queries(Q, token, head, inside, stride_qm, stride_qh, first: tl.constex
 
 
 @triton.jit
+def suit_queries(q, rest, QUANT: tl.constexpr, EMULATE: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """Both pieces as the keys' products take them, and the factor that was taken out of both: bytes are met in float16."""
+    factor = 1.0
+    if QUANT == PLAIN:
+        q = widen(q, EMULATE)
+        if BLOCK_REST > 0:
+            rest = widen(rest, EMULATE)
+    elif q.dtype == tl.bfloat16:
+        q, factor = fit_float16(q)
+        if BLOCK_REST > 0:
+            rest, other = fit_float16(rest)
+            most = tl.maximum(factor, other)
+            q = (q.to(tl.float32) * (factor / most)).to(tl.float16)
+            rest = (rest.to(tl.float32) * (other / most)).to(tl.float16)
+            factor = most
+    return q, rest, factor
+
+
+@triton.jit
 def store_results(Out, Lse, acc, m, l, first_row, rows, i_h, group, stride_om, stride_oh, stride_lh, EMULATE: tl.constexpr,
                   DIM_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
     """Finish ROWS rows from first_row on, of which `rows` are some, and store them; Out and Lse begin at the sequence."""
@@ -147,29 +166,14 @@ def attention_decode(
         token = tl.where(inside, token, 0)
         p_q = Q + b * stride_qb + first_q * stride_qm
         q = load_queries(p_q, token, head, inside, stride_qm, stride_qh, 0, DIM_K, BLOCK_K, WIDE)
-        rest = None
+        rest = q  # where K is one piece, nobody reads it
         if BLOCK_REST > 0:
             rest = load_queries(p_q, token, head, inside, stride_qm, stride_qh, DIM_K, DIM_REST, BLOCK_REST, WIDE)
-        unit = scale
+        q, rest, factor = suit_queries(q, rest, QUANT, EMULATE, BLOCK_REST)
+        unit = scale * factor
         i_c = b
         if BatchIndex is not None:
             i_c = tl.load(BatchIndex + i_b).to(tl.int64)
-        if QUANT == PLAIN:
-            q = widen(q, EMULATE)
-            if BLOCK_REST > 0:
-                rest = widen(rest, EMULATE)
-        elif q.dtype == tl.bfloat16:
-            if BLOCK_REST > 0:
-                rest, rest_factor = fit_float16(rest)
-                q, factor = fit_float16(q)
-                # one factor for both pieces: the products are added
-                most = tl.maximum(factor, rest_factor)
-                q = (q.to(tl.float32) * (factor / most)).to(tl.float16)
-                rest = (rest.to(tl.float32) * (rest_factor / most)).to(tl.float16)
-                unit = unit * most
-            else:
-                q, factor = fit_float16(q)
-                unit = unit * factor
         if KScale is not None and not PER_PAGE:
             unit = unit * tl.load(KScale + i_c * stride_ksp + i_h * stride_ksh)
         # ---- the fold
@@ -183,37 +187,35 @@ def attention_decode(
             state = (state[0], state[1], state[2], tl.zeros([BLOCK_M, WIDTH], tl.float32))
         place = (i_b, head[:, None], tl.minimum(token, tl.maximum(seq_q - 1, 0))[:, None], (seq_q, seq_k))
         mine = part_of_range(tiles, t_0, t_1)
+        ONE: tl.constexpr = PAGE % BLOCK_N == 0 and not PADDED
+        k_0 = K + i_h.to(tl.int64) * stride_kh
+        v_0 = V + i_h.to(tl.int64) * stride_vh
+        row_k = tl.cast(stride_kn, tl.int64) if WIDE else stride_kn
+        row_v = tl.cast(stride_vn, tl.int64) if WIDE else stride_vn
         if PAGE == 0:
-            k_0 = K + i_c * stride_kb + first_k * stride_kn + i_h.to(tl.int64) * stride_kh
-            v_0 = V + i_c * stride_vb + first_k * stride_vn + i_h.to(tl.int64) * stride_vh
-            state = fold_cache_range(
-                q, rest, state, mine, place, unit, (seq_k,), (k_0, stride_kn, stride_kn, None, 0),
-                (k_0 + DIM_K, stride_kn, stride_kn, None, 0), (v_0, stride_vn, stride_vn, None, 0), score_mods, (left, right),
-                next_none, locate_run, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST,
-                BLOCK_V)  # fmt: skip
+            k_0 += i_c * stride_kb + first_k * stride_kn
+            v_0 += i_c * stride_vb + first_k * stride_vn
+            source = (seq_k,)
         else:
-            ONE: tl.constexpr = PAGE % BLOCK_N == 0 and not PADDED
             pad = 0
             if PADDED:
                 pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
-            k_0 = K + i_h.to(tl.int64) * stride_kh
-            v_0 = V + i_h.to(tl.int64) * stride_vh
-            row_k = tl.cast(stride_kn, tl.int64) if WIDE else stride_kn
-            row_v = tl.cast(stride_vn, tl.int64) if WIDE else stride_vn
-            if PER_PAGE:
-                k_side = (k_0, stride_kb, row_k, KScale + i_h * stride_ksh, stride_ksp)
-                r_side = (k_0 + DIM_K, stride_kb, row_k, KScale + i_h * stride_ksh, stride_ksp)
-                v_side = (v_0, stride_vb, row_v, VScale + i_h * stride_vsh, stride_vsp)
-            else:
-                k_side = (k_0, stride_kb, row_k, None, 0)
-                r_side = (k_0 + DIM_K, stride_kb, row_k, None, 0)
-                v_side = (v_0, stride_vb, row_v, None, 0)
-            state = fold_cache_range(
-                q, rest, state, mine, place, unit, (seq_k, Table + b * stride_tb, pad, PAGE), k_side, r_side, v_side, score_mods,
-                (left, right), next_page if ONE else next_pages,
-                locate_in_page if ONE else locate_in_pages, KIND, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V,
-                BLOCK_K,
-                BLOCK_REST, BLOCK_V)  # fmt: skip
+            source = (seq_k, Table + b * stride_tb, pad, PAGE)
+        outer_k = stride_kn if PAGE == 0 else stride_kb
+        outer_v = stride_vn if PAGE == 0 else stride_vb
+        if PER_PAGE:
+            k_side = (k_0, outer_k, row_k, KScale + i_h * stride_ksh, stride_ksp)
+            r_side = (k_0 + DIM_K, outer_k, row_k, KScale + i_h * stride_ksh, stride_ksp)
+            v_side = (v_0, outer_v, row_v, VScale + i_h * stride_vsh, stride_vsp)
+        else:
+            k_side = (k_0, outer_k, row_k, None, 0)
+            r_side = (k_0 + DIM_K, outer_k, row_k, None, 0)
+            v_side = (v_0, outer_v, row_v, None, 0)
+        state = fold_cache_range(
+            q, rest, state, mine, place, unit, source, k_side, r_side, v_side, score_mods, (left, right),
+            next_none if PAGE == 0 else (next_page if ONE else next_pages),
+            locate_run if PAGE == 0 else (locate_in_page if ONE else locate_in_pages), KIND, EMULATE, QUANT, SHARED, PAIRS,
+            BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
         acc = state[0]
         m = state[1]
         l = state[2]
