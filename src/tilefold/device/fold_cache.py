@@ -22,7 +22,8 @@ def fold_cache_tiles(
     DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l) -> (state, ahead of tile hi); q [M, BLOCK_K], rest [M, BLOCK_REST] q's columns
-    past DIM_K (not read if BLOCK_REST = 0).  SHARED: V is K's first DIM_K columns, and they are loaded once.  PAIRS: V is bytes in
+    past DIM_K (not read if BLOCK_REST = 0).  SHARED: V is K's first DIM_K columns, and they are loaded once.  PAIRS: V is bytes
+    in
     pairs; state = (acc of the even columns, m, l, acc of the odd ones)."""
     if PAIRS:
         acc, m, l, odd = state
