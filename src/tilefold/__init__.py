@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
 from .cache_api import attention_shared_prefix, kvcache_append, merge_attention, quantize_kv
+from .decode_api import attention_kvcache, attention_kvcache_plan
 from .errors import (
     DeviceError,
     DtypeError,
@@ -26,7 +27,7 @@ from .types import constant
 if TYPE_CHECKING:
     from .integrations import register, unregister
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
-    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, plan_attention
+    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
     from .sparse import BlockIndex
 
 __version__ = "0.1.0"
@@ -36,8 +37,10 @@ __all__ = [
     "AttentionPlan",
     "AttentionProblem",
     "BlockIndex",
+<<<<<<< HEAD
     "CacheBatch",
     "CacheStatistics",
+    "DecodePlan",
     "DeviceError",
     "DtypeError",
     "LayoutError",
@@ -52,6 +55,8 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_backward_plan",
+    "attention_kvcache",
+    "attention_kvcache_plan",
     "attention_plan",
     "attention_shared_prefix",
     "attention_varlen",
@@ -71,8 +76,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+<<<<<<< HEAD
     """The planner, the paged cache, the index of blocks, the references and the bridges to others load when first used."""
-    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "plan_attention"):
+    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name in ("CacheBatch", "CacheStatistics", "PagedKVCache"):
         return getattr(importlib.import_module(".paged", __name__), name)

@@ -12,7 +12,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "tilefold"
 # themselves, unless ALONE says otherwise.
 LEAVES = {"errors", "types", "check"}
 CORE = {"plan", "kernels", "device"}
-WORK = {"api", "cache_api", "sparse_api", "ops"} | CORE | LEAVES
+WORK = {"api", "cache_api", "decode_api", "sparse_api", "ops"} | CORE | LEAVES
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"plan", "kernels", "device"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
+    "decode_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
     "reference": {"errors", "types", "sparse"},
     "sparse": {"ops", "plan"} | LEAVES,
@@ -35,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ladder": WORK | {"reference", "sparse"},
     "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot", "paged"},
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged"},
-    "__init__": {"api", "cache_api", "sparse_api", "compat", "integrations", "nn", "paged", "sparse", "plan"} | LEAVES,
+    "__init__": {"api", "cache_api", "decode_api", "sparse_api", "compat", "integrations", "nn", "paged", "sparse", "plan"} | LEAVES,
     "__main__": {"cli"},
 }
 ALONE = {"kernels"}  # one kernel file never imports another

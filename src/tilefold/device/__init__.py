@@ -7,6 +7,8 @@
     mods     score and mask modifications: softcap, ALiBi, bias, boolean mask, causal, window, and the user's own
     grid     which rows a program makes
     fold     the loop over KV tiles, where the five meet
+    cache    a KV cache's sources, page numbers asked a tile ahead, bytes into numbers; fold_cache: the loop over it
+    work     which tiles of a cache a program owns; partials: results over parts of the keys, put together
     gradient the same loops backward: gradients of a tile of queries, of keys, of scores
 
 Names: `i_` is an index of a tile or a head, `o_` are offsets [N], `m_` masks, `p_` pointers; capitals are constexpr.

@@ -10,6 +10,18 @@ from .state import LOG2E, state_step
 
 
 @triton.jit
+def shape_scores(s, kv_index, live, place, scale, score_mods, mask_mods, band, KIND: tl.constexpr, EDGE: tl.constexpr):
+    """Products s [M, N] of one tile as the state takes them in: modified (then the scale is applied), masked, cut at the
+    edges."""
+    if len(score_mods) > 0:
+        s = modify(s * scale, place, kv_index, score_mods)
+    if EDGE:
+        s = tl.where(live[None, :], s, float("-inf"))
+        s = mask_band(s, place, kv_index, band, KIND)
+    return mask(s, place, kv_index, mask_mods)
+
+
+@triton.jit
 def fold_tiles(
     q,
     state,
@@ -47,12 +59,7 @@ def fold_tiles(
         # [M, N]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         kv_index = (tl.minimum(cols, place[3][1] - 1) if EDGE else cols)[None, :]
-        if len(score_mods) > 0:
-            s = modify(s * scale, place, kv_index, score_mods)
-        if EDGE:
-            s = tl.where(live[None, :], s, float("-inf"))
-            s = mask_band(s, place, kv_index, band, KIND)
-        s = mask(s, place, kv_index, mask_mods)
+        s = shape_scores(s, kv_index, live, place, scale, score_mods, mask_mods, band, KIND, EDGE)
         # [N, BLOCK_V]
         v = FETCH(v_side, rows, live, EDGE, EMULATE, BLOCK_N, DIM_V, BLOCK_V)
         unit = LOG2E if len(score_mods) > 0 else scale * LOG2E

@@ -42,6 +42,12 @@ def range_of_tile(i_m, seq_q, seq_k, left, right, KIND: tl.constexpr, BLOCK_M: t
     """The range of query tile i_m of one sequence."""
     q_first = i_m * BLOCK_M + (seq_k - seq_q)
     q_last = tl.minimum(q_first + BLOCK_M, seq_k) - 1
+    return range_of_queries(q_first, q_last, seq_k, left, right, KIND, BLOCK_N)
+
+
+@triton.jit
+def range_of_queries(q_first, q_last, seq_k, left, right, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The range of queries at positions q_first to q_last among the keys, of one sequence or, as vectors, of several."""
     if KIND == CAUSAL:
         return range_causal(q_first, q_last, seq_k, BLOCK_N)
     elif KIND == WINDOW:
@@ -69,7 +75,14 @@ def share_of_range(tiles, i_split, splits):
     """The i-th of `splits` even shares of a range, as a range."""
     lo, full_lo, full_hi, hi = tiles
     begin, end = range_share(tl.maximum(hi - lo, 0), i_split, splits)
-    begin += lo
-    end += lo
+    return part_of_range(tiles, begin, end)
+
+
+@triton.jit
+def part_of_range(tiles, begin, end):
+    """Tiles begin to end of a range, counted from its first, as a range; what is past its end is none."""
+    lo, full_lo, full_hi, hi = tiles
+    begin = tl.minimum(lo + begin, hi)
+    end = tl.minimum(lo + end, hi)
     full_lo = tl.minimum(tl.maximum(full_lo, begin), end)
     return begin, full_lo, tl.minimum(tl.maximum(full_hi, full_lo), end), end

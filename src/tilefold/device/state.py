@@ -45,19 +45,26 @@ def state_anchor(m):
 
 
 @triton.jit
-def state_step(acc, m, l, s, v, scale, factor):
-    """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2.
-    factor [M, N], or None, is upon what probabilities weigh values with, not upon their sum."""
+def state_weights(m, l, s, scale):
+    """The softmax update for one tile of scores s [M, N] (-inf where masked); scale > 0 turns s into base 2.
+    -> weights p [M, N], alpha [M] by which what was summed before shrinks, m and l with the tile in them."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     anchor = state_anchor(m_new)
     alpha = tl.exp2(m - anchor)
     # [M, N]
     p = tl.exp2(s * scale - anchor[:, None])
-    l = l * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def state_step(acc, m, l, s, v, scale, factor):
+    """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2.
+    factor [M, N], or None, is upon what probabilities weigh values with, not upon their sum."""
+    p, alpha, m, l = state_weights(m, l, s, scale)
     if factor is not None:
         p = p * factor
     acc = add_product(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, m_new, l
+    return acc, m, l
 
 
 @triton.jit

@@ -7,6 +7,7 @@ share of its tiles and writes a finished partial (out fp32, lse), which `combine
 import triton
 import triton.language as tl
 
+from ..device.cache import keys_of_sequence
 from ..device.fold import fold_range
 from ..device.grid import place_of_program, rows_of_sequence
 from ..device.ranges import range_of_tile, share_of_range
@@ -16,24 +17,6 @@ from ..device.tile import load_rows, store_rows, widen
 
 RUNTIME = ["scale", "max_q", "capacity", "more", "heads", "group", "left", "right", "stride_sinks", "stride_tb", "stride_ls",
            "stride_lb", "stride_lh"]  # fmt: skip
-
-
-@triton.jit
-def keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE: tl.constexpr):
-    """-> first row (int64) and number of a sequence's keys.  They end at Lengths[b] + more, or where CuK or `capacity` say; the
-    first Pads[b] of them are none.  Nobody checked the values on the host, so what is past the sequence's room is not read."""
-    first, room = rows_of_sequence(CuK, i_b, capacity)
-    length = room
-    if PAGE > 0:
-        room = capacity
-    if Lengths is not None:
-        length = tl.load(Lengths + i_b).to(tl.int32) + more
-    length = tl.minimum(length, room)
-    if Pads is not None:
-        pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
-        first += pad
-        length -= pad
-    return first, tl.maximum(length, 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -32,6 +32,7 @@ class Prepared:
     merge: Any = None
     merge_args: tuple[Any, ...] = ()
     mods: Any = None
+    decode: Any = None
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -109,6 +110,9 @@ def _forward(
         return out, lse
     if interpreting():
         _check_all_values(q, k, cache, p)
+    if p.decode is not None:
+        p.decode.run(q, k, v, out, lse, call, cache, (None, None))
+        return out, lse
     parts: tuple[torch.Tensor, torch.Tensor] = out, lse
     if p.splits > 1:
         parts = (
@@ -135,10 +139,25 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cach
     device = device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
+    if (decode := _decoder(q, k, v, call, cache, sizes, device)) is not None:
+        return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
     named = {**sizes, "seq_k": sizes["capacity"]}
     window = window_of(call.window, call.causal)
     tile, splits = plan_cached(problem_of(q, k, v, call, named, window), device, cache.splits)
     return _bind(q, k, v, call, cache, sizes, tile, splits)
+
+
+def _decoder(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], device: Any
+) -> Any:  # fmt: skip
+    """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
+    from ..plan.decode import plan_decode, serves
+    from .decode import bind_decode, problem_of_decode
+
+    problem = problem_of_decode(q, k, v, call, cache, sizes, False)
+    if serves(problem):
+        return None
+    return bind_decode(q, k, v, call, cache, sizes, (None, None), plan_decode(problem, device, cache.splits))
 
 
 def _bind(

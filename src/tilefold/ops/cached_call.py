@@ -11,6 +11,7 @@ from .call import Call, check_heads, check_integer, check_options, facts_of
 __all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_values"]
 
 _INT = (torch.int32,)
+QUANTISED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with scales
 
 
 class Cache(NamedTuple):
@@ -59,22 +60,35 @@ def _indices(names: dict[str, str]) -> tuple[TensorSpec, ...]:
     )
 
 
-def cached_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> dict[str, int]:
-    """Check everything that needs no device; sizes of all dimensions, "capacity" the most keys of a sequence."""
+def cached_sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    cache: Cache,
+    quantised: bool = False,
+    shared: bool = False,
+) -> dict[str, int]:
+    """Check everything that needs no device; sizes of all dimensions, "capacity" the most keys of a sequence.
+
+    quantised: K and V may be of QUANTISED instead of q's dtype; shared: V is part of K, whose head dims the plan judges."""
     check_options(call)
     for name, value in (("num_splits", cache.splits), ("max_seqlen_q", cache.max_q), ("max_seqlen_k", cache.max_k)):
         check_integer(name, value)
         if isinstance(value, int) and value < 0:
             raise ValueRangeError(f"{name} must be at least 0, got {value}")
-    last = {"same_dtype_as": "q", "contiguous_last": True}
+    last: dict[str, Any] = {"same_dtype_as": "q", "contiguous_last": True}
     paged, packed_k = cache.block_table is not None, cache.cu_k is not None and cache.block_table is None
     names = _names(cache)
+    stored: tuple[torch.dtype, ...] = FLOATS
+    if quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED:
+        stored, last["same_dtype_as"] = QUANTISED, names["k"]
     rows = "pages page_size" if paged else "total_k" if packed_k else "caches seq_k"
     specs = (
         TensorSpec("q", "total_q heads dim_qk" if cache.cu_q is not None else "batch seq_q heads dim_qk", FLOATS,
                    contiguous_last=True),
-        TensorSpec(names["k"], f"{rows} kv_heads dim_qk", FLOATS, **last),  # type: ignore[arg-type]
-        TensorSpec(names["v"], f"{rows} kv_heads dim_v", FLOATS, **last),  # type: ignore[arg-type]
+        TensorSpec(names["k"], f"{rows} kv_heads dim_qk", stored, **last),
+        TensorSpec(names["v"], f"{rows} kv_heads dim_v", stored, **last),
     )  # fmt: skip
     sizes = bind(specs, {"q": q, names["k"]: k, names["v"]: v})
     if cache.cu_q is not None:
@@ -89,7 +103,8 @@ def cached_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     known = {**sizes, "batch+1": sizes["batch"] + 1, "one": 1}
     found = bind(_indices(names), given, known, beside=("q", q))
     sizes |= {name: size for name, size in found.items() if name == "max_pages"}
-    check_heads(sizes, names["k"], names["v"])
+    # The plan looks at head dims where V is part of K; that the heads are whole is asked with dims that are.
+    check_heads({**sizes, "dim_qk": 1, "dim_v": 1} if shared else sizes, names["k"], names["v"])
     if paged and cache.batch_index is not None:
         raise Unsupported(
             "cache_batch_idx and block_table were both given: the table's rows say which cache a sequence has"

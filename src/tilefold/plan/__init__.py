@@ -4,6 +4,7 @@ from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attent
 from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.attention_fp8 import AttentionFp8Plan, plan_attention_fp8
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
+from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode
 from tilefold.plan.device import DEVICES, Device, device_named
 from tilefold.plan.dispatch import POLICIES, SplitDecision, plan_splits
 from tilefold.plan.limits import Tile
@@ -23,6 +24,8 @@ __all__ = [
     "Bound",
     "Buffer",
     "Cost",
+    "DecodePlan",
+    "DecodeProblem",
     "Device",
     "Generation",
     "PrefixProblem",
@@ -42,6 +45,7 @@ __all__ = [
     "plan_attention_backward",
     "plan_attention_fp8",
     "plan_shared_prefix",
+    "plan_decode",
     "plan_sparse",
     "plan_sparse_backward",
     "plan_splits",

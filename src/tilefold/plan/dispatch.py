@@ -11,6 +11,7 @@ from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.cached import LEAST_TILES, MAX_SPLITS, plan_cached
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys, visited_tiles
 from tilefold.plan.device import Device
+from tilefold.plan.dispatch_decode import decode_fields
 from tilefold.plan.explain_dispatch import explain_decision
 from tilefold.plan.flash_split import (
     CALLS,
@@ -45,8 +46,9 @@ class SplitDecision:
     problem: seq_k are the keys that are attended; capacity: rows of the cache, which is what decides with call "kvcache".
     call: "dense", "varlen" or "kvcache" (flash_attn's three functions); paged: with a block table; append: with new keys.
     asked: the caller's number of splits, 0: the policy chose.
-    kernel, combine: what is launched; combine is "" where nothing is merged. block_m, block_n: its tile (rows, keys).
-    tiles: programs without splits. splits: parts of the keys. programs: tiles * splits; working: those that have keys.
+    kernel, combine: what is launched; combine is "" where no second kernel merges. block_m, block_n: its tile (rows, keys).
+    tiles: programs without splits. splits: parts of the keys (1 where they are cut by their number, for all heads together).
+    programs: tiles * splits; working: those that have keys.
     slots: programs that the policy takes to run at a time; waves: programs / slots.
     cost: the call's work, partial results written and read included; l2_bytes: keys and values that tiles load.
     """
@@ -325,6 +327,9 @@ def _ours_cached(
     extra = [mod for mod in (*problem.score_mods, *problem.mask_mods) if mod not in ("softcap", "alibi")]
     if extra:
         raise Unsupported(f"policy tilefold: over a cache scores have softcap and alibi only, got {', '.join(extra)}")
+    fields = decode_fields(problem, device, capacity, given)
+    if fields is not None:
+        return SplitDecision(**same, **fields, bound=bound(fields["cost"], device, problem.dtype))
     whole = replace(problem, seq_k=capacity)
     tile, splits = plan_cached(whole, device, given)
     tiles = -(-problem.seq_q // tile.block_m) * problem.batch * problem.heads

@@ -51,7 +51,7 @@ def explain_decision(made: SplitDecision) -> str:
         ("call", _call(made)),
         ("kernel", f"{made.kernel}{combine}, tile {made.block_m} x {made.block_n}"),
         ("splits", f"{made.splits}. {made.reason}"),
-        ("grid", f"{count(made.programs, 'program')} = {count(made.tiles, 'query tile')}{times}{idle}: {made.share:.0%} of the "
+        ("grid", f"{count(made.programs, 'program')}{_tiles(made, times)}{idle}: {made.share:.0%} of the "
                  f"{unit} have work, {made.waves:.2f} waves of {made.slots}."),
         ("cost", f"{scaled(made.cost.flops, 'FLOP')}, {scaled(made.cost.bytes, 'B')} of DRAM{partials}{drawn}."),
         ("bound", f"{made.bound.resource}: at least {time_text(made.bound.seconds)}; {time_text(made.predicted_s)} if an SM "
@@ -62,10 +62,17 @@ def explain_decision(made: SplitDecision) -> str:
     return "\n".join(lines + rejected_rows(made))
 
 
+def _tiles(made: SplitDecision, times: str) -> str:
+    """How the programs come to be so many; those of even slices are a number of their own."""
+    even = made.kernel == "attention_decode" and not made.asked
+    return "" if even else f" = {count(made.tiles, 'query tile')}{times}"
+
+
 def _call(made: SplitDecision) -> str:
     text = FUNCTIONS[made.call]
     if made.call == "kvcache":
-        text += f", a cache of {count(made.capacity, 'row')}, which is what decides"
+        decides = "" if made.kernel == "attention_decode" else ", which is what decides"
+        text += f", a cache of {count(made.capacity, 'row')}{decides}"
     return text + (", in pages" if made.paged else "") + (", new keys written first" if made.append else "")
 
 

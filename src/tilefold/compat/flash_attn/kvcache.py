@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
            rotary_seqlens=rotary_seqlens, scheduler_metadata=scheduler_metadata, attention_chunk=attention_chunk)  # fmt: skip
     if pack_gqa is not None and pack_gqa is not False:
-        raise Unsupported(f"pack_gqa must be None or False, got {pack_gqa!r}: query heads are folded one by one")
+        raise Unsupported(f"pack_gqa must be None or False, got {pack_gqa!r}: the plan decides whether heads are rows")
     if host_int("sm_margin", sm_margin) != 0:
         raise Unsupported(f"sm_margin must be 0, got {sm_margin!r}: kernels take all SMs")
     for flag, value in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):

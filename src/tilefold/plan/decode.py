@@ -1,0 +1,292 @@
+"""How attention of few queries over a KV cache is cut: rows, tiles of keys, programs, who merges.  Pure, and one value.
+
+The host knows the cache's capacity, not the lengths in it, so the plan of a cache is the same while it fills, as CUDA graphs
+need; what depends on lengths (who owns which tiles) every program finds on the device, by the rule of `slices_of`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan.attention import Rejected
+from tilefold.plan.cached import MAX_SPLITS
+from tilefold.plan.cost import Bound, Cost, bound, live_keys
+from tilefold.plan.device import Device
+from tilefold.plan.limits import MAX_GRID
+from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_head_dim
+
+__all__ = ["MERGES", "STORAGES", "DecodePlan", "DecodeProblem", "plan_decode", "serves", "slices_of"]
+
+STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or bytes with scales
+MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
+MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached
+MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, and of K's others
+MOST_STAGES, MOST_RESIDENT = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProblem:
+    """attention: the call with the cache's capacity as seq_k.  storage: one of STORAGES.  page_size: 0 for a cache in one piece.
+    shared: V is the first dim_v columns of K in the same memory."""
+
+    attention: AttentionProblem
+    storage: str = "plain"
+    page_size: int = 0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.storage not in STORAGES:
+            raise ValueRangeError(f"storage must be one of {', '.join(STORAGES)}, got {self.storage!r}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of one KV head: its query heads, for each query token."""
+        return self.attention.seq_q * self.attention.group
+
+    @property
+    def block_k(self) -> int:
+        """Columns of K in its first piece: V's if shared, else all."""
+        return padded_head_dim(self.attention.dim_v if self.shared else self.attention.dim_qk)
+
+    @property
+    def block_rest(self) -> int:
+        """Columns of K's second piece, 0 for none."""
+        rest = self.attention.dim_qk - self.attention.dim_v if self.shared else 0
+        return padded_head_dim(rest) if rest else 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of K and V."""
+        return self.attention.itemsize if self.storage == "plain" else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of K and V of one key in a tile."""
+        return (self.block_k + self.block_rest + (0 if self.shared else self.attention.block_v)) * self.itemsize
+
+    @property
+    def cost(self) -> Cost:
+        """Of a full cache: K and V once for all heads of a KV head."""
+        a = self.attention
+        pairs, rows_q = live_keys(a) * a.seq_q * a.batch * a.heads, a.batch * a.heads * a.seq_q
+        width = a.dim_qk + (0 if self.shared else a.dim_v)
+        once = a.batch * a.kv_heads * live_keys(a) * width * self.itemsize
+        return Cost(2 * pairs * (a.dim_qk + a.dim_v), once + rows_q * ((a.dim_qk + a.dim_v) * a.itemsize + 4), pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
+
+    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages, maxnreg: launch
+    options.
+    programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.  splits: if not 0, every
+    sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
+    reason, rejected: why.  cost, bound: of a full cache.  Raises PlanError, naming the field, for what no kernel can do."""
+
+    problem: DecodeProblem
+    device: Device
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    least: int = 1
+    splits: int = 0
+    merge: str = "last"
+    maxnreg: int | None = None
+    reason: str = ""
+    rejected: tuple[Rejected, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("block_m", 16, 64), ("block_n", 16, 256), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high or value & (value - 1):
+                raise PlanError(f"{name} must be a power of two from {low} to {high}, got {value!r}")
+        for name, low, high in (
+            ("num_stages", 1, 16),
+            ("programs", 1, MAX_GRID),
+            ("least", 1, 1 << 20),
+            ("splits", 0, MAX_SPLITS),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise PlanError(f"{name} must be {low} to {high}, got {value!r}")
+        if self.merge not in MERGES:
+            raise PlanError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
+        if self.most_tiles >= 1 << 31:
+            raise PlanError(
+                f"block_n={self.block_n} makes {self.most_tiles} tiles of a full cache, 2^31 - 1 are counted"
+            )
+        if self.grid >= MAX_GRID:
+            raise PlanError(f"splits={self.splits} makes {self.grid} programs, a grid takes {MAX_GRID}")
+
+    @property
+    def blocks(self) -> int:
+        """Row blocks of a KV head."""
+        return -(-self.problem.rows // self.block_m)
+
+    @property
+    def items(self) -> int:
+        """Sequences times KV heads times row blocks."""
+        return self.problem.attention.batch * self.problem.attention.kv_heads * self.blocks
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of a full cache, over all items."""
+        return self.items * max(1, -(-self.problem.attention.seq_k // self.block_n))
+
+    @property
+    def grid(self) -> int:
+        """Programs that are launched."""
+        return self.items * self.splits if self.splits else self.programs
+
+    @property
+    def slots(self) -> int:
+        """Places for partial results."""
+        return self.grid if self.splits else 2 * self.grid
+
+    @property
+    def cost(self) -> Cost:
+        """Of a full cache."""
+        return self.problem.cost
+
+    @property
+    def bound(self) -> Bound:
+        """The roofline of a full cache."""
+        return bound(self.cost, self.device, self.problem.attention.dtype)
+
+    def __str__(self) -> str:
+        a, p = self.problem.attention, self.problem
+        cut = (
+            f"{self.splits} shares of each of {self.items} items"
+            if self.splits
+            else f"{self.programs} programs, even slices of all tiles of keys"
+        )
+        place = f"pages of {p.page_size}" if p.page_size else "one piece"
+        lines = [
+            f"Decoding on {self.device.title}",
+            f"  problem    {a.batch} sequences of {a.seq_q} queries, a cache of {a.seq_k} keys in {place}, {a.heads} "
+            f"heads on {a.kv_heads} KV "
+            f"heads, D={a.dim_qk}/{a.dim_v}, {a.dtype}{'' if p.storage == 'plain' else ', K and V in ' + p.storage}"
+            f"{', V is part of K' if p.shared else ''}",
+            f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, "
+            f"{self.num_stages} stages",
+            f"  cut        {cut}",
+            f"  merge      {'the last program to arrive' if self.merge == 'last' else 'decode_combine, a second kernel'}",
+            f"  bound      {self.bound.resource}: at least {self.bound.seconds * 1e6:.1f} us with a full cache",
+            f"  reason     {self.reason}",
+        ]
+        lines += [f"  rejected   {one.what}: {one.why}" for one in self.rejected]
+        return "\n".join(lines)
+
+
+def serves(problem: DecodeProblem) -> str:
+    """Empty if the kernel takes the call from attention_cached, else why not."""
+    a = problem.attention
+    if a.dropout:
+        return "dropout is attention_cached's"
+    if problem.rows > MOST_ROWS:
+        return f"{problem.rows} rows a KV head are more than {MOST_ROWS}: prompts are attention_cached's, tiles of one head each"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> DecodePlan:
+    """The plan of a problem.  splits: 0: even slices of all tiles; else so many shares of each item, 1 to 128.
+
+    Raises ValueRangeError (splits), Unsupported (head dims, dtypes that the device lacks)."""
+    if not 0 <= splits <= MAX_SPLITS:
+        raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
+    a = problem.attention
+    _require(problem)
+    block_m = min(64, max(16, next_power_of_two(problem.rows)))
+    if max(problem.block_k, a.block_v) > 256 or a.dtype == "float32":
+        block_m = 16  # the output's rows, and the query's, are held in registers
+    if problem.storage != "plain":
+        block_m = min(block_m, 32)  # products of 64 rows read shared memory, where bytes would have to be converted to
+    if device.backend == "interpreter":
+        return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
+    block_n = 128 if problem.row_bytes <= 512 else 64 if problem.row_bytes <= 1536 else 32
+    if a.dtype == "float32":
+        block_n = min(block_n, 32)
+    elif not a.descriptors:
+        block_n = min(block_n, 32)  # rows off 16 bytes come element by element, through registers
+    elif block_m == 64:
+        block_n = min(block_n, 64)
+    # Where two programs fit an SM, four warps each: eight would have half the registers.
+    light = problem.block_k <= 64 or (problem.storage != "plain" and problem.block_k <= 128)
+    num_warps = 4 if light and block_m < 64 else 8
+    room = device.smem_per_block - block_m * (block_n + problem.block_k + problem.block_rest) * a.itemsize - 2048
+    # stages that hold no tile, see limits.kv_buffers
+    spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1
+    stages = max(1, min(MOST_STAGES, spare + room // (block_n * problem.row_bytes)))
+    used = device.smem_per_block - room + max(1, stages - spare) * block_n * problem.row_bytes
+    resident = max(1, min(MOST_RESIDENT, device.smem_per_sm // used, device.threads_per_sm // (32 * num_warps)))
+    programs = device.sms * resident
+    plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, programs, splits=splits)
+    return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
+
+
+def _require(problem: DecodeProblem) -> None:
+    a = problem.attention
+    if problem.shared:
+        if a.dim_v > MOST_DIM_V or a.dim_qk - a.dim_v > MOST_DIM_REST or a.dim_v > a.dim_qk:
+            raise Unsupported(
+                f"v_cache is part of k_cache with head dims {a.dim_qk} and {a.dim_v}; accepted: V to {MOST_DIM_V}, K at most "
+                f"{MOST_DIM_REST} more"
+            )
+    elif max(a.dim_qk, a.dim_v) > 256:
+        raise Unsupported(
+            f"head dims are {a.dim_qk} and {a.dim_v}; accepted: 1 to 256, or more where v_cache is k_cache[..., :dim_v]"
+        )
+
+
+def _reason(plan: DecodePlan, splits: int) -> str:
+    p = plan.problem
+    tiles = f"{plan.blocks} tile{'s' if plan.blocks > 1 else ''} of {plan.block_m}"
+    packed = f"{p.rows} rows (query heads x tokens of a KV head) are {tiles}"
+    if splits:
+        return f"{packed}; the caller asked for {splits} splits."
+    return (
+        f"{packed}; {plan.programs} programs stay resident ({plan.programs // plan.device.sms} an SM) and own equal "
+        f"numbers of tiles of "
+        f"{plan.block_n} keys, whatever the lengths."
+    )
+
+
+def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
+    found = [
+        Rejected("attention_cached", f"Would read K and V {plan.problem.attention.group} times, once a query head.")
+    ]
+    if plan.problem.attention.group == 1:
+        found = [Rejected("attention_cached", "Splits by capacity, not by the keys that there are.")]
+    if not splits:
+        found.append(
+            Rejected(
+                "fixed splits",
+                "Lengths are on the device: a long sequence among short ones would be few programs' work.",
+            )
+        )
+        found.append(
+            Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
+        )
+    return tuple(found)
+
+
+def slices_of(tiles: list[int], each: int, programs: int, least: int = 1) -> list[list[tuple[int, int, int, int]]]:
+    """What every program owns, as the kernel finds it: for each program its pieces (item, first tile, end, slot), slot -1 where
+    the item is its own alone.  tiles: of each sequence, counted once; each: items of a sequence.  Items without tiles count
+    one."""
+    counts = [max(1, n) for n in tiles for _ in range(each)]
+    length = max(-(-sum(counts) // programs), least)
+    owned: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
+    first = 0
+    for item, count in enumerate(counts):
+        low, high = first // length, (first + count - 1) // length
+        for program in range(low, high + 1):
+            begin, end = max(program * length, first), min((program + 1) * length, first + count)
+            slot = -1 if low == high else 2 * program + (program * length < first)
+            owned[program].append((item, begin - first, end - first, slot))
+        first += count
+    return owned

@@ -1,0 +1,68 @@
+"""What `plan_splits` says of calls that the decode kernel serves: who owns which keys is found on the device, by their number."""
+
+from dataclasses import replace
+from typing import Any
+
+from tilefold.plan.attention import Rejected
+from tilefold.plan.cost import Cost, live_keys
+from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves, slices_of
+from tilefold.plan.device import Device
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["decode_fields"]
+
+
+def decode_fields(problem: AttentionProblem, device: Device, capacity: int, given: int) -> dict[str, Any] | None:
+    """Fields of the decision for a problem whose seq_k are the keys that there are, None if attention_cached serves it."""
+    whole = DecodeProblem(replace(problem, seq_k=capacity))
+    if serves(whole):
+        return None
+    plan = plan_decode(whole, device, given)
+    working, merged = _working(problem, plan)
+    partials = 2 * merged * plan.block_m * (problem.dim_v + 2) * 4
+    once = replace(whole, attention=problem).cost
+    cost = Cost(once.flops, once.bytes + partials, once.exps, once.bytes + partials)
+    parts = max(1, plan.splits)
+    return {
+        "kernel": "attention_decode", "combine": "", "block_m": plan.block_m, "block_n": plan.block_n,
+        "tiles": plan.grid // parts, "splits": parts, "programs": plan.grid, "working": working, "slots": plan.programs,
+        "reason": _reason(plan, given), "cost": cost, "rejected": _rejected(plan, given),
+    }  # fmt: skip
+
+
+def _working(problem: AttentionProblem, plan: DecodePlan) -> tuple[int, int]:
+    """(programs that have keys, parts that are merged) where every sequence has seq_k keys."""
+    tiles = max(1, -(-live_keys(problem) // plan.block_n))
+    if plan.splits:
+        return plan.items * min(plan.splits, tiles), plan.items * plan.splits if plan.splits > 1 else 0
+    total = plan.items * tiles
+    length = max(-(-total // plan.programs), plan.least)
+    merged = 0
+    if plan.items <= 4096:
+        owned = slices_of([tiles] * problem.batch, plan.items // problem.batch, plan.programs, plan.least)
+        merged = sum(slot >= 0 for pieces in owned for *_, slot in pieces)
+    return -(-total // length), merged
+
+
+def _reason(plan: DecodePlan, given: int) -> str:
+    if given:
+        return f"The caller asked for {given}; the last program to arrive merges."
+    each = plan.programs // plan.device.sms
+    return (
+        f"None by number: {plan.programs} programs ({each} an SM) own equal numbers of tiles of {plan.block_n} keys, "
+        f"whosever they are, "
+        f"and the last to arrive merges what several have of one KV head."
+    )
+
+
+def _rejected(plan: DecodePlan, given: int) -> tuple[Rejected, ...]:
+    group = plan.problem.attention.group
+    why = (
+        f"Reads keys {group} times, once a query head."
+        if group > 1
+        else "Splits by the capacity, not by the keys that there are."
+    )
+    found = [Rejected("attention_cached", why)]
+    if not given:
+        found.append(Rejected("equal splits", "Lengths are on the device: a long sequence would be the work of few."))
+    return tuple(found)

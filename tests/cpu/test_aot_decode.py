@@ -1,0 +1,48 @@
+"""The decode kernel and its merge compile for their targets under two Tritons, without spills in loops."""
+
+import pytest
+
+from aot_cases import DEVICES, Results, compiled
+from tilefold.aot import Job
+
+BUILDER = "tilefold.ops.decode:example_launch"
+CASES = {
+    "plain": {"dtype": "bfloat16", "dim": 128, "page": 0},
+    "one sequence": {"dtype": "bfloat16", "dim": 128, "page": 0, "batch": 1},
+    "pages of 16": {"dtype": "bfloat16", "dim": 128, "page": 16},
+    "pages of 256": {"dtype": "float16", "dim": 128, "page": 256},
+    "pages of 7, D=59": {"dtype": "float16", "dim": 59, "page": 7, "group": 7},
+    "D=256": {"dtype": "bfloat16", "dim": 256, "page": 64},
+    "32 rows": {"dtype": "bfloat16", "dim": 128, "page": 64, "seq_q": 4, "group": 8},
+    "64 rows": {"dtype": "bfloat16", "dim": 128, "page": 16, "seq_q": 4, "group": 16},
+    "fp32": {"dtype": "float32", "dim": 128, "page": 16},
+    "e4m3": {"dtype": "bfloat16", "dim": 128, "page": 0, "storage": "float8_e4m3fn"},
+    "e4m3, scales of pages": {"dtype": "float16", "dim": 128, "page": 64, "storage": "float8_e4m3fn", "per_page": True},
+    "int8": {"dtype": "bfloat16", "dim": 128, "page": 64, "storage": "int8"},
+    "mla": {"dtype": "bfloat16", "dim": 576, "dim_v": 512, "page": 64, "group": 16},
+    "splits": {"dtype": "bfloat16", "dim": 128, "page": 64, "splits": 8},
+    "merge": {"dtype": "bfloat16", "dim": 128, "page": 64, "merge": True},
+}  # fmt: skip
+EVERYWHERE = ("plain", "pages of 16", "e4m3", "int8", "merge")
+JOBS = {
+    (name, target): Job(BUILDER, {**kwargs, "device": device}, target)
+    for name, kwargs in CASES.items()
+    for target, device in DEVICES.items()
+    if target == "sm_90" or name in EVERYWHERE
+}
+pytestmark = pytest.mark.xdist_group("test_aot_decode")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(JOBS, request.param, ("plain", "pages of 16", "e4m3", "mla"))
+
+
+@pytest.mark.parametrize(("name", "target"), list(JOBS))
+def test_kernels(results: Results, name: str, target: str) -> None:
+    """Tensor instructions where there are products of halves, and no spilled register in a loop."""
+    found = results.of(name, target)
+    tensor = "none" if name in ("fp32", "merge") else "any"
+    assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
+    assert found.report is not None
+    assert found.report.loop_spills == 0

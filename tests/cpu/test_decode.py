@@ -1,0 +1,209 @@
+"""attention_kvcache against fp64: pages, lengths, groups, dtypes, masks, both cuts, both merges."""
+
+import pytest
+import torch
+
+import tilefold
+from decode_cases import E4M3, INT8, Case, run
+
+WAYS = [
+    {},
+    {"merge": "kernel"},
+    {"splits": 3},
+    {"splits": 3, "merge": "kernel"},
+    {"programs": 1},
+    {"programs": 40},
+    {"least": 5},
+]
+LENGTHS = [70, 0, 33, 128]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("page", [0, 7, 64])
+def test_cuts_and_merges(device, way, page):
+    run(Case(LENGTHS, heads=4, kv_heads=2, page=page), device, {"block_n": 16, **way})
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("seq_q", [1, 2, 5])
+def test_rows(device, group, seq_q):
+    run(Case([40, 3, 65], seq_q, heads=2 * group, kv_heads=2, options={"causal": True}), device)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 32, 96, 1024])
+def test_pages(device, page):
+    run(Case([50, 1, 97], heads=4, page=page, dim=24, dim_v=40), device)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (20, 0)}, {"window": (9, 3)}, {"causal": True, "window": (0, None)}]
+)
+@pytest.mark.parametrize("page", [0, 16])
+def test_masks(device, options, page):
+    for seq_q in (1, 4):
+        run(Case([90, 2, 0, 61], seq_q, heads=3, page=page, options=options), device, {"block_n": 16})
+
+
+def test_window_sequences_shorter_than_queries(device):
+    run(Case([2, 1, 7], 5, heads=2, options={"causal": True}), device)
+    run(Case([2, 0, 7], 5, heads=2, options={"window": (1, 1)}), device)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_scores(device, page):
+    slopes, sinks = torch.rand(3, 8, device=device), torch.randn(8, device=device)
+    for options in (
+        {"alibi_slopes": slopes, "causal": True},
+        {"alibi_slopes": slopes[0]},
+        {"sinks": sinks},
+        {"softcap": 3.0},
+        {"scale": 0.4, "softcap": 2.0, "alibi_slopes": slopes, "sinks": sinks, "window": (40, 0)},
+    ):
+        for way in ({"block_n": 16}, {"block_n": 16, "splits": 2}):
+            run(Case([70, 0, 33], 2, heads=8, kv_heads=2, page=page, options=options), device, way)
+
+
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_padding(device, page):
+    run(Case([70, 9, 33], 2, heads=4, page=page, pads=[5, 9, 40], options={"causal": True}), device, {"block_n": 16})
+
+
+@pytest.mark.parametrize("page", [0, 8])
+def test_packed_queries(device, page):
+    run(
+        Case([70, 9, 33, 20], [3, 0, 1, 5], heads=4, kv_heads=2, page=page, options={"causal": True}),
+        device,
+        {"block_n": 16},
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision(device, dtype):
+    for page in (0, 16):
+        run(Case(LENGTHS, 2, heads=8, kv_heads=2, dim=64, page=page, dtype=dtype, options={"causal": True}), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [E4M3, INT8])
+@pytest.mark.parametrize(("page", "scales"), [(0, "head"), (0, "page"), (16, "head"), (16, "page"), (64, "page")])
+def test_bytes(device, dtype, stored, page, scales):
+    run(
+        Case([70, 0, 33], 2, heads=8, kv_heads=2, page=page, dtype=dtype, stored=stored, scales=scales),
+        device,
+        {"block_n": 16},
+    )
+
+
+def test_all_bytes_and_large_queries(device):
+    """Every e4m3 number, and queries that float16 does not hold."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F].to(device)
+    k = numbers.view(1, -1, 1, 1).expand(1, -1, 1, 16).contiguous().view(E4M3)
+    q = torch.full((1, 1, 1, 16), 2.0**90, dtype=torch.bfloat16, device=device)
+    out, lse = tilefold.attention_kvcache(q, k, k, scale=2.0**-96, return_lse=True)
+    exact = tilefold.reference.attention(q, k.float(), k.float(), scale=2.0**-96)
+    assert torch.allclose(out.double(), exact[0], rtol=1e-2)
+    assert torch.allclose(lse.double(), exact[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(72, 64), (64, 64), (48, 24), (576, 512)])
+def test_values_are_part_of_keys(device, dim, dim_v):
+    for page in (0, 16):
+        for dtype, stored in ((torch.float16, None), (torch.bfloat16, E4M3)):
+            case = Case(
+                [37, 0, 20], 1, heads=16, dim=dim, dim_v=dim_v, page=page, dtype=dtype, stored=stored, shared=True
+            )
+            run(case, device, {"block_n": 16})
+
+
+def test_many_sequences(device):
+    run(Case([5, 40, 0] * 45, heads=2), device, {"programs": 7, "block_n": 16})  # more than one chunk counts at a time
+
+
+@pytest.mark.large
+def test_thousands_of_sequences(device):
+    run(Case([3, 0, 17, 5] * 300, heads=2, dim=16), device, {"programs": 5, "block_n": 16})
+
+
+def test_many_rows(device):
+    run(Case([60, 5], 5, heads=32, kv_heads=1, options={"causal": True}), device, {"block_m": 64, "block_n": 16})
+    run(Case([60, 5], 5, heads=32, kv_heads=1, options={"window": (9, 0)}), device, {"block_m": 16, "block_n": 16})
+
+
+def test_batch_index_and_strides(device):
+    k, v = torch.randn(2, 5, 2, 40, 32, device=device).transpose(2, 3).unbind()
+    q = torch.randn(3, 1, 4, 32, device=device)
+    index = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
+    lengths = torch.tensor([7, 40, 21], dtype=torch.int32, device=device)
+    got = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, cache_batch_idx=index)
+    want = tilefold.attention_kvcache(q, k[index.long()], v[index.long()], cache_seqlens=lengths)
+    assert torch.equal(got, want)
+
+
+def test_bits_do_not_depend_on_who_merges(device):
+    case = Case([300, 7], 2, heads=4, kv_heads=2)
+    found = []
+    for merge in ("last", "kernel"):
+        torch.manual_seed(3)
+        found.append(run(case, device, {"programs": 9, "merge": merge, "block_n": 16}))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
+
+
+# ---------------------------------------------------------------- what is refused, and what check finds
+
+
+def small(device, **changes):
+    int32 = {"dtype": torch.int32, "device": device}
+    given = {
+        "q": torch.randn(2, 1, 4, 16, device=device),
+        "k_cache": torch.randn(6, 8, 2, 16, device=device),
+        "v_cache": torch.randn(6, 8, 2, 16, device=device),
+        "cache_seqlens": torch.tensor([9, 3], **int32),
+        "block_table": torch.tensor([[0, 5], [2, 99]], **int32),
+    }
+    return {**given, **changes}
+
+
+def test_check_names_the_entry(device):
+    int32 = {"dtype": torch.int32, "device": device}
+    tilefold.attention_kvcache(**small(device), check=True)  # 99 lies behind the last key
+    for changes, text in (
+        ({"block_table": torch.tensor([[0, 6], [2, 99]], **int32)}, r"block_table\[0, 1\] is 6"),
+        ({"block_table": torch.tensor([[0, 1], [-1, 99]], **int32)}, r"block_table\[1, 0\] is -1"),
+        ({"cache_seqlens": torch.tensor([9, 17], **int32)}, r"cache_seqlens\[1\]"),
+        ({"cache_seqlens": torch.tensor([-1, 3], **int32)}, r"cache_seqlens\[0\]"),
+    ):
+        with pytest.raises(tilefold.ValueRangeError, match=text):
+            tilefold.attention_kvcache(**small(device, **changes), check=True)
+
+
+def test_refusals(device):
+    scale = torch.ones(2, device=device)
+    byte = torch.zeros(6, 8, 2, 16, dtype=torch.int8, device=device)
+    for changes, error, text in (
+        ({"k_scale": scale}, tilefold.ValueRangeError, "v_scale"),
+        ({"k_scale": scale, "v_scale": scale}, tilefold.DtypeError, "k_scale"),
+        ({"k_cache": byte, "v_cache": byte}, tilefold.ValueRangeError, "int8"),
+        ({"k_cache": byte}, tilefold.DtypeError, "v_cache"),
+        (
+            {"k_cache": byte, "v_cache": byte, "k_scale": scale[:1], "v_scale": scale[:1]},
+            tilefold.ShapeError,
+            "k_scale",
+        ),
+        ({"num_splits": 129}, tilefold.ValueRangeError, "num_splits"),
+        ({"check": 1}, tilefold.DtypeError, "check"),
+        ({"plan": 3}, tilefold.DtypeError, "plan"),
+        ({"v_cache": torch.randn(6, 8, 2, 300, device=device)}, tilefold.Unsupported, "300"),
+    ):
+        with pytest.raises(error, match=text):
+            tilefold.attention_kvcache(**small(device, **changes))
+
+
+def test_nothing_there(device):
+    given = small(device)
+    out, lse = tilefold.attention_kvcache(
+        **{**given, "cache_seqlens": torch.zeros_like(given["cache_seqlens"])}, return_lse=True
+    )
+    assert not out.any() and (lse == float("-inf")).all()
+    empty = {name: given[name][:0] for name in ("q", "cache_seqlens", "block_table")}
+    assert tilefold.attention_kvcache(**{**given, **empty}).shape == (0, 1, 4, 16)

@@ -1,0 +1,112 @@
+"""attention_kvcache under torch.compile, without reads on the host, without gradients; its plan as the caller's own."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilefold
+from cases import rand
+from decode_cases import Case, run
+
+pytestmark = pytest.mark.no_poison
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a tensor's value would come to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def given(device, **changes):
+    int32 = {"dtype": torch.int32, "device": device}
+    call = {
+        "q": rand(2, 2, 4, 16, device=device),
+        "k_cache": rand(6, 8, 2, 16, device=device),
+        "v_cache": rand(6, 8, 2, 16, device=device),
+        "cache_seqlens": torch.tensor([9, 3], **int32),
+        "block_table": torch.tensor([[0, 5], [2, 99]], **int32),
+    }
+    return {**call, **changes}
+
+
+def test_compiled_is_the_eager_call(device):
+    fn = torch.compile(
+        lambda **a: tilefold.attention_kvcache(causal=True, return_lse=True, **a), fullgraph=True, backend="aot_eager"
+    )
+    call = given(device)
+    for got, want in zip(fn(**call), tilefold.attention_kvcache(causal=True, return_lse=True, **call), strict=True):
+        assert torch.equal(got, want)
+    cache = rand(6, 8, 1, 320, device=device)  # V as a part of K has head dims that are refused otherwise
+    shared = given(device, q=rand(2, 1, 4, 320, device=device))
+    del shared["k_cache"], shared["v_cache"]
+
+    def latent(c, **a):
+        return tilefold.attention_kvcache(k_cache=c, v_cache=c[..., :256], **a)
+
+    got = torch.compile(latent, fullgraph=True, backend="aot_eager")(cache, **shared)
+    assert torch.equal(got, latent(cache, **shared))
+
+
+def test_the_operator_is_what_its_schema_says(device):
+    from tilefold.ops.kvcache import attention_kvcache_op
+
+    call = given(device)
+    empty, q, keys = None, call["q"], (call["k_cache"], call["v_cache"])
+    places = (call["cache_seqlens"], empty, empty, call["block_table"], empty)
+    args = (q, *keys, empty, empty, empty, empty, *places, 0, 0, True, -1, 0, None, 0.0)
+    torch.library.opcheck(attention_kvcache_op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.interpreter
+def test_nothing_is_read_on_the_host(device, monkeypatch):
+    from tilefold.ops import kvcache
+
+    monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
+    monkeypatch.setattr(kvcache, "is_watched", lambda tensors: False)  # the launch itself runs under the mode
+    call = given(device)
+    with NoHostReads():
+        tilefold.attention_kvcache(**call)
+
+
+def test_there_is_no_gradient(device):
+    call = given(device)
+    call["q"].requires_grad_()
+    out = tilefold.attention_kvcache(**call)
+    with pytest.raises(tilefold.Unsupported, match="forward only"):
+        out.sum().backward()
+
+
+def test_a_plan_is_followed_or_refused(device):
+    call = given(device)
+    plan = tilefold.attention_kvcache_plan(**call)
+    tilefold.attention_kvcache(**call, plan=dataclasses.replace(plan, block_n=16, merge="kernel"))
+    other = {name: t for name, t in call.items() if name != "block_table"}
+    other["k_cache"], other["v_cache"] = (rand(2, 16, 2, 16, device=device) for _ in range(2))
+    with pytest.raises(tilefold.PlanError, match="page_size"):
+        tilefold.attention_kvcache(**other, plan=plan)
+    looking = torch.compile(
+        lambda **a: tilefold.attention_kvcache(check=True, **a), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="check=True"):
+        looking(**call)
+
+
+def test_stale_lengths_stay_inside(device, monkeypatch):
+    """Nobody looks at them on a GPU before the kernel does: past the room they count as the room."""
+    from tilefold.ops import kvcache
+
+    monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
+    k = rand(2, 16, 2, 16, device=device)
+    q = rand(2, 1, 4, 16, device=device)
+    far = torch.tensor([1 << 29, -5], dtype=torch.int32, device=device)
+    right = torch.tensor([16, 0], dtype=torch.int32, device=device)
+    got = tilefold.attention_kvcache(q, k, k, cache_seqlens=far)
+    assert torch.equal(got, tilefold.attention_kvcache(q, k, k, cache_seqlens=right))
+
+
+def test_fresh_cases_run(device):
+    run(Case([5, 9], 1, heads=2), device)

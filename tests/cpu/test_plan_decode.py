@@ -1,0 +1,113 @@
+"""How decoding is planned, and that every tile of keys has one owner, whatever the lengths."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_decode
+from tilefold.plan.decode import serves, slices_of
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+H200 = device_named("h200")
+DEVICES = ("h200", "h100", "a100", "b200", "l4", "mi300x", "interpreter")
+
+
+def problem(batch=1, seq_q=1, seq_k=8192, heads=32, kv_heads=8, dim=128, dim_v=None, dtype="bfloat16", **more):
+    return DecodeProblem(AttentionProblem(batch, seq_q, seq_k, heads, kv_heads, dim, dim_v or dim, dtype), **more)
+
+
+@given(
+    st.lists(st.integers(0, 60) | st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 300),
+    st.integers(1, 8),
+)  # fmt: skip
+def test_every_tile_has_one_owner(tiles, each, programs, least):
+    owned = slices_of(tiles, each, programs, least)
+    counts = [max(1, n) for n in tiles for _ in range(each)]
+    most = max(-(-sum(counts) // programs), least)
+    seen, slots = {}, []
+    for program, pieces in enumerate(owned):
+        assert sum(end - begin for _, begin, end, _ in pieces) <= most
+        assert [item for item, *_ in pieces] == list(range(pieces[0][0], pieces[-1][0] + 1)) if pieces else True
+        for number, (item, begin, end, slot) in enumerate(pieces):
+            assert begin < end
+            seen.setdefault(item, []).append((begin, end))
+            if slot < 0:
+                assert (begin, end) == (0, counts[item])
+            else:
+                slots.append(slot)
+                assert slot // 2 == program and number in (0, len(pieces) - 1)
+    assert len(slots) == len(set(slots))  # two places a program do
+    for item, count in enumerate(counts):
+        ends = sorted(seen[item])
+        assert ends[0][0] == 0 and ends[-1][1] == count
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 300), st.integers(1, 8)
+)
+def test_the_last_to_arrive_knows_how_many_there_are(tiles, each, programs, least):
+    """By the formula of the kernel: from the item's first tile and its number of tiles alone."""
+    counts = [max(1, n) for n in tiles for _ in range(each)]
+    length = max(-(-sum(counts) // programs), least)
+    parts = {}
+    for pieces in slices_of(tiles, each, programs, least):
+        for item, *_ in pieces:
+            parts[item] = parts.get(item, 0) + 1
+    first = 0
+    for item, count in enumerate(counts):
+        assert parts[item] == (first + count - 1) // length - first // length + 1
+        first += count
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("storage", ["plain", "float8_e4m3fn", "int8"])
+def test_every_device_has_a_plan_that_fits(name, dim, storage):
+    device = device_named(name)
+    for seq_q in (1, 3, 16):
+        for dtype in ("bfloat16", "float32"):
+            made = plan_decode(problem(4, seq_q, dim=dim, dtype=dtype, storage=storage), device)
+            assert made.blocks * made.block_m >= made.problem.rows
+            assert made.programs % device.sms == 0 or name == "interpreter"
+            assert "attention_decode" in str(made)
+
+
+def test_heads_and_tokens_are_rows():
+    assert plan_decode(problem(), H200).block_m == 16
+    assert plan_decode(problem(seq_q=5), H200).block_m == 32
+    assert plan_decode(problem(seq_q=16), H200).block_m == 64
+    assert plan_decode(problem(seq_q=40), H200).blocks == 3
+    assert not serves(problem(seq_q=32))
+    assert "prompts" in serves(problem(seq_q=33))
+
+
+def test_the_plan_looks_at_capacity_alone():
+    assert plan_decode(problem(), H200).programs == plan_decode(problem(seq_k=131072), H200).programs
+    assert plan_decode(problem(batch=64), H200).splits == 0
+
+
+def test_values_in_keys():
+    mla = problem(32, 1, 8192, 16, 1, 576, 512, shared=True)
+    made = plan_decode(mla, H200)
+    assert (made.problem.block_k, made.problem.block_rest, made.block_m) == (512, 64, 16)
+    assert made.cost.bytes < 1.01 * 32 * 8192 * 576 * 2
+    with pytest.raises(Unsupported, match="576"):
+        plan_decode(dataclasses.replace(mla, shared=False), H200)
+
+
+def test_what_no_plan_can_be():
+    made = plan_decode(problem(), H200)
+    for change in ({"block_n": 48}, {"merge": "both"}, {"splits": 129}, {"programs": 0}, {"num_stages": 0}):
+        with pytest.raises(PlanError, match=next(iter(change))):
+            dataclasses.replace(made, **change)
+    with pytest.raises(ValueRangeError, match="num_splits"):
+        plan_decode(problem(), H200, 129)
+    with pytest.raises(ValueRangeError, match="storage"):
+        problem(storage="fp8")
+    assert dataclasses.replace(made, splits=16).grid == 128
