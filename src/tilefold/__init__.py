@@ -37,7 +37,6 @@ __all__ = [
     "AttentionPlan",
     "AttentionProblem",
     "BlockIndex",
-<<<<<<< HEAD
     "CacheBatch",
     "CacheStatistics",
     "DecodePlan",
@@ -76,7 +75,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-<<<<<<< HEAD
     """The planner, the paged cache, the index of blocks, the references and the bridges to others load when first used."""
     if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)

@@ -36,7 +36,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ladder": WORK | {"reference", "sparse"},
     "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot", "paged"},
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged"},
-    "__init__": {"api", "cache_api", "decode_api", "sparse_api", "compat", "integrations", "nn", "paged", "sparse", "plan"} | LEAVES,
+    "__init__": {
+        "api",
+        "cache_api",
+        "decode_api",
+        "sparse_api",
+        "compat",
+        "integrations",
+        "nn",
+        "paged",
+        "sparse",
+        "plan",
+    }
+    | LEAVES,
     "__main__": {"cli"},
 }
 ALONE = {"kernels"}  # one kernel file never imports another
