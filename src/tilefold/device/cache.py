@@ -102,11 +102,21 @@ def fetch_cache(side, rows, live, like, EDGE: tl.constexpr, EMULATE: tl.constexp
     else:
         x = dequantise(x, like, QUANT)
         if scales is not None:
-            factor = tl.load(scales + outer * stride_scale)
-            if len(factor.shape) > 0:
-                factor = factor[:, None]
-            x = (x.to(tl.float32) * factor).to(like.dtype)
+            x = (x.to(tl.float32) * load_factor(scales, outer, stride_scale, live, EDGE)).to(like.dtype)
     return x
+
+
+@triton.jit
+def load_factor(scales, outer, stride_scale, live, EDGE: tl.constexpr):
+    """What a tile is to be multiplied with: of its page, or [N, 1] of the pages of its rows; 0 for rows that are no keys, whose
+    page is anybody's."""
+    p = scales + outer * stride_scale
+    if len(outer.shape) == 0:
+        return tl.load(p)
+    elif EDGE:
+        return tl.load(p, mask=live, other=0.0)[:, None]
+    else:
+        return tl.load(p)[:, None]
 
 
 @triton.jit
@@ -149,9 +159,7 @@ def fetch_pairs(
     x = load_lanes(base, outer * stride_outer + inner * stride_inner, live, EDGE, False, DIM // 2, BLOCK_D // 2)
     even, odd = split_bytes(x, like, QUANT)
     if scales is not None:
-        factor = tl.load(scales + outer * stride_scale)
-        if len(factor.shape) > 0:
-            factor = factor[:, None]
+        factor = load_factor(scales, outer, stride_scale, live, EDGE)
         even = (even.to(tl.float32) * factor).to(like.dtype)
         odd = (odd.to(tl.float32) * factor).to(like.dtype)
     return even, odd

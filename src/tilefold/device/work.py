@@ -50,14 +50,18 @@ def tiles_of_chunk(
 
 @triton.jit
 def total_tiles(lengths, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Tiles of all sequences, each counted once.  BLOCK_B = 1: there is one sequence."""
+    """-> tiles of all sequences, each counted once, and of the longest.  BLOCK_B = 1: there is one sequence."""
     if BLOCK_B == 1:
-        return tiles_of_sequence(lengths, 0, PAGE, KIND, BLOCK_N)
+        total = tiles_of_sequence(lengths, 0, PAGE, KIND, BLOCK_N)
+        return total, total
     else:
         total = 0
+        most = 0
         for first in range(0, batch, BLOCK_B):
-            total += tl.sum(tiles_of_chunk(lengths, first, batch, PAGE, KIND, BLOCK_N, BLOCK_B), 0)
-        return total
+            tiles = tiles_of_chunk(lengths, first, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
+            total += tl.sum(tiles, 0)
+            most = tl.maximum(most, tl.max(tiles, 0))
+        return total, most
 
 
 @triton.jit
@@ -87,6 +91,11 @@ def find_tiles(a, b, lengths, batch, each, PAGE: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def slice_length(total, programs, least):
-    """Tiles that a program owns: even slices of at least `least`; the last ones may be shorter, or empty."""
-    return tl.maximum(tl.cdiv(total, programs), least)
+def slice_length(total, most, batch, each, programs, least):
+    """Tiles that a program owns: even slices of at least `least`; the last ones may be shorter, or empty.
+
+    Where all sequences are alike (total = batch * most) and it makes slices at most a sixteenth longer, they are whole items:
+    nothing is left to merge, and programs side by side read the heads of the same keys, which lie side by side in memory."""
+    length = tl.maximum(tl.cdiv(total * each, programs), least)
+    whole = tl.cdiv(length, most) * most
+    return tl.where((total == batch * most) & (16 * (whole - length) <= length), whole, length)

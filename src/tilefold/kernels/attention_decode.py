@@ -19,6 +19,7 @@ from ..device.cache import (
     next_pages,
 )
 from ..device.fold_cache import fold_cache_range
+from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import arrive, merge_parts, store_part
 from ..device.ranges import part_of_range, range_share
 from ..device.state import state_finish, state_init, state_init_sink
@@ -95,8 +96,8 @@ def attention_decode(
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
-    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, FUSED:
-    tl.constexpr,
+    QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    FUSED: tl.constexpr, EARLY: tl.constexpr,
     DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -110,14 +111,16 @@ def attention_decode(
     pages
     of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage
     (QUANT): device.cache."""
+    wait_for_previous_kernel(EARLY)
+    let_next_kernel_start(EARLY)  # after the wait: what comes next may read what came before
     pid = tl.program_id(0)
     lengths = (CuQ, CuK, Lengths, Pads, max_q, capacity, more, left, right)
     each = kv_heads * blocks
     if EVEN:
-        total = total_tiles(lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B) * each
-        length = slice_length(total, tl.num_programs(0), least)
+        total, most = total_tiles(lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
+        length = slice_length(total, most, batch, each, tl.num_programs(0), least)
         begin = pid * length
-        end = tl.minimum(begin + length, total)
+        end = tl.minimum(begin + length, total * each)
         if begin >= end:
             return
         i_b, before, last_b, last_before = find_tiles(
@@ -226,7 +229,10 @@ def attention_decode(
         # ---- the result, or a part of it
         p_out = Out + b * stride_ob + first_q * stride_om
         p_lse = Lse + b * stride_lb + first_q
-        if parts == 1:
+        if Part is None:  # one share of each item
+            store_results(p_out, p_lse, acc, m, l, first_row, rows, i_h, group, stride_om, stride_oh, stride_lh, EMULATE, DIM_V,
+                          BLOCK_M, BLOCK_V)  # fmt: skip
+        elif parts == 1:
             store_results(p_out, p_lse, acc, m, l, first_row, rows, i_h, group, stride_om, stride_oh, stride_lh, EMULATE, DIM_V,
                           BLOCK_M, BLOCK_V)  # fmt: skip
         else:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..device.grid import wait_for_previous_kernel
+from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import merge_parts
 from ..device.state import state_finish
 from ..device.tile import store_rows
@@ -17,17 +17,20 @@ RUNTIME = ["batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "r
 def tiles_before(
     i_b, lengths, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """-> tiles, counted once a sequence, of sequences before i_b, and of all."""
+    """-> tiles, counted once a sequence, of sequences before i_b, of all, and of the longest."""
     if BLOCK_B == 1:
-        return 0, tiles_of_sequence(lengths, 0, PAGE, KIND, BLOCK_N)
+        total = tiles_of_sequence(lengths, 0, PAGE, KIND, BLOCK_N)
+        return 0, total, total
     else:
         before = 0
         total = 0
+        most = 0
         for first in range(0, batch, BLOCK_B):
             tiles = tiles_of_chunk(lengths, first, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
             before += tl.sum(tl.where(first + tl.arange(0, BLOCK_B) < i_b, tiles, 0), 0)
             total += tl.sum(tiles, 0)
-        return before, total
+            most = tl.maximum(most, tl.max(tiles, 0))
+        return before, total, most
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -39,8 +42,9 @@ def decode_combine(
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Part, Stat, the index tensors and the numbers as attention_decode had them, `programs` of its grid.  One row a program,
-    grid
-    (BLOCK_M, row blocks * KV heads, batch); a row of an item that one program made alone is left as it is."""
+    grid (BLOCK_M, row blocks * KV heads, batch); a row of an item that one program made alone is left as it is.
+    EARLY: a dependent kernel of attention_decode, which has seen what came before complete: lengths may be read at once."""
+    let_next_kernel_start(EARLY)
     row = tl.program_id(0)
     i_r = tl.program_id(1)
     i_b = tl.program_id(2)
@@ -52,9 +56,9 @@ def decode_combine(
     if first_row + row >= tl.minimum(seq_q, max_q) * group:
         return
     if EVEN:
-        before, total = tiles_before(i_b, lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
+        before, total, most = tiles_before(i_b, lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
         count = tiles_of_sequence(lengths, i_b, PAGE, KIND, BLOCK_N)
-        length = slice_length(total * each, programs, least)
+        length = slice_length(total, most, batch, each, programs, least)
         first = before * each + i_r * count
         origin = first // length
         parts = (first + count - 1) // length - origin + 1

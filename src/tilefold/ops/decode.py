@@ -42,7 +42,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         """Launch; out and lse are written."""
         plan, device = self.plan, q.device
-        part, stat, arrived = out, lse, None
+        part = stat = arrived = None
         if plan.splits != 1:
             rows = plan.slots * plan.block_m
             part = torch.empty((rows, out.shape[-1]), dtype=torch.float32, device=device)
@@ -105,7 +105,8 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
 
     p, a = plan.problem, plan.problem.attention
     rows = next_power_of_two(min(p.rows, plan.block_m))
-    once = 24 * plan.device.warp_size * plan.num_warps // (rows * a.block_v)  # 24 registers a thread
+    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged: beside the sums of 64 rows, more would spill
+    once = registers * plan.device.warp_size * plan.num_warps // (rows * a.block_v)
     paged = p.page_size > 0
     batch = sizes["batch"]
     quant = _quant(p.storage, plan.device)
@@ -123,6 +124,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
         "PAIRS": pairs,
         "EVEN": plan.splits == 0,
         "FUSED": plan.merge == "last",
+        "EARLY": _early(plan.device),
         "DIM_K": a.dim_v if p.shared else a.dim_qk,
         "DIM_REST": a.dim_qk - a.dim_v if p.shared else 0,
         "DIM_V": a.dim_v,
@@ -168,7 +170,7 @@ def bind_decode(
         0 if cache.block_table is None else cache.block_table.stride(0), per_batch, lse_shape[-1],
         *_scale_strides(scales[0]), *_scale_strides(scales[1]), *rows[0], *rows[1], *rows[2], *strides_out,
     )  # fmt: skip
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     launch = Launch(kernel, (plan.grid, 1, 1), constants, options, index)
@@ -179,6 +181,15 @@ def bind_decode(
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
     as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
     return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
+
+
+def _early(device: "Device") -> bool:
+    """Whether kernels may be launched before those they depend on are through."""
+    return device.backend == "cuda" and device.generation >= 90
+
+
+def _dependent(device: "Device") -> dict[str, bool]:
+    return {"launch_pdl": True} if _early(device) else {}
 
 
 def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
@@ -200,7 +211,7 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
     from ..kernels.decode_combine import decode_combine
     from .launch import Launch
 
-    names = ("PAGE", "KIND", "EMULATE", "EVEN", "DIM_V", "BLOCK_M", "BLOCK_N", "BLOCK_V", "BLOCK_B")
+    names = ("EARLY", "PAGE", "KIND", "EMULATE", "EVEN", "DIM_V", "BLOCK_M", "BLOCK_N", "BLOCK_V", "BLOCK_B")
     block_s = max(1, 4096 // constants["BLOCK_V"])
     kept = {name: constants[name] for name in names}
     heads = plan.blocks * sizes["kv_heads"]
@@ -210,7 +221,9 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
         )
     rows = min(plan.block_m, plan.problem.rows)
     grid = (rows, heads, sizes["batch"])
-    return Launch(decode_combine, grid, {**kept, "EARLY": False, "BLOCK_S": min(32, block_s)}, {"num_warps": 4}, index)
+    return Launch(
+        decode_combine, grid, {**kept, "BLOCK_S": min(32, block_s)}, {"num_warps": 4, **_dependent(plan.device)}, index
+    )
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -1,4 +1,7 @@
-"""attention_kvcache: check, plan, allocate, launch; and the operator for torch's dispatcher.  Always by the decode kernel."""
+"""attention_kvcache: check, plan, allocate, launch; and the operator for torch's dispatcher.
+
+By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
+are attention_cached's, whose tiles have the rows of one head."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,12 +25,13 @@ __all__ = ["attention_kvcache", "check_contents", "plan_of"]
 
 @dataclass(slots=True)
 class Prepared:
-    """All that follows from a call's key.  decoder None: there is nothing to compute."""
+    """All that follows from a call's key.  decoder None: there is nothing to compute, or, with prompts, attention_cached does."""
 
     sizes: dict[str, int]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     decoder: Decoder | None = None
+    prompts: bool = False
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -68,6 +72,12 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     p = _record(q, k, v, call, cache, scales, plan)
+    if p.prompts:
+        from .cached import attention_cached
+
+        if check:
+            check_contents(q, cache, scales, p.sizes)
+        return attention_cached(q, k, v, call, cache)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:
@@ -98,12 +108,16 @@ def _record(
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any
 ) -> Prepared:
+    from ..plan.decode import serves
+
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
     device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
     made = _planned(q, k, v, call, cache, sizes, shared, plan)
+    if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
+        return Prepared(sizes, *shapes, prompts=True)
     return Prepared(sizes, *shapes, bind_decode(q, k, v, call, cache, sizes, scales, made))
 
 

@@ -21,7 +21,8 @@ STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached
 MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, and of K's others
-MOST_STAGES, MOST_RESIDENT = 4, 2
+MOST_STAGES = 4
+MOST_PARTS = 4  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,25 +208,32 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         block_m = min(block_m, 32)  # products of 64 rows read shared memory, where bytes would have to be converted to
     if device.backend == "interpreter":
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
-    block_n = 128 if problem.row_bytes <= 512 else 64 if problem.row_bytes <= 1536 else 32
-    if a.dtype == "float32":
-        block_n = min(block_n, 32)
-    elif not a.descriptors:
-        block_n = min(block_n, 32)  # rows off 16 bytes come element by element, through registers
-    elif block_m == 64:
-        block_n = min(block_n, 64)
-    # Where two programs fit an SM, four warps each: eight would have half the registers.
-    light = problem.block_k <= 64 or (problem.storage != "plain" and problem.block_k <= 128)
-    num_warps = 4 if light and block_m < 64 else 8
-    room = device.smem_per_block - block_m * (block_n + problem.block_k + problem.block_rest) * a.itemsize - 2048
+    block_n, num_warps, stages, resident = _tile(problem, device, block_m)
+    plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
+    if (splits or plan.programs // max(1, plan.items)) > MOST_PARTS:
+        plan = replace(plan, merge="kernel")
+    return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
+
+
+def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, int, int, int]:
+    """(keys of a tile, warps, stages, programs an SM): two programs, one of which loads while the other's item ends, where both
+    find room for two tiles of 64 keys (32 where rows are wide) in flight, else one with as much as there is."""
+    a, row = problem.attention, problem.row_bytes
+    whole = (
+        a.dtype != "float32" and a.descriptors
+    )  # else rows come element by element, through registers, or four bytes each
+    others = block_m * (problem.block_k + problem.block_rest) * a.itemsize + 4096
+    room = device.smem_per_sm // 2 - others
+    if whole and block_m < 64 and not problem.shared:
+        for block_n in (128, 64, 32):
+            if 2 * block_n * row <= room and device.threads_per_sm // 2 >= 128:
+                most = MOST_STAGES if problem.storage != "plain" else MOST_STAGES - 1  # measured
+                return block_n, 4, min(most, 1 + room // (block_n * row)), 2
+    block_n = 64 if whole and row <= 1536 else 32
+    room = device.smem_per_block - others - block_m * block_n * a.itemsize
     # stages that hold no tile, see limits.kv_buffers
     spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1
-    stages = max(1, min(MOST_STAGES, spare + room // (block_n * problem.row_bytes)))
-    used = device.smem_per_block - room + max(1, stages - spare) * block_n * problem.row_bytes
-    resident = max(1, min(MOST_RESIDENT, device.smem_per_sm // used, device.threads_per_sm // (32 * num_warps)))
-    programs = device.sms * resident
-    plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, programs, splits=splits)
-    return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
+    return block_n, 8, max(1, min(MOST_STAGES, spare + room // (block_n * row))), 1
 
 
 def _require(problem: DecodeProblem) -> None:
@@ -270,6 +278,10 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
         )
         found.append(
             Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
+            if plan.merge == "last"
+            else Rejected(
+                "merging by the last to arrive", "One program would read all parts of an item one after the other."
+            )
         )
     return tuple(found)
 
@@ -281,6 +293,10 @@ def slices_of(tiles: list[int], each: int, programs: int, least: int = 1) -> lis
     counts = [max(1, n) for n in tiles for _ in range(each)]
     length = max(-(-sum(counts) // programs), least)
     owned: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
+    most = max(counts, default=1)
+    whole = -(-length // most) * most
+    if sum(counts) == len(counts) * most and 16 * (whole - length) <= length:
+        length = whole  # whole items, nothing to merge
     first = 0
     for item, count in enumerate(counts):
         low, high = first // length, (first + count - 1) // length
