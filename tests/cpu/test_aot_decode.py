@@ -20,6 +20,7 @@ CASES = {
     "e4m3, scales of pages": {"dtype": "float16", "dim": 128, "page": 64, "storage": "float8_e4m3fn", "per_page": True},
     "int8": {"dtype": "bfloat16", "dim": 128, "page": 64, "storage": "int8"},
     "mla": {"dtype": "bfloat16", "dim": 576, "dim_v": 512, "page": 64, "group": 16},
+    "one share": {"dtype": "bfloat16", "dim": 128, "page": 0, "splits": 1},
     "splits": {"dtype": "bfloat16", "dim": 128, "page": 64, "splits": 8},
     "merge": {"dtype": "bfloat16", "dim": 128, "page": 64, "merge": True},
 }  # fmt: skip

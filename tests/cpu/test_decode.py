@@ -24,6 +24,22 @@ def test_cuts_and_merges(device, way, page):
     run(Case(LENGTHS, heads=4, kv_heads=2, page=page), device, {"block_n": 16, **way})
 
 
+@pytest.mark.parametrize("merge", ["last", "kernel"])
+@pytest.mark.parametrize("programs", [6, 3, 14, 5])
+def test_equal_sequences(device, programs, merge):
+    """6 items of 5 tiles: a program each, two of them each, two shares of 3 and 2 tiles, and slices across items."""
+    run(
+        Case([70, 70, 70], heads=4, kv_heads=2, page=16),
+        device,
+        {"block_n": 16, "programs": programs, "least": 1, "merge": merge},
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_shares(device, splits):
+    run(Case([70, 0, 5], heads=4, kv_heads=2), device, {"block_n": 16, "splits": splits})
+
+
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 @pytest.mark.parametrize("seq_q", [1, 2, 5])
 def test_rows(device, group, seq_q):

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_decode
-from tilefold.plan.decode import serves, slices_of
+from tilefold.plan.decode import serves, slice_shape, slices_of
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
@@ -28,7 +29,8 @@ def problem(batch=1, seq_q=1, seq_k=8192, heads=32, kv_heads=8, dim=128, dim_v=N
 def test_every_tile_has_one_owner(tiles, each, programs, least):
     owned = slices_of(tiles, each, programs, least)
     counts = [max(1, n) for n in tiles for _ in range(each)]
-    most = max(-(-sum(counts) // programs), least)
+    even = max(-(-sum(counts) // programs), least)
+    most = even * 17 // 16 if len(set(counts)) == 1 else even  # whole items, or the same shares of each
     seen, slots = {}, []
     for program, pieces in enumerate(owned):
         assert sum(end - begin for _, begin, end, _ in pieces) <= most
@@ -54,7 +56,7 @@ def test_every_tile_has_one_owner(tiles, each, programs, least):
 def test_the_last_to_arrive_knows_how_many_there_are(tiles, each, programs, least):
     """By the formula of the kernel: from the item's first tile and its number of tiles alone."""
     counts = [max(1, n) for n in tiles for _ in range(each)]
-    length = max(-(-sum(counts) // programs), least)
+    length, span = slice_shape(counts, programs, least)
     parts = {}
     for pieces in slices_of(tiles, each, programs, least):
         for item, *_ in pieces:
@@ -62,7 +64,24 @@ def test_the_last_to_arrive_knows_how_many_there_are(tiles, each, programs, leas
     first = 0
     for item, count in enumerate(counts):
         assert parts[item] == (first + count - 1) // length - first // length + 1
-        first += count
+        first += span or count
+
+
+@pytest.mark.parametrize(
+    ("tiles", "each", "programs", "pieces"),
+    [
+        ([128] * 32, 8, 264, 1),  # 256 items: a program each
+        ([128], 8, 264, 32),  # 33 shares of 4 tiles would be one more than there are
+        ([32] * 64, 8, 264, 1),  # two items a program
+        ([128] * 20, 8, 264, None),  # whole items would make slices of 128 of 78
+        ([128] * 31 + [127], 8, 264, None),
+    ],
+)
+def test_equal_sequences_are_cut_alike(tiles, each, programs, pieces):
+    owned = slices_of(tiles, each, programs, 4)
+    parts = Counter(item for program in owned for item, *_ in program)
+    cuts = {frozenset((b, e) for p in owned for item, b, e, _ in p if item == i) for i in parts}
+    assert (len(cuts) == 1 and set(parts.values()) == {pieces}) == (pieces is not None)
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -65,10 +65,10 @@ def total_tiles(lengths, batch, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def find_tiles(a, b, lengths, batch, each, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr,
+def find_tiles(a, b, lengths, batch, each, span, PAGE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr,
                BLOCK_B: tl.constexpr):  # fmt: skip
     """Whose tiles number a and b of all items are -> for each the sequence, and the tiles (counted once a sequence) of those
-    before it; each: items of a sequence."""
+    before it; each: items of a sequence; span: of `slices`."""
     if BLOCK_B == 1:
         return 0, 0, 0, 0
     else:
@@ -79,6 +79,7 @@ def find_tiles(a, b, lengths, batch, each, PAGE: tl.constexpr, KIND: tl.constexp
         base = 0
         for first in range(0, batch, BLOCK_B):
             tiles = tiles_of_chunk(lengths, first, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
+            tiles = tl.where((tiles > 0) & (span > 0), span, tiles)
             ends = (base + tl.cumsum(tiles, 0)) * each
             past_a = (tiles > 0) & (ends <= a)
             past_b = (tiles > 0) & (ends <= b)
@@ -91,11 +92,26 @@ def find_tiles(a, b, lengths, batch, each, PAGE: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def slice_length(total, most, batch, each, programs, least):
-    """Tiles that a program owns: even slices of at least `least`; the last ones may be shorter, or empty.
+def slices(total, most, batch, each, programs, least):
+    """-> tiles that a program owns, at least `least`; and how far apart the first tiles of items are among all, 0 for as many as
+    the item has.
 
-    Where all sequences are alike (total = batch * most) and it makes slices at most a sixteenth longer, they are whole items:
-    nothing is left to merge, and programs side by side read the heads of the same keys, which lie side by side in memory."""
-    length = tl.maximum(tl.cdiv(total * each, programs), least)
-    whole = tl.cdiv(length, most) * most
-    return tl.where((total == batch * most) & (16 * (whole - length) <= length), whole, length)
+    Even slices of all tiles; the last ones may be shorter, or empty.  But where all sequences are alike (total = batch * most)
+    and no slice grows by more than a sixteenth, items are cut into the same shares, or slices are whole items: programs side by
+    side then read the heads of the same keys, which lie side by side in memory (4.45 instead of 4.27 TB/s on an H200)."""
+    even = tl.maximum(tl.cdiv(total * each, programs), least)
+    shares = programs // (batch * each)
+    if shares > 0:
+        length = tl.maximum(tl.cdiv(most, shares), least)
+        span = tl.cdiv(most, length) * length
+    else:
+        length = tl.cdiv(even, most) * most
+        span = most
+    alike = (total == batch * most) & (16 * (length - even) <= even)
+    return tl.where(alike, length, even), tl.where(alike, span, 0)
+
+
+@triton.jit
+def width_of_item(count, span):
+    """From an item's first tile among all to the next one's."""
+    return tl.where(span > 0, span, count)

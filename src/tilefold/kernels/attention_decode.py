@@ -28,9 +28,10 @@ from ..device.work import (
     extent_of_sequence,
     find_tiles,
     range_of_sequence,
-    slice_length,
+    slices,
     tiles_of_sequence,
     total_tiles,
+    width_of_item,
 )
 
 RUNTIME = ["scale", "batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "right", "blocks", "splits", "least",
@@ -118,19 +119,22 @@ def attention_decode(
     each = kv_heads * blocks
     if EVEN:
         total, most = total_tiles(lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
-        length = slice_length(total, most, batch, each, tl.num_programs(0), least)
+        length, span = slices(total, most, batch, each, tl.num_programs(0), least)
         begin = pid * length
-        end = tl.minimum(begin + length, total * each)
+        end = tl.minimum(begin + length, tl.where(span > 0, batch * span, total) * each)
         if begin >= end:
             return
         i_b, before, last_b, last_before = find_tiles(
-            begin, end - 1, lengths, batch, each, PAGE, KIND, BLOCK_N, BLOCK_B
+            begin, end - 1, lengths, batch, each, span, PAGE, KIND, BLOCK_N, BLOCK_B
         )
-        i_r = (begin - before * each) // tiles_of_sequence(lengths, i_b, PAGE, KIND, BLOCK_N)
-        last_r = (end - 1 - last_before * each) // tiles_of_sequence(lengths, last_b, PAGE, KIND, BLOCK_N)
+        i_r = (begin - before * each) // width_of_item(tiles_of_sequence(lengths, i_b, PAGE, KIND, BLOCK_N), span)
+        last_r = (end - 1 - last_before * each) // width_of_item(
+            tiles_of_sequence(lengths, last_b, PAGE, KIND, BLOCK_N), span
+        )
         items = (last_b - i_b) * each + last_r - i_r + 1
     else:
         length = 0
+        span = 0
         begin = 0
         end = 0
         before = 0
@@ -146,7 +150,7 @@ def attention_decode(
         tiles = range_of_sequence(seq_q, seq_k, lengths, KIND, BLOCK_N)
         count = tl.maximum(tiles[3] - tiles[0], 1)
         if EVEN:
-            first = before * each + i_r * count  # the item's first tile among all
+            first = before * each + i_r * width_of_item(count, span)  # the item's first tile among all
             t_0 = tl.maximum(begin - first, 0)
             t_1 = tl.minimum(end - first, count)
             origin = first // length
@@ -246,5 +250,5 @@ def attention_decode(
         # ---- the next item
         ended = i_r + 1 == each
         i_r = tl.where(ended, 0, i_r + 1)
-        before += tl.where(ended, count, 0)
+        before += tl.where(ended, width_of_item(count, span), 0)
         i_b += ended.to(tl.int32)

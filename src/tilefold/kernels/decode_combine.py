@@ -7,7 +7,7 @@ from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import merge_parts
 from ..device.state import state_finish
 from ..device.tile import store_rows
-from ..device.work import extent_of_sequence, slice_length, tiles_of_chunk, tiles_of_sequence
+from ..device.work import extent_of_sequence, slices, tiles_of_chunk, tiles_of_sequence, width_of_item
 
 RUNTIME = ["batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "right", "blocks", "splits", "least", "programs",
            "stride_lb", "stride_lh"]  # fmt: skip
@@ -58,8 +58,8 @@ def decode_combine(
     if EVEN:
         before, total, most = tiles_before(i_b, lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
         count = tiles_of_sequence(lengths, i_b, PAGE, KIND, BLOCK_N)
-        length = slice_length(total, most, batch, each, programs, least)
-        first = before * each + i_r * count
+        length, span = slices(total, most, batch, each, programs, least)
+        first = tl.where(span > 0, i_b * span, before) * each + i_r * width_of_item(count, span)
         origin = first // length
         parts = (first + count - 1) // length - origin + 1
     else:

@@ -105,7 +105,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
 
     p, a = plan.problem, plan.problem.attention
     rows = next_power_of_two(min(p.rows, plan.block_m))
-    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged: beside the sums of 64 rows, more would spill
+    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
     once = registers * plan.device.warp_size * plan.num_warps // (rows * a.block_v)
     paged = p.page_size > 0
     batch = sizes["batch"]
@@ -273,5 +273,6 @@ def example_launch(
         k, v = tensor(*k.shape, kind=torch.uint8), tensor(*v.shape, kind=torch.uint8)
     if made.in_pairs:
         v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, floats, floats, tensor(64), *made.scalars, ())
+    parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *made.scalars, ())
     return made.launch.fn, args, made.launch.keywords

@@ -15,13 +15,15 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_head_dim
 
-__all__ = ["MERGES", "STORAGES", "DecodePlan", "DecodeProblem", "plan_decode", "serves", "slices_of"]
+__all__ = ["MERGES", "STORAGES", "DecodePlan", "DecodeProblem", "plan_decode", "serves", "slice_shape", "slices_of"]
 
 STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached
 MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, and of K's others
 MOST_STAGES = 4
+MOST_WAVES = 8  # of programs: each begins by adding up all lengths
+LEAST_KEYS = 512  # of a slice: with fewer, merging takes longer than the keys
 MOST_PARTS = 4  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
 
 
@@ -115,9 +117,9 @@ class DecodePlan:
                 raise PlanError(f"{name} must be {low} to {high}, got {value!r}")
         if self.merge not in MERGES:
             raise PlanError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
-        if self.most_tiles >= 1 << 31:
+        if self.most_tiles >= 1 << 30:
             raise PlanError(
-                f"block_n={self.block_n} makes {self.most_tiles} tiles of a full cache, 2^31 - 1 are counted"
+                f"block_n={self.block_n} makes {self.most_tiles} tiles of a full cache, 2^30 - 1 are counted"
             )
         if self.grid >= MAX_GRID:
             raise PlanError(f"splits={self.splits} makes {self.grid} programs, a grid takes {MAX_GRID}")
@@ -210,6 +212,10 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
     plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
+    waves = min(
+        MOST_WAVES, -(-plan.items // plan.programs)
+    )  # so that equal sequences have a program an item, in their order
+    plan = replace(plan, programs=plan.programs * max(1, waves), least=max(1, LEAST_KEYS // block_n))
     if (splits or plan.programs // max(1, plan.items)) > MOST_PARTS:
         plan = replace(plan, merge="kernel")
     return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
@@ -291,12 +297,8 @@ def slices_of(tiles: list[int], each: int, programs: int, least: int = 1) -> lis
     the item is its own alone.  tiles: of each sequence, counted once; each: items of a sequence.  Items without tiles count
     one."""
     counts = [max(1, n) for n in tiles for _ in range(each)]
-    length = max(-(-sum(counts) // programs), least)
+    length, span = slice_shape(counts, programs, least)
     owned: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
-    most = max(counts, default=1)
-    whole = -(-length // most) * most
-    if sum(counts) == len(counts) * most and 16 * (whole - length) <= length:
-        length = whole  # whole items, nothing to merge
     first = 0
     for item, count in enumerate(counts):
         low, high = first // length, (first + count - 1) // length
@@ -304,5 +306,17 @@ def slices_of(tiles: list[int], each: int, programs: int, least: int = 1) -> lis
             begin, end = max(program * length, first), min((program + 1) * length, first + count)
             slot = -1 if low == high else 2 * program + (program * length < first)
             owned[program].append((item, begin - first, end - first, slot))
-        first += count
+        first += span or count
     return owned
+
+
+def slice_shape(counts: list[int], programs: int, least: int) -> tuple[int, int]:
+    """Tiles of a slice, and from an item's first tile to the next one's if not its tiles: as device.work's `slices`."""
+    items, most = len(counts), max(counts, default=1)
+    even = max(-(-sum(counts) // programs), least)
+    shares = programs // max(1, items)
+    length = max(-(-most // shares), least) if shares else -(-even // most) * most
+    span = -(-most // length) * length if shares else most
+    if sum(counts) == items * most and 16 * (length - even) <= even:
+        return length, span
+    return even, 0
