@@ -24,7 +24,7 @@ MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, a
 MOST_STAGES = 4
 MOST_WAVES = 8  # of programs: each begins by adding up all lengths
 LEAST_KEYS = 512  # of a slice: with fewer, merging takes longer than the keys
-MOST_PARTS = 4  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
+MOST_PARTS = 3  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
 
 
 @dataclass(frozen=True, slots=True)
