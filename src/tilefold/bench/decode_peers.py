@@ -64,19 +64,9 @@ def attend_cached(inputs: DecodeInputs) -> "Callable[[], Tensor]":
     import tilefold
 
     i, case = inputs, inputs.case
-    public: Any = getattr(tilefold, "attention_kvcache", None)
-    if public is not None:
-        options = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
-        options |= {"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {}
-        return lambda: public(i.q, i.k_cache, i.v_cache, **options)
-    if case.cache:
-        raise Unsupported("quantised caches need tilefold.attention_kvcache")
-    from tilefold.ops.cached import attention_cached
-    from tilefold.ops.cached_call import Cache
-    from tilefold.ops.call import Call
-
-    call, cache = Call(causal=case.causal), Cache(i.lengths, block_table=i.table)
-    return lambda: attention_cached(i.q, i.k_cache, i.v_cache, call, cache)[0]
+    options: dict[str, Any] = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
+    options |= {"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {}
+    return lambda: tilefold.attention_kvcache(i.q, i.k_cache, i.v_cache, **options)
 
 
 def _plain_refuses(case: DecodeCase, device: str) -> str | None:
