@@ -54,6 +54,7 @@ def decode_combine(
     i_h = i_r // blocks
     first_row = (i_r - i_h * blocks) * BLOCK_M
     if first_row + row >= tl.minimum(seq_q, max_q) * group:
+        wait_for_previous_kernel(EARLY)  # this kernel is through only when that one is
         return
     if EVEN:
         before, total, most = tiles_before(i_b, lengths, batch, PAGE, KIND, BLOCK_N, BLOCK_B)
