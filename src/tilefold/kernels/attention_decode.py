@@ -90,6 +90,26 @@ def store_results(Out, Lse, acc, m, l, first_row, rows, i_h, group, stride_om, s
     tl.store(Lse + head.to(tl.int64) * stride_lh + token, lse, mask=inside)
 
 
+@triton.jit
+def share_of_item(first, count, begin, end, length, splits, EVEN: tl.constexpr):
+    """Of an item with `count` tiles, the first of which is tile `first` of all: EVEN: what a slice from begin to end has of it,
+    else this program's of `splits` shares.
+
+    -> first (0 unless EVEN), tiles of the item from and to, the program or slot of its first part, the number of parts, our slot,
+    whether ours is the first part"""
+    pid = tl.program_id(0)
+    if EVEN:
+        t_0 = tl.maximum(begin - first, 0)
+        t_1 = tl.minimum(end - first, count)
+        origin = first // length
+        parts = (first + count - 1) // length - origin + 1
+        return first, t_0, t_1, origin, parts, 2 * pid + (begin < first).to(tl.int32), t_0 == 0
+    else:
+        t_0, t_1 = range_share(count, pid % splits, splits)
+        # shares may be empty, so that several begin at tile 0
+        return 0, t_0, t_1, pid // splits * splits, splits, pid, pid % splits == 0
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_decode(
     Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table, KScale, VScale, Part, Stat, Arrived,
@@ -149,21 +169,9 @@ def attention_decode(
         rows = tl.minimum(tl.minimum(seq_q, max_q) * group - first_row, BLOCK_M)
         tiles = range_of_sequence(seq_q, seq_k, lengths, KIND, BLOCK_N)
         count = tl.maximum(tiles[3] - tiles[0], 1)
-        if EVEN:
-            first = before * each + i_r * width_of_item(count, span)  # the item's first tile among all
-            t_0 = tl.maximum(begin - first, 0)
-            t_1 = tl.minimum(end - first, count)
-            origin = first // length
-            parts = (first + count - 1) // length - origin + 1
-            slot = 2 * pid + (begin < first).to(tl.int32)
-            opens = t_0 == 0
-        else:
-            first = 0
-            t_0, t_1 = range_share(count, pid % splits, splits)
-            origin = pid // splits * splits
-            parts = splits
-            slot = pid
-            opens = pid % splits == 0  # shares may be empty, so that several begin at tile 0
+        first, t_0, t_1, origin, parts, slot, opens = share_of_item(
+            before * each + i_r * width_of_item(count, span), count, begin, end, length, splits, EVEN
+        )
         b = tl.cast(i_b, tl.int64)
         # ---- queries
         o_m = first_row + tl.arange(0, BLOCK_M)
