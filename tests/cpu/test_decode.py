@@ -8,7 +8,7 @@ from decode_cases import E4M3, INT8, Case, run
 
 LENGTHS = [40, 0, 9, 52]
 KERNEL = {"merge": "kernel"}
-WAYS = [  # tiles in one, several, too few and too many parts; a merge by the last program or a kernel; each with two kinds of pages
+WAYS = [  # one part, several, too many and too few tiles; merges by the last program and by a kernel; two kinds of pages each
     *((page, {}) for page in (0, 7, 64)),
     *((page, KERNEL) for page in (0, 7)),
     *((page, {"splits": 3}) for page in (7, 64)),
