@@ -200,7 +200,7 @@ def test_defragment_and_swap_round_trip(device, monkeypatch):
     assert cache.free_pages == cache.num_pages
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 13), (torch.bfloat16, 4)])
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 3)])
 def test_a_decode_loop_equals_recomputation(device, dtype, steps):
     """Three sequences; keys are turned by their row; queries, too."""
     cache = a_cache(device, layers=1, max_tokens=56, pages=40, dtype=dtype)
