@@ -49,10 +49,8 @@ LIKE_OTHERS = (
 )  # for sm_90 only
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 NEWEST = (
-    "d128",
     "d128 every mod",
     "d96 odd",
-    "d256 causal",
     "d128 groups softcap",
     "d128 causal all mods",
     "d256 causal bias",

@@ -36,7 +36,7 @@ def pool(device, batch, capacity, page, kv_heads, dim, dtype):
     return pages, table
 
 
-@pytest.mark.parametrize(("cuts", "page"), [((7, 1, 20, 3, 9), 8), ((33, 7), 5), ((1,) * 6, 4)])
+@pytest.mark.parametrize(("cuts", "page"), [((7, 1, 13, 3), 8), ((17, 7), 5), ((1,) * 6, 4)])
 def test_chunks_are_the_whole_prompt(device, cuts, page):
     n, heads, kv_heads, dim = sum(cuts), 4, 2, 16
     q, k, v = (rand(n, h, dim, device=device) for h in (heads, kv_heads, kv_heads))
@@ -58,10 +58,10 @@ def test_chunks_are_the_whole_prompt(device, cuts, page):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_and_prefill_in_one_call(device, dtype):
     """One token over a long cache, a chunk in the middle of a prompt, a prompt's beginning, a sequence that rests."""
-    lengths, new, heads, kv_heads, dim, page = [37, 9, 0, 12, 0], [1, 30, 21, 0, 1], 6, 2, 16, 8
+    lengths, new, heads, kv_heads, dim, page = [29, 9, 0, 12, 0], [1, 14, 11, 0, 1], 6, 2, 16, 8
     total = sum(new)
     q, k, v = (rand(total, h, dim, dtype=dtype, device=device) for h in (heads, kv_heads, kv_heads))
-    pages, table = pool(device, 5, 48, page, kv_heads, dim, dtype)
+    pages, table = pool(device, 5, 32, page, kv_heads, dim, dtype)
     past = [[rand(n, kv_heads, dim, dtype=dtype, device=device) for _ in range(2)] for n in lengths]
     flat = [torch.cat([p[i] for p in past]) for i in range(2)]
     offsets = ints(0, *torch.tensor(lengths).cumsum(0).tolist(), device=device)

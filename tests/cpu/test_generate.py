@@ -170,8 +170,8 @@ def test_every_request_has_the_tokens_of_transformers(swap, heads, kv_heads):
     from continuous.compare import compare_requests
     from generation_cases import LIMITS, run_engine, tiny, workload
 
-    model, theirs = tiny("cpu", heads=heads, kv_heads=kv_heads, hidden=16 * heads)
-    requests = workload()
+    model, theirs = tiny("cpu", heads=heads, kv_heads=kv_heads, hidden=16 * heads, layers=kv_heads)
+    requests = workload(4, new=(4, 6))
     _, steps = run_engine(model, requests, replace(LIMITS, swap=swap), pages=8)
     assert any(one.prefill and one.decode for one in steps)
     assert any(one.preempted for one in steps) and any(one.resumed for one in steps) == swap

@@ -200,7 +200,7 @@ def test_defragment_and_swap_round_trip(device, monkeypatch):
     assert cache.free_pages == cache.num_pages
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 40), (torch.bfloat16, 8)])
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 3)])
 def test_a_decode_loop_equals_recomputation(device, dtype, steps):
     """Three sequences; keys are turned by their row; queries, too."""
     cache = a_cache(device, layers=1, max_tokens=56, pages=40, dtype=dtype)
@@ -221,7 +221,7 @@ def test_a_decode_loop_equals_recomputation(device, dtype, steps):
             new = slice(first, end)
             turned_k = turned(k[new], cos, sin, False, positions[new]).to(dtype)
             stored[i].append((turned_k, v[new]))
-            if step in (0, 1, 7, 23, 40):
+            if step in (0, 1, 7, steps):
                 keys, values = (torch.cat(x)[None] for x in zip(*stored[i], strict=True))
                 exact, _ = reference.attention(q[new][None], keys, values, causal=True)
                 plain, _ = reference.attention(q[new][None], keys, values, causal=True, dtype=dtype)

@@ -145,14 +145,13 @@ def test_shared_prefix(device, heads, seq_q, page, dtype):
     held, whole = a_batch(device, page=page, dtype=dtype)
     q = rand(3, seq_q, heads, 16, dtype=dtype, device=device)
     lengths = [20 + seq_q, 44, 31]
-    for options in ({}, {"softcap": 2.0, "scale": 0.4}, {"sinks": rand(heads, device=device)}):
+    for splits, options in ((0, {}), (3, {"softcap": 2.0, "scale": 0.4}), (3, {"sinks": rand(heads, device=device)})):
         exact, plain = (oracle(q, whole, lengths, d, causal=True, **options) for d in (torch.float64, dtype))
-        for splits in (0, 3):
-            out, lse = tilefold.attention_shared_prefix(
-                q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=True,
-                num_splits=splits, return_lse=True, **options)  # fmt: skip
-            judge(out, torch.stack(exact[0]), torch.stack(plain[0]), "out")
-            judge(lse, torch.stack(exact[1]), torch.stack(plain[1]).float(), "lse")
+        out, lse = tilefold.attention_shared_prefix(
+            q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=True,
+            num_splits=splits, return_lse=True, **options)  # fmt: skip
+        judge(out, torch.stack(exact[0]), torch.stack(plain[0]), "out")
+        judge(lse, torch.stack(exact[1]), torch.stack(plain[1]).float(), "lse")
     if page:
         sides = [
             tilefold.attention_shared_prefix(q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device),
