@@ -64,7 +64,7 @@ def quantize_kv(
     Raises:
         DtypeError, ShapeError, LayoutError, ValueRangeError, naming the argument."""
     limits = {torch.float8_e4m3fn: (-LARGEST, LARGEST), torch.int8: (-128.0, 127.0)}
-    if dtype not in limits:
+    if not isinstance(dtype, torch.dtype) or dtype not in limits:
         raise DtypeError(f"dtype must be torch.float8_e4m3fn or torch.int8, got {dtype!r}")
     if per not in ("head", "page"):
         raise ValueRangeError(f"per must be 'head' or 'page', got {per!r}")
