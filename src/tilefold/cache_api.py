@@ -7,7 +7,7 @@ import torch
 from .errors import DtypeError, Unsupported
 from .ops.call import Call, check_kinds
 from .ops.quantise import quantize_kv
-from .ops.watch import refuse_tangents, wants_gradient
+from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
 from .types import Window
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ def kvcache_append(
         "v_scale": v_scale,
     }
     refuse_tangents(named)
+    refuse_batched(named, "kvcache_append")
     if torch.is_grad_enabled():
         for name, t in named.items():
             if wants_gradient((t,)):

@@ -133,6 +133,26 @@ def test_the_others():
         assert message in str(caught.value)
 
 
+def test_transforms():
+    """Forward-mode derivatives would have been 0 without a word; torch.func.grad ended in torch's own error."""
+    call, new, x = attend(), append(), torch.randn(3, 4, 2, 32)
+
+    def out(q):
+        return tilefold.attention_kvcache(**call | {"q": q})
+
+    for ask, message in (
+        (lambda: torch.func.jvp(out, (call["q"],), (call["q"],)), "q carries a forward-mode tangent"),
+        (lambda: torch.func.grad(lambda q: out(q).sum())(call["q"]), "q requires a gradient"),
+        (lambda: torch.func.jvp(tilefold.quantize_kv, (x,), (x,)), "x carries a forward-mode tangent"),
+        (lambda: torch.func.vmap(lambda k: tilefold.kvcache_append(**new | {"k": k}))(torch.stack([new["k"]] * 2)),
+         "k is batched by vmap, but kvcache_append writes in place"),
+    ):  # fmt: skip
+        with pytest.raises(Unsupported) as caught:
+            ask()
+        assert message in str(caught.value)
+    assert not new["k_cache"].any()
+
+
 # ---------------------------------------------------------------- PagedKVCache
 
 

@@ -5,6 +5,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import DtypeError, ValueRangeError
 from ..types import Layout
+from .watch import refuse_tangents
 
 __all__ = ["LARGEST", "quantize_fp8", "quantize_kv"]
 
@@ -73,6 +74,7 @@ def quantize_kv(
         TensorSpec("scale", "kv_heads / pages kv_heads", (torch.float32,), optional=True),
     )
     n = bind(specs, {"x": x, "scale": scale})
+    refuse_tangents({"x": x, "scale": scale})  # no_grad does not stop them
     low, high = limits[dtype]
     with torch.no_grad():
         wide = x.float()
