@@ -140,7 +140,16 @@ def test_transforms():
     def out(q):
         return tilefold.attention_kvcache(**call | {"q": q})
 
+    cache = a_cache()
+    batch = cache.batch([cache.add()], 3)
+
+    def step(q):
+        return cache.attend(0, q, batch)
+
+    rows = torch.randn(3, 4, 16)
     for ask, message in (
+        (lambda: torch.func.jvp(step, (rows,), (rows,)), "q carries a forward-mode tangent"),
+        (lambda: torch.func.grad(lambda q: step(q).sum())(rows), "q requires a gradient"),
         (lambda: torch.func.jvp(out, (call["q"],), (call["q"],)), "q carries a forward-mode tangent"),
         (lambda: torch.func.grad(lambda q: out(q).sum())(call["q"]), "q requires a gradient"),
         (lambda: torch.func.jvp(tilefold.quantize_kv, (x,), (x,)), "x carries a forward-mode tangent"),

@@ -21,7 +21,7 @@ from .call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
 from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
 from .device import device_of, interpreting
 from .records import remember
-from .watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from .watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.decode import DecodePlan
@@ -48,11 +48,7 @@ def attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks, *scales)
-    refuse_tangents(dict(zip(_FLOATING, tensors, strict=True)))
-    if is_transformed() and torch.is_grad_enabled():  # functorch does not ask the operator's autograd, which refuses
-        for name, t in zip(_FLOATING, tensors, strict=True):
-            if wants_gradient((t,)):
-                raise Unsupported(f"{name} requires a gradient, but attention_kvcache is forward only: detach() it")
+    refuse_derivatives(_FLOATING, tensors, "attention_kvcache")
     compiling = torch.compiler.is_compiling()
     if check and compiling:
         raise Unsupported("check=True reads index tensors on the host: call it outside torch.compile")
