@@ -1,5 +1,6 @@
 """`tilefold explain --cache`: the plan of `attention_kvcache`, from the shapes and a device's record alone."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,7 @@ class CacheOptions(NamedTuple):
     part: bool
 
 
-def check_cache(asked: CacheOptions, others: dict[str, object]) -> None:
+def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
     """Unsupported or ValueRangeError, naming the option; others: options that do not go with --cache, false if not given."""
     if asked.held is None:
         if asked.part:
