@@ -154,7 +154,7 @@ def generate(engine: "Engine", requests: "list[Request]", console: "Console") ->
 
     from continuous.report import Run
 
-    steps, peak, seconds = [], engine.cache.statistics(), 0.0
+    steps, seconds = [], 0.0
     engine.submit(requests)
     columns = (
         TextColumn("tokens"),
@@ -169,12 +169,10 @@ def generate(engine: "Engine", requests: "list[Request]", console: "Console") ->
             begin = time.perf_counter()
             steps.append(engine.step())  # ends with a read of the new tokens, so the GPU is done
             seconds += time.perf_counter() - begin
-            if steps[-1].pages > peak.pages_used:
-                peak = engine.cache.statistics()
             last = steps[-1]
             text = f"{last.running} running, {last.waiting} waiting, {last.swapped} swapped out, {last.pages} pages"
             progress.update(task, advance=last.generated, description=text)
-    return Run(sorted(engine.finished, key=lambda one: one.number), steps, seconds, peak, engine.cache.page_size)
+    return Run(sorted(engine.finished, key=lambda one: one.number), steps, seconds, engine.peak, engine.cache.page_size)
 
 
 def check(

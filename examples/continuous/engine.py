@@ -111,6 +111,7 @@ class Engine:
         self.swapped: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.finished: list[Request] = []
+        self.peak = cache.statistics()  # of the step with the most pages, before anyone leaves
         self._batch: CacheBatch | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -155,6 +156,8 @@ class Engine:
             wasted_rows=(self.cache.num_pages - self.cache.free_pages) * self.cache.page_size
             - sum(one.cached for one in self.running),
         )
+        if record.pages > self.peak.pages_used:
+            self.peak = self.cache.statistics()
         self._retire()
         self.step_number += 1
         return record

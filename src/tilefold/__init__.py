@@ -7,8 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api import apply_rotary, attention, attention_backward_plan, attention_plan, attention_varlen, quantize_fp8
-from .cache_api import attention_shared_prefix, kvcache_append, merge_attention, quantize_kv
-from .decode_api import attention_kvcache, attention_kvcache_plan
+from .cache_api import (
+    attention_kvcache,
+    attention_kvcache_plan,
+    attention_shared_prefix,
+    kvcache_append,
+    merge_attention,
+    quantize_kv,
+)
 from .errors import (
     DeviceError,
     DtypeError,

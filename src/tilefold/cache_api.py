@@ -1,14 +1,134 @@
 """What users call of KV caches: sign, document, delegate."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import DtypeError, Unsupported
+from .ops.call import Call, check_kinds
 from .ops.quantise import quantize_kv
-from .ops.watch import refuse_tangents, wants_gradient
+from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
+from .types import Window
 
-__all__ = ["attention_shared_prefix", "kvcache_append", "merge_attention", "quantize_kv"]
+if TYPE_CHECKING:
+    from .plan.decode import DecodePlan
+
+__all__ = [
+    "attention_kvcache",
+    "attention_kvcache_plan",
+    "attention_shared_prefix",
+    "kvcache_append",
+    "merge_attention",
+    "quantize_kv",
+]
+
+
+def attention_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    plan: "DecodePlan | None" = None,
+    check: bool = False,
+) -> Any:
+    """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, short chunks.
+
+    Args:
+        q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q.
+        k_cache: [caches, capacity, kv_heads, dim]; or [pages, page size, kv_heads, dim] with block_table, pages of any size.  In
+            q's dtype, or float8_e4m3fn or int8 (see k_scale).  dim 1 to 256.
+        v_cache: the same with dim_v, 1 to 256.  Where it is k_cache[..., :dim_v], its bytes are read once, and dims may be larger
+            (MLA: 576 and 512).
+        cache_seqlens: [batch] int32: keys in each cache, those of the queries' own tokens included: query i of a causal call
+            sits at key cache_seqlens - seq_q + i.  None: all rows.
+        block_table: [batch, pages] int32: key j of sequence b is row j % size of page block_table[b, j // size].  Entries behind
+            a sequence's last key are not read.
+        cache_batch_idx: [batch] int32: the cache of each sequence, where there are no pages; default: its own number.
+        cache_leftpad: [batch] int32: the first rows of a cache that are no keys; cache_seqlens counts them.
+        cu_seqlens_q: [batch + 1] int32: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
+        max_seqlen_q: at least the longest sequence of cu_seqlens_q; only with it.
+        causal: query i sees key j if j <= i + cache_seqlens - seq_q.
+        window, scale, softcap, alibi_slopes, sinks: as for `attention`, of each sequence with its keys.
+        k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0: what stored elements are to be
+            multiplied with, as `quantize_kv` gives and `kvcache_append` takes them.  Needed for int8, 1 by default for e4m3.
+            bfloat16 queries meet such keys in float16, scaled by a power of two so that none is out of range.
+        num_splits: 0: the keys of all sequences are shared out evenly over the device; 1 to 128: each sequence and head is
+            cut into so many equal parts instead.
+        return_lse: also return the logarithm of each row's softmax denominator.
+        plan: a `DecodePlan` to follow exactly, made by `attention_kvcache_plan` and perhaps changed by dataclasses.replace.
+        check: first read the index tensors and the factors that are used, and raise ValueRangeError naming the entry that is out
+            of range.  Off, nothing is read on the host: lengths past the cache's room count as the room, page numbers have to be
+            right.
+
+    Returns:
+        out like q with dim_v; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32, natural log.  A
+        row without keys is 0 with lse -inf (the sink, if there are sinks).  The same bits every run.  Rows of q that belong to
+        no sequence are not written.  Works under CUDA graphs and torch.compile.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
+        naming the argument.  There are no gradients: a backward pass raises Unsupported.
+
+    Source: Flash-Decoding (Dao et al. 2023), Stream-K (Osama et al. 2023, arXiv:2301.03598), PagedAttention (Kwon et al. 2023,
+    arXiv:2309.06180)."""
+    from .ops import kvcache  # here: `import tilefold` stays light
+    from .ops.cached_call import Cache
+
+    check_kinds(return_lse)
+    if not isinstance(check, bool):
+        raise DtypeError(f"check must be a bool, got {check!r}")
+    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    cache = Cache(
+        cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
+    )
+    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, cache, (k_scale, v_scale), plan, check)
+    return (out, lse) if return_lse else out
+
+
+def attention_kvcache_plan(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
+) -> "DecodePlan":
+    """The DecodePlan that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
+    the decision, or change it by dataclasses.replace and give it as plan.
+
+    Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
+    from .ops import kvcache  # here: `import tilefold` stays light
+    from .ops.cached_call import Cache
+
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"attention_kvcache_plan() got an unexpected keyword argument {name!r}")
+    check_kinds(options.get("return_lse", False))
+    if not isinstance(options.get("check", False), bool):
+        raise DtypeError(f"check must be a bool, got {options['check']!r}")
+    given = {name: options[name] for name in _OF_CALL if name in options}
+    places = {field: options[name] for name, field in _OF_CACHE.items() if name in options}
+    scales = options.get("k_scale"), options.get("v_scale")
+    return kvcache.plan_of(q, k_cache, v_cache, Call(**given), Cache(**places), scales, options.get("plan"))
+
+
+_OF_CALL = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks")
+_OF_CACHE = {  # what `Cache` calls them
+    "cache_seqlens": "lengths", "block_table": "block_table", "cache_batch_idx": "batch_index", "cache_leftpad": "pads",
+    "cu_seqlens_q": "cu_q", "max_seqlen_q": "max_q", "num_splits": "splits",
+}  # fmt: skip
+_OPTIONS = {*_OF_CALL, *_OF_CACHE, "k_scale", "v_scale", "return_lse", "plan", "check"}
 
 
 def kvcache_append(
@@ -77,8 +197,11 @@ def kvcache_append(
         "q": q,
         "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     refuse_tangents(named)
+    refuse_batched(named, "kvcache_append")
     if torch.is_grad_enabled():
         for name, t in named.items():
             if wants_gradient((t,)):

@@ -12,7 +12,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "tilefold"
 # themselves, unless ALONE says otherwise.
 LEAVES = {"errors", "types", "check"}
 CORE = {"plan", "kernels", "device"}
-WORK = {"api", "cache_api", "decode_api", "sparse_api", "ops"} | CORE | LEAVES
+WORK = {"api", "cache_api", "sparse_api", "ops"} | CORE | LEAVES
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -23,7 +23,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"plan", "kernels", "device"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
-    "decode_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
     "reference": {"errors", "types", "sparse"},
     "sparse": {"ops", "plan"} | LEAVES,
@@ -39,7 +38,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {
         "api",
         "cache_api",
-        "decode_api",
         "sparse_api",
         "compat",
         "integrations",

@@ -44,7 +44,7 @@ def bad_calls(device):
     yield DeviceError, "k is on meta, but q is on", (q, k.to("meta"), v), {}
     wide = half(2, 20, 4, 320, device=device)
     yield Unsupported, "q and k have head dim 320; accepted: 1 to 256", (wide, wide, wide), {}
-    yield Unsupported, "v have head dim 320", (q, q, wide), {}
+    yield Unsupported, "v has head dim 320", (q, q, wide), {}
     yield Unsupported, "q and k have head dim 0; accepted: 1 to 256", (q[..., :0], k[..., :0], v), {}
     turned = half(2, 20, 32, 4, device=device).transpose(2, 3)
     yield LayoutError, "q needs a contiguous last dimension (stride 1), got strides", (turned, k, v), {}

@@ -96,3 +96,34 @@ def test_an_impossible_request_is_one_red_line_and_exit_code_2(change, message):
     assert message in result.output
     assert result.output.count("\n") == 1
     assert "Traceback" not in result.output
+
+
+def test_a_step_over_a_cache():
+    """The plan of `attention_kvcache`, which is the one a call gets."""
+    from tilefold.plan.decode import DecodeProblem, plan_decode
+
+    made = DecodeProblem(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), page_size=16)
+    result = run("--device", "h200", *DECODE, "--cache", "same", "--page-size", "16")
+    assert result.output == str(plan_decode(made, device_named("h200"))) + "\n"
+    cut = run("--device", "h200", *DECODE, "--cache", "e4m3", "--num-splits", "4", "--json")
+    found = json.loads(cut.output)
+    assert found["splits"] == 4 and found["problem"]["storage"] == "float8_e4m3fn"
+    latent = ["--heads", "16", "--kv-heads", "1", "--q", "1", "--kv", "100", "--dim", "576", "--dim-v", "512"]
+    result = run(*latent, "--cache", "same", "--v-in-k", "--page-size", "64")
+    assert result.exit_code == 0 and "V is part of K" in result.output and "a cache of 128 keys" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache", "fp4"], "--cache must be one of same, e4m3, int8, got 'fp4'"),
+        (["--cache", "same", "--mask"], "--mask does not go with --cache"),
+        (["--cache", "same", "--policy", "flash-attn"], "--policy does not go with --cache"),
+        (["--cache", "same", "--page-size", "-1"], "--page-size must be at least 0, got -1"),
+        (["--cache", "same", "--num-splits", "129"], "num_splits must be 0 to 128, got 129"),
+        (["--v-in-k"], "--v-in-k needs --cache"),
+    ],
+)
+def test_what_does_not_go_with_a_cache(arguments, message):
+    result = run(*DECODE, *arguments)
+    assert result.exit_code == 2 and message in result.output

@@ -82,6 +82,19 @@ def serve(requests, limits, pages, page_size):
     return model, steps
 
 
+def test_the_peak_counts_those_who_leave_in_its_step():
+    """A request that fits one step takes pages, though none is left after it."""
+    model, limits = Remembering(), Limits(tokens=8, chunk=8, running=1)
+    cache = PagedKVCache(
+        1, 1, 1, num_pages=4, page_size=4, max_sequences=1, max_tokens=16, dtype=torch.float32, device="cpu"
+    )
+    engine = Engine(model, cache, limits)
+    engine.submit([Request(0, prompt=(1, 2, 3, 4, 5), new_tokens=1)])
+    record = engine.step()
+    assert not engine.busy and cache.free_pages == 4
+    assert record.pages == engine.peak.pages_used == 2
+
+
 def by_age(one):
     return one.arrives, one.number
 

@@ -341,12 +341,12 @@ def test_refusals(device):
         (
             lambda: cache.append(0, k.half(), v, ragged),
             DtypeError,
-            "k has dtype torch.float16, the cache torch.float32",
+            "k has dtype float16, but k_cache has float32",
         ),
         (
             lambda: cache.append(0, k, v[:, :1], ragged),
             ShapeError,
-            "v has shape (4, 1, 8), the cache takes [tokens, 2, 8]",
+            "v has shape (4, 1, 8), expected [tokens, kv_heads, dim_v]",
         ),
         (
             lambda: cache.append(0, k, v, ragged, rotary_cos=k),

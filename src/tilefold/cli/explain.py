@@ -16,9 +16,11 @@ __all__ = ["EPILOG", "explain"]
 EPILOG = """
 **Examples**
 
-One decode step of Qwen2.5-7B on an H200:
+One decode step of Qwen2.5-7B on an H200, by `attention`, which cuts no keys, and by `attention_kvcache` over pages of 16:
 
     tilefold explain --device h200 --heads 28 --kv-heads 4 --q 1 --kv 8192 --dim 128
+
+    tilefold explain --device h200 --heads 28 --kv-heads 4 --q 1 --kv 8192 --dim 128 --cache same --page-size 16
 
 Causal training on an A100, with a sliding window of 1024 keys, as JSON:
 
@@ -74,7 +76,16 @@ def explain(
         int | None, typer.Option(help="With --blocks: KV blocks per list.", show_default="all of them")
     ] = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="With --blocks: some KV blocks are partly valid.")] = False,
-    page_size: Annotated[int, typer.Option(help="With --blocks: keys per page of a paged KV cache, 0 for none.")] = 0,
+    page_size: Annotated[
+        int, typer.Option(help="With --blocks or --cache: keys per page of a paged KV cache, 0 for none.")
+    ] = 0,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Over a KV cache, by attention_kvcache, which holds the same dtype as q, e4m3 or int8: same, e4m3, int8."
+        ),
+    ] = None,
+    v_in_k: Annotated[bool, typer.Option("--v-in-k", help="With --cache: V is the first columns of K (MLA).")] = False,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +106,7 @@ def explain(
     paged: Annotated[bool, typer.Option("--paged", help="With --policy or --trace: there is a block table.")] = False,
     append: Annotated[bool, typer.Option("--append", help="With --call kvcache: new keys are written first.")] = False,
     num_splits: Annotated[
-        int, typer.Option(help="With --call kvcache: the caller's number of splits, 0 for none.")
+        int, typer.Option(help="With --call kvcache or --cache: the caller's number of splits, 0 for none.")
     ] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="All steps of a generation, of --prompt and --new.")] = False,
     prompt: Annotated[int | None, typer.Option(help="With --trace: tokens of the prompt.")] = None,
@@ -108,11 +119,16 @@ def explain(
     modifications of the scores count, their values do not. With --policy: how many parts the keys are folded in; with --trace
     for every step of a generation.
     """
+    from tilefold.cli.explain_decode import CacheOptions, check_cache, decode_plan
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
-    from tilefold.plan import AttentionProblem, plan_attention
+    from tilefold.plan import AttentionProblem, plan_attention, serialise
     from tilefold.plan.sparse import plan_sparse
 
-    asked = Dispatch(policy, call, capacity, paged, append, num_splits, prompt, new, as_json)
+    over = CacheOptions(cache, page_size, num_splits, v_in_k)
+    unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
+             "--policy": policy, "--trace": trace}  # fmt: skip
+    check_cache(over, unfit)
+    asked = Dispatch(policy, call, capacity, paged, append, 0 if cache else num_splits, prompt, new, as_json)
     others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,
               "--sinks": sinks, "--varlen": varlen, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
               "--page-size": page_size or None}  # fmt: skip
@@ -141,6 +157,10 @@ def explain(
         bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
+    if cache is not None:
+        decode = decode_plan(over, problem, _record(device))
+        typer.echo(serialise.to_json(decode) if as_json else str(decode))
+        return
     if policy is not None:
         typer.echo(explain_split(asked, problem, _record(device)))
         return
@@ -173,7 +193,8 @@ def _sparse_problem(
     if blocks is None:
         for name, given in (("--listed", listed), ("--sizes", sizes), ("--page-size", page_size)):
             if given:
-                raise Unsupported(f"{name} needs --blocks: only block-sparse attention has it")
+                also = " or --cache" if name == "--page-size" else ""
+                raise Unsupported(f"{name} needs --blocks{also}")
         return None
     extra = {"--window": problem.window != (-1, -1), "--alibi": "alibi" in problem.score_mods,
              "--bias": "bias" in problem.score_mods, "--mask": bool(problem.mask_mods), "--sinks": problem.sinks}  # fmt: skip

@@ -6,7 +6,8 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_own_rows
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .call import check_integer, facts_of
+from .cached_call import check_scales
+from .call import check_integer, keyed
 from .device import device_of, interpreting
 from .records import remember
 from .rotary import ELEMENTS, angles_of
@@ -80,10 +81,8 @@ def cache_append(
 
 
 def _launch(call: Append) -> torch.Tensor:
-    key = (
-        *(facts_of(t) if isinstance(t, torch.Tensor) else (type(t), t if isinstance(t, int) else None) for t in call),
-    )
-    p = _CACHE.get(key)
+    key = keyed(call)
+    p = None if key is None else _CACHE.get(key)
     if p is None:
         p = remember(_CACHE, key, _prepare(call))
     q = call.q
@@ -128,6 +127,16 @@ def _check_values(n: dict[str, int], call: Append) -> None:
     for b, i in enumerate([] if call.batch_index is None else call.batch_index.tolist()):
         if not 0 <= i < n["caches"]:
             raise ValueRangeError(f"cache_batch_idx[{b}] is {i}, expected 0 to {n['caches'] - 1}")
+    check_scales((call.k_scale, call.v_scale), _written(n, call, lengths, new))
+
+
+def _written(n: dict[str, int], call: Append, lengths: list[int], new: list[int]) -> set[int]:
+    """The pages, or caches, that get rows."""
+    if call.block_table is None:
+        own = range(n["batch"]) if call.batch_index is None else call.batch_index.tolist()
+        return {i for i, more in zip(own, new, strict=True) if more}
+    rows = zip(call.block_table.tolist(), lengths, new, strict=True)
+    return {page for row, at, more in rows if more for page in row[at // n["page"] : (at + more - 1) // n["page"] + 1]}
 
 
 # ---------------------------------------------------------------- the checks
@@ -140,7 +149,6 @@ def _specs(call: Append) -> tuple[TensorSpec, ...]:
     new = "tokens" if call.cu is not None else "batch seq_new"
     batch = "sequences" if call.cu is not None else "batch"
     source: dict[str, Any] = {} if coded else {"same_dtype_as": "k_cache"}
-    scales: dict[str, Any] = {"optional": not coded}
     return (
         TensorSpec("k_cache", "caches capacity kv_heads dim_qk", (*FLOATS, *CODED), **last),
         TensorSpec("v_cache", "caches capacity kv_heads dim_v", (*FLOATS, *CODED), same_dtype_as="k_cache", **last),
@@ -150,8 +158,8 @@ def _specs(call: Append) -> tuple[TensorSpec, ...]:
         TensorSpec("cu_seqlens", "sequences+1", _INT, optional=True, **last),
         TensorSpec("cache_batch_idx", batch, _INT, optional=True, **last),
         TensorSpec("block_table", f"{batch} max_pages", _INT, optional=True, **last),
-        TensorSpec("k_scale", "kv_heads / caches kv_heads", (torch.float32,), **scales),
-        TensorSpec("v_scale", "kv_heads / caches kv_heads", (torch.float32,), **scales),
+        TensorSpec("k_scale", "kv_heads / caches kv_heads", (torch.float32,), optional=True),
+        TensorSpec("v_scale", "kv_heads / caches kv_heads", (torch.float32,), optional=True),
         TensorSpec("q", f"{new} heads dim_qk", FLOATS, same_dtype_as="k", optional=True, **last),
     )
 
@@ -161,8 +169,11 @@ def _sizes(call: Append) -> dict[str, int]:
     if not isinstance(call.interleaved, bool):
         raise DtypeError(f"interleaved must be a bool, got {call.interleaved!r}")
     check_integer("max_seqlen", call.max_seqlen)
+    if isinstance(call.max_seqlen, int) and call.max_seqlen < 0:
+        raise ValueRangeError(f"max_seqlen must be at least 0, got {call.max_seqlen}")
     names = {"lengths": "cache_seqlens", "batch_index": "cache_batch_idx", "cu": "cu_seqlens"}
     n = bind(_specs(call), {names.get(name, name): value for name, value in call._asdict().items()})
+    _check_factors(call)
     check_own_rows("k_cache", call.k_cache)
     check_own_rows("v_cache", call.v_cache)
     if not (1 <= n["dim_qk"] <= LARGEST_DIM and 1 <= n["dim_v"] <= LARGEST_DIM):
@@ -187,17 +198,19 @@ def _sizes(call: Append) -> dict[str, int]:
             raise Unsupported(
                 "cache_batch_idx and block_table were both given: the table's rows say which cache a sequence has"
             )
-    if call.max_seqlen < 0 or n["seq_new"] > n["capacity"]:
+    if n["seq_new"] > n["capacity"]:
         given = "k has" if call.cu is None else "max_seqlen is"
         raise ShapeError(f"{given} {n['seq_new']} new tokens, the cache has room for {n['capacity']}")
-    _check_factors(call)
     return n | _angles(call, n)
 
 
 def _check_factors(call: Append) -> None:
+    """They are there where the cache holds bytes, and only there."""
+    held = str(call.k_cache.dtype).removeprefix("torch.")
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is None and call.k_cache.dtype in CODED:
+            raise ValueRangeError(f"{name} must be given with a cache of {held}: what is stored is divided by it")
         if scale is not None and call.k_cache.dtype not in CODED:
-            held = str(call.k_cache.dtype).removeprefix("torch.")
             raise DtypeError(
                 f"{name} was given, but k_cache and v_cache hold {held}: factors belong to float8_e4m3fn and int8"
             )
@@ -210,7 +223,9 @@ def _angles(call: Append, n: dict[str, int]) -> dict[str, int]:
         if call.q is not None:
             raise ValueRangeError("q was given without rotary_cos and rotary_sin: there is nothing to do with it")
         return {"positions": 0, "pairs": 0}
-    positions, pairs = angles_of(call.cos, call.sin, n["dim_qk"], {}, ("k_cache", call.k_cache))
+    positions, pairs = angles_of(
+        call.cos, call.sin, n["dim_qk"], ("k_cache", call.k_cache), ("rotary_cos", "rotary_sin")
+    )
     return {"positions": positions, "pairs": pairs}
 
 

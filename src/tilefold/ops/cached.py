@@ -12,7 +12,7 @@ from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_v
 from .call import UNBOUNDED, Call, Packed, check_offsets, window_of
 from .device import device_of, interpreting
 from .records import remember
-from .watch import is_transformed, is_watched, wants_gradient
+from .watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 
 __all__ = ["attention_cached", "check_cached", "example_launch"]
 
@@ -47,6 +47,8 @@ def attention_cached(
     causal, window, scale, softcap, alibi_slopes, sinks, dropout.  Results, masks and errors are those of `attention`, of each
     sequence with the keys that the cache says it has."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks)
+    keys = ("k", "v") if cache.cu_k is not None else ("k_cache", "v_cache")
+    refuse_derivatives(("q", *keys, "alibi_slopes", "sinks"), tensors, "attention over a KV cache")
     if (
         torch.compiler.is_compiling()
         or is_transformed()

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..check import FLOATS, TensorSpec, bind
-from ..errors import ShapeError, Unsupported, ValueRangeError
+from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .call import Call, check_heads, check_integer, check_options, facts_of
 
-__all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_values"]
+__all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_scales", "check_values"]
 
 _INT = (torch.int32,)
 QUANTISED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with scales
@@ -80,9 +80,9 @@ def cached_sizes(
     last: dict[str, Any] = {"same_dtype_as": "q", "contiguous_last": True}
     paged, packed_k = cache.block_table is not None, cache.cu_k is not None and cache.block_table is None
     names = _names(cache)
-    stored: tuple[torch.dtype, ...] = FLOATS
+    stored = (*FLOATS, *QUANTISED) if quantised else FLOATS
     if quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED:
-        stored, last["same_dtype_as"] = QUANTISED, names["k"]
+        last["same_dtype_as"] = names["k"]
     rows = "pages page_size" if paged else "total_k" if packed_k else "caches seq_k"
     specs = (
         TensorSpec("q", "total_q heads dim_qk" if cache.cu_q is not None else "batch seq_q heads dim_qk", FLOATS,
@@ -92,6 +92,8 @@ def cached_sizes(
     )  # fmt: skip
     sizes = bind(specs, {"q": q, names["k"]: k, names["v"]: v})
     if cache.cu_q is not None:
+        if not isinstance(cache.cu_q, torch.Tensor):
+            raise DtypeError(f"cu_seqlens_q must be a torch.Tensor or None, got {type(cache.cu_q).__name__}")
         if cache.cu_q.dim() != 1 or cache.cu_q.shape[0] < 1:
             raise ShapeError(f"cu_seqlens_q has shape {tuple(cache.cu_q.shape)}, expected [batch + 1]")
         sizes |= {"batch": cache.cu_q.shape[0] - 1, "seq_q": cache.max_q}
@@ -119,6 +121,14 @@ def cached_sizes(
     return sizes
 
 
+def check_longest(q: torch.Tensor, cache: Cache) -> None:
+    """max_seqlen_q is given where queries are packed, and only there: without it no row would be computed."""
+    if cache.cu_q is None and cache.max_q:
+        raise ValueRangeError(f"max_seqlen_q is {cache.max_q}, but there are no cu_seqlens_q")
+    if cache.cu_q is not None and q.shape[0] and not cache.max_q:
+        raise ValueRangeError("max_seqlen_q must be given with cu_seqlens_q: at least the longest sequence, got 0")
+
+
 def cached_shapes(sizes: dict[str, int], cache: Cache) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse."""
     heads = sizes["heads"]
@@ -132,6 +142,22 @@ def cached_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, ca
     tensors = (q, k, v, call.alibi_slopes, call.sinks, call.dropout_seed, *cache[:6])
     numbers = (call.window, call.causal, call.scale, call.softcap, call.dropout_p, *cache[6:])
     return tuple(None if t is None else facts_of(t) for t in tensors), numbers, tuple(map(type, numbers))
+
+
+def check_scales(scales: tuple[torch.Tensor | None, torch.Tensor | None], used: set[int]) -> None:
+    """Factors are positive numbers: those of all heads, or of the pages or caches in `used`; others may belong to nobody."""
+    for name, t in (("k_scale", scales[0]), ("v_scale", scales[1])):
+        rows = (
+            []
+            if t is None
+            else [("", t.tolist())]
+            if t.dim() == 1
+            else [(f"{i}, ", t[i].tolist()) for i in sorted(used)]
+        )
+        for row, values in rows:
+            for i, value in enumerate(values):
+                if not 0 < value < float("inf"):
+                    raise ValueRangeError(f"{name}[{row}{i}] must be a number above 0, got {value}")
 
 
 def check_values(cache: Cache, sizes: dict[str, int]) -> None:

@@ -1,6 +1,7 @@
 """A call of attention as given: its record, the key that decides everything that follows from it, and its checks."""
 
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -178,6 +179,16 @@ def facts_of(t: torch.Tensor) -> Any:
     return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
 
 
+def keyed(values: Iterable[Any]) -> Any:
+    """Facts of tensors, numbers and None as the key of a record; None for what has no memory or no hash: checks refuse it."""
+    try:
+        key = tuple(facts_of(t) if isinstance(t, torch.Tensor) else (type(t), t) for t in values)
+        hash(key)
+    except (RuntimeError, TypeError):
+        return None
+    return key
+
+
 def facts_of_args(args: ModArgs) -> Any:
     """Integers decide a compilation (1 and multiples of 16 are special), floats do not."""
     return type(args), tuple(
@@ -230,9 +241,9 @@ def check_heads(sizes: dict[str, int], k: str = "k", v: str = "v") -> None:
         raise ShapeError(
             f"q has {heads} heads and {k} has {kv_heads}: the heads of q must be a multiple of those of k and v"
         )
-    for name, dim in ((f"q and {k if v != 'v' else 'k'}", sizes["dim_qk"]), (v, sizes["dim_v"])):
+    for name, dim in ((f"q and {k if v != 'v' else 'k'} have", sizes["dim_qk"]), (f"{v} has", sizes["dim_v"])):
         if not 1 <= dim <= MAX_HEAD_DIM:
-            raise Unsupported(f"{name} have head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
+            raise Unsupported(f"{name} head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
 
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,12 +10,21 @@ import torch
 
 from ..check import TensorSpec, bind
 from ..errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
-from .cached_call import QUANTISED, Cache, cached_key, cached_shapes, cached_sizes, check_values
-from .call import Call, Packed, check_offsets, facts_of
+from .cached_call import (
+    QUANTISED,
+    Cache,
+    cached_key,
+    cached_shapes,
+    cached_sizes,
+    check_longest,
+    check_scales,
+    check_values,
+)
+from .call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
 from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
 from .device import device_of, interpreting
 from .records import remember
-from .watch import is_transformed, is_watched, wants_gradient
+from .watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 
 if TYPE_CHECKING:
     from ..plan.decode import DecodePlan
@@ -35,6 +44,7 @@ class Prepared:
 
 
 _CACHE: dict[Any, Prepared] = {}
+_FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
 def attention_kvcache(
@@ -42,6 +52,7 @@ def attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks, *scales)
+    refuse_derivatives(_FLOATING, tensors, "attention_kvcache")
     compiling = torch.compiler.is_compiling()
     if check and compiling:
         raise Unsupported("check=True reads index tensors on the host: call it outside torch.compile")
@@ -151,10 +162,16 @@ def _checked(
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     paged = cache.block_table is not None
     # Memory is looked at where there is some; a tracer is told by the shapes, and the call itself looks again.
-    shared = (
+    shared = all(t.layout == torch.strided and t.dim() == 4 and t.shape[-1] for t in (k, v)) and (
         shares_storage(k, v, scales, paged) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
     )
+    if not shared and k.dim() == 4 and k.shape[-1] > MAX_HEAD_DIM:
+        raise Unsupported(
+            f"q and k_cache have head dim {k.shape[-1]}; accepted: 1 to {MAX_HEAD_DIM}, more only where v_cache is a part of "
+            f"k_cache, k_cache[..., :dim_v] in the same memory"
+        )
     sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=shared)
+    check_longest(q, cache)
     if (k_scale is None) != (v_scale is None):
         raise ValueRangeError("k_scale and v_scale come together, got one of them")
     if k_scale is not None and k.dtype not in QUANTISED:
@@ -188,21 +205,26 @@ def check_contents(q: torch.Tensor, cache: Cache, scales: Scales, sizes: dict[st
             raise ValueRangeError(
                 f"max_seqlen_q must be at least {longest}, the longest in cu_seqlens_q, got {cache.max_q}"
             )
-    for name, t in (("k_scale", scales[0]), ("v_scale", scales[1])):
-        if t is not None and t.dim() == 1:  # of pages, some may belong to nobody
-            for i, value in enumerate(t.tolist()):
-                if not 0 < value < float("inf"):
-                    raise ValueRangeError(f"{name}[{i}] must be a number above 0, got {value}")
+    check_scales(scales, _used(cache, sizes))
+
+
+def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
+    """The pages, or caches, in which a call finds keys."""
+    if cache.block_table is None:
+        return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
+    lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
+    rows = zip(cache.block_table.tolist(), lengths, strict=True)
+    return {page for row, n in rows for page in row[: -(-n // sizes["page_size"])]}
 
 
 def plan_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any = None
 ) -> "DecodePlan":
-    """The plan that a call follows."""
+    """The plan that a call follows; `plan` if it is one for that."""
     sizes, shared = _checked(q, k, v, call, cache, scales)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
         raise Unsupported("there is nothing to plan: no queries")
-    return _planned(q, k, v, call, cache, sizes, shared, None)
+    return _planned(q, k, v, call, cache, sizes, shared, plan)
 
 
 # ---------------------------------------------------------------- the dispatcher

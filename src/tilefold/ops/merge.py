@@ -7,7 +7,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind
 from ..errors import Unsupported
 from .cache_append import LARGEST_DIM
-from .call import facts_of
+from .call import keyed
 from .device import device_of, interpreting
 from .records import remember
 from .watch import is_transformed, is_watched, refuse_tangents, wants_gradient
@@ -42,8 +42,8 @@ def merge_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The launch of `merge_attention`."""
     tensors = out_a, lse_a, out_b, lse_b
-    key = tuple(facts_of(t) if isinstance(t, torch.Tensor) else type(t) for t in tensors)
-    found = _CACHE.get(key)
+    key = keyed(tensors)
+    found = None if key is None else _CACHE.get(key)
     if found is None:
         found = remember(_CACHE, key, _prepare(*tensors))
     launch, scalars = found

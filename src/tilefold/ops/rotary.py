@@ -16,10 +16,6 @@ from .watch import is_transformed, is_watched, refuse_gradients, wants_gradient
 __all__ = ["angles_of", "apply_rotary", "example_launch", "turn"]
 
 ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4 warps
-TABLES = (
-    TensorSpec("cos", "seq_table pairs", FLOATS, contiguous_last=True),
-    TensorSpec("sin", "seq_table pairs", FLOATS, same_dtype_as="cos", contiguous_last=True),
-)
 INDICES = (torch.int32, torch.int64)
 
 
@@ -119,11 +115,19 @@ def turn(
     return out
 
 
-def angles_of(cos: torch.Tensor, sin: torch.Tensor, dim: int, known: dict[str, int], beside: Any) -> tuple[int, int]:
-    """(positions, pairs) of the tables, checked; dim: channels there are."""
-    sizes = bind(TABLES, {"cos": cos, "sin": sin}, known=known, beside=beside)
+def angles_of(
+    cos: torch.Tensor, sin: torch.Tensor, dim: int, beside: Any, names: tuple[str, str] = ("cos", "sin")
+) -> tuple[int, int]:
+    """(positions, pairs) of the tables, checked; dim: channels there are; names: what the caller calls the tables."""
+    specs = tuple(
+        TensorSpec(name, "seq_table pairs", FLOATS, same_dtype_as=same, contiguous_last=True)
+        for name, same in zip(names, (None, names[0]), strict=True)
+    )
+    sizes = bind(specs, dict(zip(names, (cos, sin), strict=True)), beside=beside)
     if sizes["pairs"] < 1 or 2 * sizes["pairs"] > dim:
-        raise ShapeError(f"cos has shape {tuple(cos.shape)}: it turns {2 * sizes['pairs']} channels, x has {dim}")
+        raise ShapeError(
+            f"{names[0]} has shape {tuple(cos.shape)}: it turns {2 * sizes['pairs']} channels, {beside[0]} has {dim}"
+        )
     return sizes["seq_table"], sizes["pairs"]
 
 
@@ -150,7 +154,7 @@ def _sizes(
         raise Unsupported(f"x has head dim {sizes['dim']}; accepted: 1 to {MAX_HEAD_DIM}")
     spec = TensorSpec("offsets", "batch", INDICES, optional=True, contiguous_last=True)
     bind((spec,), {"offsets": offsets}, known=sizes, beside=("x", x))
-    positions, pairs = angles_of(cos, sin, sizes["dim"], {}, ("x", x))
+    positions, pairs = angles_of(cos, sin, sizes["dim"], ("x", x))
     check_integer("step", step)
     return sizes | {"positions": positions, "pairs": pairs}
 

@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..errors import DtypeError, Unsupported, ValueRangeError
 from .cached import attention_cached
-from .cached_call import Cache, cached_shapes, cached_sizes
-from .call import Call, check_integer, facts_of
+from .cached_call import Cache, cached_shapes, cached_sizes, check_longest
+from .call import Call, check_integer, keyed
 from .device import device_of, interpreting
 from .merge import merge_attention
 from .records import remember
-from .watch import is_transformed, is_watched, refuse_gradients, refuse_tangents
+from .watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
 
@@ -53,7 +53,11 @@ def attend(
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks}
     refuse_tangents(named)
     if torch.is_grad_enabled():
-        refuse_gradients(named.items(), "none of attention_shared_prefix's arguments")
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(
+                    f"{name} requires a gradient, but attention_shared_prefix passes none: call it under torch.no_grad()"
+                )
     if torch.compiler.is_compiling() or is_transformed() or is_watched((*named.values(), *given[:5])):
         found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(q, k_cache, v_cache, *given)
         return found
@@ -78,8 +82,8 @@ def _decided(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
 ) -> tuple[dict[str, int], bool]:
     """(sizes, whether the prefix is attended to apart), found once for calls of a kind."""
-    key = tuple(facts_of(t) if isinstance(t, torch.Tensor) else (type(t), t) for t in (q, k_cache, v_cache, *given))
-    found: tuple[dict[str, int], bool] | None = _CACHE.get(key)
+    key = keyed((q, k_cache, v_cache, *given))
+    found: tuple[dict[str, int], bool] | None = None if key is None else _CACHE.get(key)
     if found is None:
         n = _sizes(q, k_cache, v_cache, given)
         empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
@@ -97,9 +101,10 @@ def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given:
     check_integer("prefix_length", given.prefix)
     n = cached_sizes(q, k_cache, v_cache, given.call, given.cache)
     if not 0 <= given.prefix <= n["capacity"]:
-        raise ShapeError(f"prefix_length is {given.prefix}, expected 0 to {n['capacity']}, the capacity of the cache")
-    if given.cu_q is None and given.max_q:
-        raise ValueRangeError(f"max_seqlen_q is {given.max_q}, but there are no cu_seqlens_q")
+        raise ValueRangeError(
+            f"prefix_length is {given.prefix}, expected 0 to {n['capacity']}, the capacity of the cache"
+        )
+    check_longest(q, given.cache)
     return n
 
 
@@ -153,6 +158,8 @@ def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
     """Only in the interpreter, where reading costs nothing: every query lies behind the prefix, which is everyone's."""
     new = [n["seq_q"]] * n["batch"] if given.cu_q is None else given.cu_q.diff().tolist()
     for b, (length, more) in enumerate(zip(given.lengths.tolist(), new, strict=True)):
+        if length > n["capacity"]:
+            raise ValueRangeError(f"cache_seqlens[{b}] is {length}, the cache has room for {n['capacity']} keys")
         least = given.prefix + (more if given.causal else 0)
         if more and length < least:
             raise ValueRangeError(f"cache_seqlens[{b}] is {length}, expected at least {least}: the prefix of {given.prefix} "

@@ -7,7 +7,15 @@ import torch
 
 from ..errors import Unsupported
 
-__all__ = ["is_transformed", "is_watched", "refuse_gradients", "refuse_tangents", "wants_gradient"]
+__all__ = [
+    "is_transformed",
+    "is_watched",
+    "refuse_batched",
+    "refuse_derivatives",
+    "refuse_gradients",
+    "refuse_tangents",
+    "wants_gradient",
+]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -28,6 +36,28 @@ def refuse_tangents(named: Mapping[str, Any]) -> None:
     for name, t in named.items():
         if isinstance(t, torch.Tensor) and _has_tangent(t):
             raise Unsupported(f"{name} carries a forward-mode tangent, but there are reverse-mode gradients only")
+
+
+def refuse_batched(named: Mapping[str, Any], what: str) -> None:
+    """Unsupported, naming it, if torch.func.vmap has wrapped a tensor; what: who writes in place, which has no such form."""
+    if not is_transformed():
+        return
+    for name, t in named.items():
+        if isinstance(t, torch.Tensor) and torch._C._functorch.is_batchedtensor(t):
+            raise Unsupported(f"{name} is batched by vmap, but {what} writes in place: call it outside")
+
+
+def refuse_derivatives(names: Iterable[str], tensors: Iterable[Any], what: str) -> None:
+    """Unsupported, naming it, for a tensor with a derivative that a forward-only operator has no chance to refuse: neither
+    forward mode nor torch.func.grad asks for its backward pass."""
+    if not _in_forward_mode() and not is_transformed():
+        return
+    named = dict(zip(names, tensors, strict=True))
+    refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(f"{name} requires a gradient, but {what} is forward only: detach() it")
 
 
 def refuse_gradients(named: Iterable[tuple[str, Any]], served: str) -> None:

@@ -4,46 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DtypeError, ShapeError, ValueRangeError
-
 if TYPE_CHECKING:
     from .batch import CacheBatch
 
-__all__ = ["append_packed", "append_rows", "attend"]
+__all__ = ["append_rows", "attend"]
 
 
 def append_rows(
     caches: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, batch: "CacheBatch",
     cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
-    """k, v [B, S, kv_heads, dim]: as many new rows for every sequence, in one launch."""
+    """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
     from ..ops.cache_append import cache_append
 
-    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved)
-
-
-def append_packed(
-    caches: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, batch: "CacheBatch",
-    cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool,
-) -> None:  # fmt: skip
-    """k, v [T, kv_heads, dim], packed: each row to its slot."""
-    from ..ops.rotary import apply_rotary
-
-    for name, x, pages in (("k", k, caches[0]), ("v", v, caches[1])):
-        if x.dtype != pages.dtype:
-            raise DtypeError(f"{name} has dtype {x.dtype}, the cache {pages.dtype}: they must be the same")
-        if x.shape[1:] != pages.shape[2:]:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, the cache takes [tokens, {pages.shape[2]}, {pages.shape[3]}]"
-            )
-    if (cos is None) != (sin is None):
-        raise ValueRangeError("rotary_cos and rotary_sin come together")
-    k, v = k.detach(), v.detach()
-    if cos is not None and sin is not None:
-        k = apply_rotary(k, cos, sin, interleaved=interleaved, offsets=batch.lengths_before,
-                         cu_seqlens=batch.cu_seqlens_q, max_seqlen=batch.max_seqlen_q)  # fmt: skip
-    for x, pages in ((k, caches[0]), (v, caches[1])):
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, batch.slot_mapping, x)
+    offsets = batch.cu_seqlens_q if batch.count is None else None
+    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets)
 
 
 def attend(

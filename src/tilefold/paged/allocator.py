@@ -210,15 +210,20 @@ class PageAllocator:
         self._returned, self._unused = [], used
         return list(moves.items())
 
-    def swap_out(self, id: int) -> Pairs:
-        """Mark a sequence as swapped out; (page, host page) of the pages that no resident sequence owns: they are free now.
-
-        A page that a resident sequence owns stays, and the sequence keeps its share of it."""
+    def swappable(self, id: int) -> list[int]:
+        """The pages that `swap_out` would free: those that no other resident sequence owns."""
         leaving = self.find(id)
         away = Counter(p for s in self._sequences.values() if s.state == "swapped" or s is leaving for p in s.pages)
         pages = [page for page in leaving.pages if page >= 0 and away[page] == self._owners[page]]
         if leaving.state == "swapped" and not pages:
             raise ValueRangeError(f"sequence {id} is swapped out already")
+        return pages
+
+    def swap_out(self, id: int) -> Pairs:
+        """Mark a sequence as swapped out; (page, host page) of its `swappable` pages: they are free now.
+
+        A page that a resident sequence owns stays, and the sequence keeps its share of it."""
+        pages, leaving = self.swappable(id), self.find(id)
         moves = {}
         for page in pages:
             moves[page] = self._next_host

@@ -33,6 +33,8 @@ class CacheBatch:
         self, cache: "PagedKVCache", sequences: Iterable[int], counts: int | Iterable[int], max_new: int | None
     ) -> None:
         self.cache = cache
+        if not isinstance(sequences, Iterable):
+            raise DtypeError(f"sequences must be ids of sequences, got {sequences!r}: give [{sequences!r}] for one")
         self.sequences = tuple(sequences)
         self._members: list[Sequence] = cache.allocator.members(self.sequences)
         size = len(self._members)
@@ -103,6 +105,8 @@ class CacheBatch:
         if isinstance(counts, int):
             each = [check_count("counts", counts)] * len(self._members)
         else:
+            if not isinstance(counts, Iterable):
+                raise DtypeError(f"counts must be an int or one for each sequence, got {counts!r}")
             each = list(counts)
             if len(each) != len(self._members):
                 raise ShapeError(f"counts has {len(each)} numbers for {len(self._members)} sequences")

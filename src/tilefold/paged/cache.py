@@ -7,7 +7,7 @@ import torch
 
 from ..check import FLOATS
 from ..errors import DeviceError, DtypeError, ValueRangeError
-from .access import append_packed, append_rows, attend
+from .access import append_rows, attend
 from .allocator import PageAllocator, check_count
 from .batch import CacheBatch
 from .pool import PagePool
@@ -147,11 +147,10 @@ class PagedKVCache:
 
         k, v: packed [T, kv_heads, dim], or [B, S, kv_heads, dim] if every sequence gets S.  rotary_cos, rotary_sin:
         [positions, pairs] float: k is turned by its row on the way; pairs are channels (2i, 2i + 1) if interleaved, else
-        (i, i + pairs).  No gradients."""
+        (i, i + pairs).  One launch; no gradients: k and v are taken as detached."""
         caches = self._caches(layer, batch)
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
-        write = append_packed if batch.count is None else append_rows
-        write(caches, *rows, batch, rotary_cos, rotary_sin, interleaved)
+        append_rows(caches, *rows, batch, rotary_cos, rotary_sin, interleaved)
 
     def attend(
         self,
@@ -172,6 +171,8 @@ class PagedKVCache:
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise ValueRangeError(f"attend() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+        if not isinstance(return_lse, bool):
+            raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
         rows = batch.as_rows("q", q)
         if q.dim() == 3 and batch.count != 1:  # one query each is the same batch without offsets
             rows = q
@@ -210,9 +211,10 @@ class PagedKVCache:
         """Copy a sequence's pages to pinned host memory and free them; how many.
 
         Pages that a sequence on the device owns, too, stay there.  The copy is enqueued, as is whatever writes the freed
-        pages next: on one stream that is in order."""
+        pages next: on one stream that is in order.  Where there is not enough host memory nothing has changed."""
+        room = self._pool.host_memory(len(self.allocator.swappable(sequence)))  # before anything has changed
         moves = self.allocator.swap_out(sequence)
-        self._pool.to_host(moves)
+        self._pool.to_host(moves, room)
         return len(moves)
 
     def swap_in(self, sequence: int) -> int:
@@ -228,7 +230,10 @@ class PagedKVCache:
 
 def _device(device: torch.device | str) -> torch.device:
     """With its index, as tensors report it."""
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as wrong:
+        raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {device!r}") from wrong
     if found.type not in ("cuda", "cpu"):
         raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {found}")
     if found.type == "cuda" and not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """The tensors of a paged cache, and copies of whole pages: on the device, to host memory and back; none is waited for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -38,23 +38,38 @@ class PagePool:
         return (pairs[i : i + most] for i in range(0, len(pairs), most))
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Pages (from, to), no `to` of which is a `from`: in all layers, one gather and one scatter each for keys and values."""
+        """Pages (from, to), no `to` of which is a `from`: in all layers, one gather and one scatter each for keys and values;
+        or page by page where there is no memory for that."""
         for part in self._cut(pairs):
-            source, target = self._staging.int64s(*map(list, zip(*part, strict=True)))
-            for x in (self.k, self.v):
-                x.index_copy_(1, target, x.index_select(1, source))
+            try:
+                source, target = self._staging.int64s(*map(list, zip(*part, strict=True)))
+                for x in (self.k, self.v):
+                    x.index_copy_(1, target, x.index_select(1, source))
+            except torch.OutOfMemoryError:
+                for x in (self.k, self.v):
+                    for old, new in part:
+                        x[:, new].copy_(x[:, old])
 
-    def to_host(self, pairs: list[tuple[int, int]]) -> None:
-        """Pages (from, host id) to fresh pinned memory, read in the order of the current stream."""
+    def host_memory(self, pages: int) -> list[_Chunk]:
+        """Fresh memory for so many pages, pinned if they come from a GPU; what `to_host` takes."""
         pinned = self.k.device.type == "cuda"
-        for part in self._cut(pairs):
-            (source,) = self._staging.int64s([page for page, _ in part])
-            copies = []
-            for x in (self.k, self.v):
-                taken = x.index_select(1, source)
-                away = torch.empty(taken.shape, dtype=x.dtype, pin_memory=pinned)
-                copies.append(away.copy_(taken, non_blocking=True))
-            chunk = _Chunk(*copies)
+
+        def empty(x: torch.Tensor, size: int) -> torch.Tensor:
+            return torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, pin_memory=pinned)
+
+        sizes = [len(part) for part in self._cut([(0, 0)] * pages)]
+        return [_Chunk(empty(self.k, size), empty(self.v, size)) for size in sizes]
+
+    def to_host(self, pairs: list[tuple[int, int]], room: list[_Chunk]) -> None:
+        """Pages (from, host id) to host memory, read in the order of the current stream; room: `host_memory` of as many."""
+        for part, chunk in zip(self._cut(pairs), room, strict=True):
+            pages = [page for page, _ in part]
+            try:
+                (source,) = self._staging.int64s(pages)
+                for x, away in ((self.k, chunk.k), (self.v, chunk.v)):
+                    away.copy_(x.index_select(1, source), non_blocking=True)
+            except torch.OutOfMemoryError:
+                self._each(chunk, [(page, row) for row, page in enumerate(pages)], lambda x, away: away.copy_(x))
             for row, (_, host) in enumerate(part):
                 self._host[host] = chunk, row
 
@@ -67,11 +82,21 @@ class PagePool:
             taken.append(row)
             targets.append(page)
         for chunk, taken, targets in rows.values():
-            source, target = self._staging.int64s(taken, targets)
-            for x, away in ((self.k, chunk.k), (self.v, chunk.v)):
-                back = away.to(x.device, non_blocking=True)
-                whole = taken == list(range(away.shape[1]))
-                x.index_copy_(1, target, back if whole else back.index_select(1, source))
+            try:
+                source, target = self._staging.int64s(taken, targets)
+                for x, away in ((self.k, chunk.k), (self.v, chunk.v)):
+                    back = away.to(x.device, non_blocking=True)
+                    whole = taken == list(range(away.shape[1]))
+                    x.index_copy_(1, target, back if whole else back.index_select(1, source))
+            except torch.OutOfMemoryError:
+                self._each(chunk, list(zip(targets, taken, strict=True)), lambda x, away: x.copy_(away))
+
+    def _each(self, chunk: _Chunk, pairs: list[tuple[int, int]], move: Callable[..., object]) -> None:
+        """move(page, its row in host memory) a layer at a time: contiguous both, so that it takes no memory on the device."""
+        for x, away in ((self.k, chunk.k), (self.v, chunk.v)):
+            for page, row in pairs:
+                for layer in range(x.shape[0]):
+                    move(x[layer, page], away[layer, row])
 
     def drop(self, hosts: Iterable[int]) -> None:
         """Forget pages in host memory."""

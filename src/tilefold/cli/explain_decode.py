@@ -1,0 +1,51 @@
+"""`tilefold explain --cache`: the plan of `attention_kvcache`, from the shapes and a device's record alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilefold.errors import Unsupported, ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.plan import AttentionProblem, DecodePlan, Device
+
+__all__ = ["CacheOptions", "check_cache", "decode_plan"]
+
+HELD = {"same": "plain", "e4m3": "float8_e4m3fn", "int8": "int8"}  # what `DecodeProblem` calls it
+
+
+class CacheOptions(NamedTuple):
+    """held: a key of HELD, or None for a call without a cache; page_size: 0 for one piece; part: V is a part of K."""
+
+    held: str | None
+    page_size: int
+    num_splits: int
+    part: bool
+
+
+def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
+    """Unsupported or ValueRangeError, naming the option; others: options that do not go with --cache, false if not given."""
+    if asked.held is None:
+        if asked.part:
+            raise Unsupported("--v-in-k needs --cache")
+        return
+    if asked.held not in HELD:
+        raise ValueRangeError(f"--cache must be one of {', '.join(HELD)}, got {asked.held!r}")
+    for name, given in others.items():
+        if given:
+            raise Unsupported(f"{name} does not go with --cache")
+    if asked.page_size < 0:
+        raise ValueRangeError(f"--page-size must be at least 0, got {asked.page_size}")
+
+
+def decode_plan(asked: CacheOptions, problem: "AttentionProblem", device: "Device") -> "DecodePlan":
+    """The plan of a step whose caches have room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
+    from tilefold.plan.decode import DecodeProblem, plan_decode
+
+    storage = HELD[asked.held or "same"]
+    itemsize = problem.itemsize if storage == "plain" else 1
+    boxes = all(dim * itemsize % 16 == 0 for dim in (problem.dim_qk, problem.dim_v))
+    if problem.seq_k % max(1, asked.page_size):  # room comes in whole pages
+        problem = replace(problem, seq_k=-(-problem.seq_k // asked.page_size) * asked.page_size)
+    made = DecodeProblem(replace(problem, descriptors=boxes), storage, asked.page_size, asked.part)
+    return plan_decode(made, device, asked.num_splits)
