@@ -16,7 +16,7 @@ class Comparison:
     """One request beside Transformers.
 
     same: how many tokens agree from the first on; gap: by how much, in fp32, Transformers' token is better than ours where they
-    part, and rounding: twice the most that the dtype's rounding changes in Transformers' logits up to there; None where all agree."""
+    part, and rounding: twice the most that the dtype changes in Transformers' logits up to there; None where all agree."""
 
     number: int
     same: int

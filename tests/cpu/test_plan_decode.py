@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
-from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_decode
+from tilefold.plan import AttentionProblem, DecodePlan, DecodeProblem, device_named, plan_decode
 from tilefold.plan.decode import serves, slice_shape, slices_of
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -130,3 +130,11 @@ def test_what_no_plan_can_be():
     with pytest.raises(ValueRangeError, match="storage"):
         problem(storage="fp8")
     assert dataclasses.replace(made, splits=16).grid == 128
+
+
+def test_a_plan_as_json():
+    made = plan_decode(problem(2, storage="int8", page_size=16), H200)
+    assert DecodePlan.from_json(made.to_json()) == made
+    with pytest.raises(PlanError, match="merge"):
+        DecodePlan.from_json(made.to_json().replace(f'"{made.merge}"', '"first"'))
+    assert "2 sequences of 1 query, a cache" in str(made)

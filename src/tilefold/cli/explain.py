@@ -121,7 +121,7 @@ def explain(
     """
     from tilefold.cli.explain_decode import CacheOptions, check_cache, decode_plan
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
-    from tilefold.plan import AttentionProblem, plan_attention, serialise
+    from tilefold.plan import AttentionProblem, plan_attention
     from tilefold.plan.sparse import plan_sparse
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
@@ -159,7 +159,7 @@ def explain(
     )
     if cache is not None:
         decode = decode_plan(over, problem, _record(device))
-        typer.echo(serialise.to_json(decode) if as_json else str(decode))
+        typer.echo(decode.to_json() if as_json else str(decode))
         return
     if policy is not None:
         typer.echo(explain_split(asked, problem, _record(device)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan import serialise
 from tilefold.plan.attention import Rejected
 from tilefold.plan.cached import MAX_SPLITS
 from tilefold.plan.cost import Bound, Cost, bound, live_keys
@@ -81,10 +82,9 @@ class DecodeProblem:
 class DecodePlan:
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
-    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages, maxnreg: launch
-    options.
-    programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.  splits: if not 0, every
-    sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
+    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages,
+    maxnreg: launch options.  programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.
+    splits: if not 0, every sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
     reason, rejected: why.  cost, bound: of a full cache.  Raises PlanError, naming the field, for what no kernel can do."""
 
     problem: DecodeProblem
@@ -159,6 +159,15 @@ class DecodePlan:
         """The roofline of a full cache."""
         return bound(self.cost, self.device, self.problem.attention.dtype)
 
+    def to_json(self) -> str:
+        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "DecodePlan":
+        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
+        return serialise.from_json(cls, text)
+
     def __str__(self) -> str:
         a, p = self.problem.attention, self.problem
         cut = (
@@ -167,11 +176,11 @@ class DecodePlan:
             else f"{self.programs} programs, even slices of all tiles of keys"
         )
         place = f"pages of {p.page_size}" if p.page_size else "one piece"
+        size = f"{a.batch} sequence{'s' * (a.batch != 1)} of {a.seq_q} quer{'y' if a.seq_q == 1 else 'ies'}"
         lines = [
             f"Decoding on {self.device.title}",
-            f"  problem    {a.batch} sequences of {a.seq_q} queries, a cache of {a.seq_k} keys in {place}, {a.heads} "
-            f"heads on {a.kv_heads} KV "
-            f"heads, D={a.dim_qk}/{a.dim_v}, {a.dtype}{'' if p.storage == 'plain' else ', K and V in ' + p.storage}"
+            f"  problem    {size}, a cache of {a.seq_k} keys in {place}, {a.heads} heads on {a.kv_heads} KV heads, "
+            f"D={a.dim_qk}/{a.dim_v}, {a.dtype}{'' if p.storage == 'plain' else ', K and V in ' + p.storage}"
             f"{', V is part of K' if p.shared else ''}",
             f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, "
             f"{self.num_stages} stages",
