@@ -6,7 +6,7 @@ import random
 import torch
 
 from tilefold.kernels import backward_packed as kernel
-from tilefold.ops.attention_backward_packed import CHUNK, ENTRY
+from tilefold.ops.backward.attention_backward_packed import CHUNK, ENTRY
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan import attention_backward_packed as rules
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .errors import Unsupported
-from .ops import attention as _ops
 from .ops.call import Call, Packed, args_of, check_kinds
-from .ops.fp8 import is_fp8, refuse_packed
-from .ops.library import dispatched, resolved
+from .ops.dense import attention as _ops
+from .ops.dense.fp8 import is_fp8, refuse_packed
+from .ops.dense.library import dispatched, resolved
 from .ops.quantise import quantize_fp8
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
@@ -118,7 +118,7 @@ def attention(
     """
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
     if is_fp8(q, q_descale, k_descale, v_descale):
-        from .ops import attention_fp8, fp8_library  # here: `import tilefold` stays light
+        from .ops.dense import attention_fp8, fp8_library  # here: `import tilefold` stays light
 
         fp8_library.refuse_others(
             q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
@@ -233,7 +233,7 @@ def apply_rotary(
         launched; Unsupported if cos or sin require a gradient.
 
     Source: RoPE (Su et al. 2021, arXiv:2104.09864)."""
-    from .ops import rotary  # here: `import tilefold` stays light
+    from .ops.cache import rotary  # here: `import tilefold` stays light
 
     return rotary.apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets, step=step, cu_seqlens=cu_seqlens,
                                max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip
@@ -246,7 +246,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
     if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
-        from .ops import fp8_library  # here: `import tilefold` stays light
+        from .ops.dense import fp8_library  # here: `import tilefold` stays light
 
         return fp8_library.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
@@ -259,7 +259,7 @@ def attention_backward_plan(
     """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
 
     It makes a gradient of the bias if the given one requires a gradient.  The rest as for `attention_plan`."""
-    from .ops.attention_backward import backward_plan_of
+    from .ops.backward.attention_backward import backward_plan_of
 
     prepared, call = _prepared("attention_backward_plan", q, k, v, options)
     with_bias = call.bias is not None and call.bias.requires_grad
@@ -303,7 +303,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
     if call.score_args != () or call.mask_args != ():
         tensors += tuple(args_of(call).values())
     if transformed or (torch.is_grad_enabled() and wants_gradient(tensors)):
-        from .ops.attention_backward import Attention, split  # here: `import tilefold` stays light
+        from .ops.backward.attention_backward import Attention, split  # here: `import tilefold` stays light
 
         others = {"alibi_slopes": call.alibi_slopes, **args_of(call)}
         refuse_tangents({"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, **others})

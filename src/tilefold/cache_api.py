@@ -87,8 +87,8 @@ def attention_kvcache(
 
     Source: Flash-Decoding (Dao et al. 2023), Stream-K (Osama et al. 2023, arXiv:2301.03598), PagedAttention (Kwon et al. 2023,
     arXiv:2309.06180)."""
-    from .ops import kvcache  # here: `import tilefold` stays light
-    from .ops.cached_call import Cache
+    from .ops.cache import kvcache  # here: `import tilefold` stays light
+    from .ops.cache.cached_call import Cache
 
     check_kinds(return_lse)
     if not isinstance(check, bool):
@@ -108,8 +108,8 @@ def attention_kvcache_plan(
     the decision, or change it by dataclasses.replace and give it as plan.
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
-    from .ops import kvcache  # here: `import tilefold` stays light
-    from .ops.cached_call import Cache
+    from .ops.cache import kvcache  # here: `import tilefold` stays light
+    from .ops.cache.cached_call import Cache
 
     for name in options:
         if name not in _OPTIONS:
@@ -187,7 +187,7 @@ def kvcache_append(
         written; Unsupported if a tensor requires a gradient while gradients are on.
 
     Source: RoPE (Su et al. 2021, arXiv:2104.09864); pages (Kwon et al. 2023, arXiv:2309.06180)."""
-    from .ops import cache_append  # here: `import tilefold` stays light
+    from .ops.cache import cache_append  # here: `import tilefold` stays light
 
     named = {
         "k": k,
@@ -233,7 +233,7 @@ def merge_attention(
         while gradients are on.
 
     Source: docs/concepts/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
-    from .ops import merge  # here: `import tilefold` stays light
+    from .ops.cache import merge  # here: `import tilefold` stays light
 
     return merge.merge_attention(out_a, lse_a, out_b, lse_b)
 
@@ -291,7 +291,7 @@ def attention_shared_prefix(
 
     Source: shared prefixes by merged states: Hydragen (Juravsky et al. 2024, arXiv:2402.05099); FlashInfer's cascade (Ye et al.
     2025, arXiv:2501.01005)."""
-    from .ops import shared_prefix  # here: `import tilefold` stays light
+    from .ops.cache import shared_prefix  # here: `import tilefold` stays light
 
     for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
         if value is not None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
-from .ops import sparse as _sparse
 from .ops.call import Packed, Paged, args_of, check_kinds
-from .ops.library import resolved
-from .ops.sparse import Lists, SparseCall
-from .ops.sparse_call import facts_of_lists
-from .ops.sparse_library import paged_dispatched, sparse_dispatched
+from .ops.dense.library import resolved
+from .ops.sparse import sparse as _sparse
+from .ops.sparse.sparse import Lists, SparseCall
+from .ops.sparse.sparse_call import facts_of_lists
+from .ops.sparse.sparse_library import paged_dispatched, sparse_dispatched
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction
 
@@ -256,7 +256,7 @@ def sparse_plan(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
         )
     if direction == "backward":
-        from .ops.sparse_backward import backward_plan_of  # here: `import tilefold` stays light
+        from .ops.sparse.sparse_backward import backward_plan_of  # here: `import tilefold` stays light
 
         return backward_plan_of(q, k, v, call)
     return prepared.plan
@@ -282,7 +282,7 @@ def _run(
     refuse_tangents({"q": q, "k": k, "v": v, **args})
     refuse_gradients(args.items(), "q, k and v")
     call = resolved(call)
-    from .ops.sparse_backward import SparseAttention  # here: `import tilefold` stays light
+    from .ops.sparse.sparse_backward import SparseAttention  # here: `import tilefold` stays light
 
     out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
     return out, lse

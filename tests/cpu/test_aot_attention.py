@@ -57,7 +57,7 @@ NEWEST = (
 )
 JOBS = {
     (name, target): Job(
-        "tilefold.ops.attention:example_launch",
+        "tilefold.ops.dense.attention:example_launch",
         {"problem": made, "plan": plan_attention(made, device_named(device))},
         target,
         label=f"{name} for {target}",
@@ -68,7 +68,7 @@ JOBS = {
 }
 JOBS |= {
     (f"{name} portable", "sm_90"): Job(
-        "tilefold.ops.attention:example_launch",
+        "tilefold.ops.dense.attention:example_launch",
         {"problem": PROBLEMS[name], "plan": plan_attention(PROBLEMS[name], device_named("h200"), portable=True)},
         "sm_90",
         label=f"{name} for sm_90, portable",
@@ -112,7 +112,7 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
 }
 JOBS |= {
     (name, "sm_90"): Job(
-        "tilefold.ops.attention:example_launch",
+        "tilefold.ops.dense.attention:example_launch",
         {"problem": made, "plan": forced(name)},
         "sm_90",
         label=f"{name} for sm_90, forced",
@@ -120,7 +120,7 @@ JOBS |= {
     for name, (made, _) in VERSIONS.items()
 }
 JOBS[WIDE_BIAS, "sm_90"] = Job(
-    "tilefold.ops.attention:example_launch",
+    "tilefold.ops.dense.attention:example_launch",
     {"problem": VERSIONS[WIDE_BIAS][0], "plan": forced(WIDE_BIAS), "bias": "float32"},
     "sm_90",
     label=f"{WIDE_BIAS} for sm_90, forced",

@@ -43,7 +43,9 @@ def job(name: str, target: str, part: str) -> Job:
         "backward_plan": plan_attention_backward(made, device, bias, portable=True),
         "part": part,
     }
-    return Job("tilefold.ops.attention_backward:example_launch", plans, target, label=f"{part} {name} for {target}")
+    return Job(
+        "tilefold.ops.backward.attention_backward:example_launch", plans, target, label=f"{part} {name} for {target}"
+    )
 
 
 JOBS = {
@@ -80,7 +82,7 @@ def hopper_plan(name: str) -> AttentionBackwardPlan:
 
 JOBS_HOPPER = {
     (f"hopper {part} {name}", "sm_90"): Job(
-        f"tilefold.ops.attention_backward_{'packed' if made.varlen else 'hopper'}:example_launch",
+        f"tilefold.ops.backward.attention_backward_{'packed' if made.varlen else 'hopper'}:example_launch",
         {
             "problem": made,
             "plan": plan_attention(made, device_named("h200")),

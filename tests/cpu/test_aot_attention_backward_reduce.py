@@ -30,7 +30,7 @@ def plan_of(name: str) -> AttentionBackwardPlan:
 
 JOBS = {
     (f"{part} {name}", "sm_90"): Job(
-        "tilefold.ops.attention_backward_reduce:example_launch",
+        "tilefold.ops.backward.attention_backward_reduce:example_launch",
         {
             "problem": made,
             "plan": plan_attention(made, device_named("h200")),

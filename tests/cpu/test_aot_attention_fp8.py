@@ -29,7 +29,7 @@ def plan_of(name: str) -> AttentionFp8Plan:
 
 JOBS = {
     (name, "sm_90"): Job(
-        "tilefold.ops.attention_fp8:example_launch",
+        "tilefold.ops.dense.attention_fp8:example_launch",
         {"problem": made, "plan": plan_of(name)},
         "sm_90",
         label=f"{name} e4m3 for sm_90",
@@ -37,7 +37,7 @@ JOBS = {
     for name, (made, _) in MADE.items()
 }
 JOBS["transposition", "sm_90"] = Job(
-    "tilefold.ops.attention_fp8:example_transposition",
+    "tilefold.ops.dense.attention_fp8:example_transposition",
     {"problem": MADE["d128"][0], "plan": plan_of("d128")},
     "sm_90",
     label="transposition of values for sm_90",

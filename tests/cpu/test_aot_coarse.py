@@ -28,7 +28,7 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
 )
 JOBS = {
     (f"{part} {name}", target): Job(
-        "tilefold.ops.coarse:example_launch",
+        "tilefold.ops.sparse.coarse:example_launch",
         {"plan": plan_coarse(made, device_named(device)), "part": part},
         target,
         label=f"{part} {name} for {target}",
@@ -41,7 +41,7 @@ JOBS = {
 TENSOR = [*JOBS]
 JOBS |= {
     (f"{part} {dtype} d{dim}", target): Job(
-        "tilefold.ops.project:example_launch", {"part": part, "dtype": dtype, "dim": dim, "sized": True}, target
+        "tilefold.ops.sparse.project:example_launch", {"part": part, "dtype": dtype, "dim": dim, "sized": True}, target
     )
     for part in ("gather", "spread", "weight")
     for dtype, dim in (("bfloat16", 128), ("float32", 256))
@@ -50,7 +50,7 @@ JOBS |= {
 }
 JOBS |= {
     (f"fuse {'backward' if backward else 'forward'} {dtype} {channels}", target): Job(
-        "tilefold.ops.fuse:example_launch",
+        "tilefold.ops.sparse.fuse:example_launch",
         {"backward": backward, "dtype": dtype, "dim": 128, "channels": channels},
         target,
     )

@@ -5,7 +5,7 @@ import pytest
 from aot_cases import DEVICES, Results, compiled
 from tilefold.aot import Job
 
-BUILDER = "tilefold.ops.decode:example_launch"
+BUILDER = "tilefold.ops.cache.decode:example_launch"
 CASES = {
     "plain": {"dtype": "bfloat16", "dim": 128, "page": 0},
     "one sequence": {"dtype": "bfloat16", "dim": 128, "page": 0, "batch": 1},

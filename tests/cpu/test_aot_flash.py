@@ -37,17 +37,17 @@ def jobs(kind, builder, names, cases):
 
 
 JOBS = {
-    **jobs("rotary", "tilefold.ops.rotary:example_launch", ("dtype", "dim", "pairs", "interleaved"), ROTARY),
-    **jobs("cached", "tilefold.ops.cached:example_launch", ("dtype", "dim", "page", "seq_q"), CACHED),
-    **jobs("append", "tilefold.ops.cache_append:example_launch", ("dtype", "dim", "page", "pairs"), APPEND),
+    **jobs("rotary", "tilefold.ops.cache.rotary:example_launch", ("dtype", "dim", "pairs", "interleaved"), ROTARY),
+    **jobs("cached", "tilefold.ops.cache.cached:example_launch", ("dtype", "dim", "page", "seq_q"), CACHED),
+    **jobs("append", "tilefold.ops.cache.cache_append:example_launch", ("dtype", "dim", "page", "pairs"), APPEND),
     **jobs(
         "coded",
-        "tilefold.ops.cache_append:example_launch",
+        "tilefold.ops.cache.cache_append:example_launch",
         ("dtype", "dim", "page", "pairs", "cache", "packed", "heads", "tokens", "native"),
         CODED,
     ),
-    **jobs("merge", "tilefold.ops.merge:example_launch", ("dtype", "dim"), MERGE),
-    **jobs("weights", "tilefold.ops.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
+    **jobs("merge", "tilefold.ops.cache.merge:example_launch", ("dtype", "dim"), MERGE),
+    **jobs("weights", "tilefold.ops.dense.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
 }
 NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",
           "merge bfloat16 128",

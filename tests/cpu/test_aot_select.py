@@ -17,7 +17,7 @@ KERNELS = {
 BOTH = ("gini", "mass forced sizes")  # for every target, and for sm_90 at every length
 JOBS = {
     (f"{kernel} {length}", target): Job(
-        f"tilefold.ops.select:{builder}",
+        f"tilefold.ops.sparse.select:{builder}",
         {"plan": plan_select(SelectProblem(1, 12, 364, blocks, "forced" in kernel), device_named(device)), **options},
         target,
         label=f"{kernel} {length} for {target}",

@@ -18,7 +18,7 @@ PROBLEMS = {
     "varlen d64": SparseProblem(problem(64, varlen=True), 64, 64, 32),
 }
 EVERYWHERE = ("d128 sizes causal", "d256")
-BUILDER = "tilefold.ops.sparse_backward:example_launch"
+BUILDER = "tilefold.ops.sparse.sparse_backward:example_launch"
 JOBS = {
     (f"{part} {name}", target): Job(
         BUILDER,

@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import prefix, qkv, rand, relative
-from tilefold.ops.library import attention_op
+from tilefold.ops.dense.library import attention_op
 
 pytestmark = pytest.mark.no_poison
 

@@ -10,7 +10,7 @@ from cases import rand
 from fp8_cases import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.transpose_values import transpose_values
-from tilefold.ops.fp8_library import attention_fp8_op
+from tilefold.ops.dense.fp8_library import attention_fp8_op
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 
 H200 = device_named("h200")

@@ -207,7 +207,7 @@ def test_the_portable_plans_are_a_row_of_its_own_only_where_another_is_the_defau
 @pytest.mark.parametrize("gluon", [(), ("sparse",), ("sparse_backward",), ("sparse", "sparse_backward")])
 def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backward):
     """On an H200, where a Gluon kernel serves one direction, both or none: a forward case has no backward plan to ask about."""
-    from tilefold.ops import sparse
+    from tilefold.ops.sparse import sparse
     from tilefold.plan import device_named
     from tilefold.plan.sparse import plan_sparse
     from tilefold.plan.sparse_backward import plan_sparse_backward

@@ -176,7 +176,7 @@ def test_coded_and_turned_is_rounded_once(device, dtype):
 
 
 def test_more_sequences_than_one_step_of_the_search_and_rows_of_none(device, monkeypatch):
-    from tilefold.ops import cache_append
+    from tilefold.ops.cache import cache_append
 
     monkeypatch.setattr(cache_append, "BLOCK_SEQUENCES", 4)
     new = [2, 0, 1, 0, 0, 3, 1, 0, 2, 1, 0]
@@ -219,7 +219,7 @@ def test_strides(device):
 
 def test_rows_that_have_no_place_are_not_written(device, monkeypatch):
     """On a GPU nobody looks at the values before the kernel does."""
-    from tilefold.ops import cache_append
+    from tilefold.ops.cache import cache_append
 
     monkeypatch.setattr(cache_append, "_check_values", lambda *args: None)
     k = rand(4, 3, 2, 16, device=device)
@@ -351,7 +351,7 @@ def test_compiled(device):
 
 @pytest.mark.no_poison
 def test_operator_is_what_its_schema_says(device):
-    from tilefold.ops.cache_append import cache_append_op
+    from tilefold.ops.cache.cache_append import cache_append_op
 
     k, q = rand(6, 2, 16, device=device), rand(6, 4, 16, device=device)
     held = [torch.zeros(4, 24, 2, 16, device=device) for _ in range(2)]

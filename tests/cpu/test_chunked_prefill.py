@@ -6,8 +6,8 @@ import torch
 import tilefold
 from cases import judge, rand
 from tilefold import reference
-from tilefold.ops.cached import attention_cached
-from tilefold.ops.cached_call import Cache
+from tilefold.ops.cache.cached import attention_cached
+from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
 
 

@@ -6,9 +6,9 @@ import torch
 from cases import qkv, rand
 from coarse_cases import sized, weights
 from tilefold import sparse
-from tilefold.ops.coarse import attend_op
-from tilefold.ops.fuse import fuse_op
-from tilefold.ops.project import NAMES, project_op, spread_op
+from tilefold.ops.sparse.coarse import attend_op
+from tilefold.ops.sparse.fuse import fuse_op
+from tilefold.ops.sparse.project import NAMES, project_op, spread_op
 
 pytestmark = pytest.mark.no_poison
 

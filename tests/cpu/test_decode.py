@@ -140,7 +140,7 @@ def test_more_sequences_than_are_counted_first(device):
 
 def test_sequences_are_counted_a_chunk_at_a_time(device, monkeypatch):
     """Chunks of thousands would take the interpreter minutes."""
-    from tilefold.ops import decode
+    from tilefold.ops.cache import decode
 
     monkeypatch.setattr(decode, "ONE_CHUNK", 4)
     monkeypatch.setattr(decode, "LARGE_CHUNK", 8)

@@ -52,7 +52,7 @@ def test_compiled_is_the_eager_call(device):
 
 
 def test_the_operator_is_what_its_schema_says(device):
-    from tilefold.ops.kvcache import attention_kvcache_op
+    from tilefold.ops.cache.kvcache import attention_kvcache_op
 
     call = given(device)
     empty, q, keys = None, call["q"], (call["k_cache"], call["v_cache"])
@@ -63,7 +63,7 @@ def test_the_operator_is_what_its_schema_says(device):
 
 @pytest.mark.interpreter
 def test_nothing_is_read_on_the_host(device, monkeypatch):
-    from tilefold.ops import kvcache
+    from tilefold.ops.cache import kvcache
 
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
     monkeypatch.setattr(kvcache, "is_watched", lambda tensors: False)  # the launch itself runs under the mode
@@ -97,7 +97,7 @@ def test_a_plan_is_followed_or_refused(device):
 
 def test_stale_lengths_stay_inside(device, monkeypatch):
     """Nobody looks at them on a GPU before the kernel does: past the room they count as the room."""
-    from tilefold.ops import kvcache
+    from tilefold.ops.cache import kvcache
 
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
     k = rand(2, 16, 2, 16, device=device)

@@ -92,7 +92,9 @@ class NoHostReads(TorchDispatchMode):
 def test_nothing_is_read_on_the_host(device, monkeypatch):
     """The launches themselves run under the mode: nobody routes around it, and no values are checked as in the interpreter."""
     from tilefold import api
-    from tilefold.ops import attention, cache_append, cached, operator, rotary
+    from tilefold.ops import operator
+    from tilefold.ops.cache import cache_append, cached, rotary
+    from tilefold.ops.dense import attention
 
     monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
     for module in (api, cached, cache_append, operator, rotary):
@@ -120,10 +122,10 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
 
 def test_operators_are_what_their_schemas_say(device):
     """Which arguments change, and that fake tensors see the shapes that come out."""
-    from tilefold.ops.attention_weights import _OPERATOR as weights
-    from tilefold.ops.cache_append import cache_append_op
-    from tilefold.ops.cached import attention_cached_op
-    from tilefold.ops.rotary import _OPERATOR as turn
+    from tilefold.ops.cache.cache_append import cache_append_op
+    from tilefold.ops.cache.cached import attention_cached_op
+    from tilefold.ops.cache.rotary import _OPERATOR as turn
+    from tilefold.ops.dense.attention_weights import _OPERATOR as weights
 
     q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
     lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)

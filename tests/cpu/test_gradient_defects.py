@@ -6,7 +6,8 @@ import torch
 import tilefold
 from cases import one, qkv, rand, relative
 from tilefold import sparse
-from tilefold.ops import backward_parts, hopper
+from tilefold.ops import hopper
+from tilefold.ops.backward import backward_parts
 from tilefold.plan import AttentionProblem, SparseProblem, Tile, device_named, plan_attention_backward, plan_sparse
 from tilefold.plan.sparse_backward import plan_sparse_backward
 
@@ -112,7 +113,7 @@ def test_masks_args_get_no_gradient_either(device):
 @pytest.mark.no_poison
 def test_no_queries_and_keys_with_strides(device):
     """The dispatcher is told contiguous gradients: they must be, without queries, too, and dk and dv come together."""
-    from tilefold.ops.library import attention_backward_op
+    from tilefold.ops.dense.library import attention_backward_op
 
     q, k, v = qkv(2, 0, 5, 2, 2, 16, device=device)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)

@@ -207,7 +207,7 @@ def test_a_paged_cache_refuses_and_has_changed_nothing():
 
 def test_uneven_counts_are_one_launch(monkeypatch):
     """Packed rows with rotary go where `kvcache_append` puts them, in one call of it."""
-    from tilefold.ops import cache_append
+    from tilefold.ops.cache import cache_append
 
     calls, original = [], cache_append.cache_append
     monkeypatch.setattr(cache_append, "cache_append", lambda *given: calls.append(1) or original(*given))

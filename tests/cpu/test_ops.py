@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilefold.ops import device as ops_device
-from tilefold.ops.attention import example_launch
+from tilefold.ops.dense.attention import example_launch
 from tilefold.plan import AttentionProblem, device_named, plan_attention
 
 

@@ -8,7 +8,7 @@ import torch
 import tilefold
 from cases import qkv, rand
 from tilefold.errors import PlanError, ValueRangeError
-from tilefold.ops.attention_tiles import steps_of, tiles_of
+from tilefold.ops.dense.attention_tiles import steps_of, tiles_of
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL, hopper_options, hopper_refusal, hopper_shared_bytes, hopper_tile
 

@@ -7,7 +7,7 @@ import tilefold
 from cases import judge, rand
 from flash_cases import angles, turned
 from tilefold.compat.flash_attn.layers import rotary as layers
-from tilefold.ops.rotary import apply_rotary
+from tilefold.ops.cache.rotary import apply_rotary
 
 
 def oracle(x, cos, sin, interleaved, offsets, step=1, dtype=torch.float64):

@@ -12,7 +12,7 @@ import tilefold
 from cases import qkv
 from select_cases import rows
 from tilefold import sparse
-from tilefold.ops.select_library import gini_op, select_op
+from tilefold.ops.sparse.select_library import gini_op, select_op
 from tilefold.sparse import Selection
 
 pytestmark = pytest.mark.no_poison

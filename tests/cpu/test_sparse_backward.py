@@ -11,8 +11,8 @@ from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relati
 from index_cases import lists
 from index_cases import plan_of as forward_plan
 from tilefold import BlockIndex, reference
-from tilefold.ops import sparse as sparse_ops
-from tilefold.ops import sparse_backward as backward_ops
+from tilefold.ops.sparse import sparse as sparse_ops
+from tilefold.ops.sparse import sparse_backward as backward_ops
 from tilefold.plan import device_named
 from tilefold.plan.limits import Tile
 from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward

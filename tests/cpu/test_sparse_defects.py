@@ -8,8 +8,8 @@ import tilefold
 from cases import packed, qkv, rand
 from index_cases import cache, held, lists, plan_of
 from tilefold import BlockIndex, sparse_api
-from tilefold.ops import sparse as sparse_ops
 from tilefold.ops.launch import Launch
+from tilefold.ops.sparse import sparse as sparse_ops
 
 
 def listed(order, seq_q, seq_k, device, **sizes):

@@ -10,7 +10,7 @@ import tilefold
 from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
 from index_cases import cache, held, lists, plan_of
 from tilefold import BlockIndex
-from tilefold.ops.sparse_library import sparse_attention_paged_op
+from tilefold.ops.sparse.sparse_library import sparse_attention_paged_op
 
 
 def check(tensors, index, where, **options):
@@ -197,7 +197,7 @@ def test_values_are_checked_in_the_interpreter(name, entry, value, text):
 
 def test_a_page_of_more_than_2_to_the_31_elements_is_wide():
     """Rows of such a page are addressed in 64 bits; here only the compile-time constant is looked at, on no memory at all."""
-    from tilefold.ops.sparse import example_launch
+    from tilefold.ops.sparse.sparse import example_launch
     from tilefold.plan import AttentionProblem, device_named
     from tilefold.plan.sparse import SparseProblem, plan_sparse
 

@@ -42,7 +42,7 @@ LAUNCHER = (
     PRETEND
     + """
 from aot_cases import problem
-from tilefold.ops.attention import example_launch
+from tilefold.ops.dense.attention import example_launch
 from tilefold.plan import device_named, plan_attention
 
 for given, portable in ((problem(64), True), (problem(64, sinks=True, heads=4), False)):

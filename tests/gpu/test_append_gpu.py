@@ -7,8 +7,8 @@ import tilefold
 from cases import judge, rand
 from flash_cases import angles, turned
 from tilefold import reference
-from tilefold.ops.cached import attention_cached
-from tilefold.ops.cached_call import Cache
+from tilefold.ops.cache.cached import attention_cached
+from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
 
 DEVICE = torch.device("cuda")

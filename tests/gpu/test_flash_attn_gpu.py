@@ -7,7 +7,7 @@ from cases import judge, packed, qkv, rand
 from flash_cases import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
-from tilefold.ops.rotary import apply_rotary
+from tilefold.ops.cache.rotary import apply_rotary
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison

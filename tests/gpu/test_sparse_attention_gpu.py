@@ -7,7 +7,7 @@ import tilefold
 from cases import judge, qkv
 from index_cases import top
 from tilefold import reference
-from tilefold.ops import sparse as sparse_ops
+from tilefold.ops.sparse import sparse as sparse_ops
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison

@@ -6,8 +6,8 @@ import torch
 import tilefold
 from cases import judge, qkv, rand
 from tilefold import BlockIndex, reference
-from tilefold.ops import sparse as sparse_ops
-from tilefold.ops import sparse_backward as backward_ops
+from tilefold.ops.sparse import sparse as sparse_ops
+from tilefold.ops.sparse import sparse_backward as backward_ops
 from tilefold.plan.sparse_backward import plan_sparse_backward
 from tilefold.plan.sparse_backward_hopper import KERNEL, kept_bytes
 

@@ -6,7 +6,7 @@ import torch
 import tilefold
 from cases import judge, qkv, rand
 from tilefold import BlockIndex, reference
-from tilefold.ops import sparse as sparse_ops
+from tilefold.ops.sparse import sparse as sparse_ops
 
 DEVICE = torch.device("cuda")
 HOPPER = "sparse_forward_hopper"

@@ -5,8 +5,8 @@ import torch
 
 from cases import judge, qkv, rand
 from tilefold import BlockIndex, reference, sparse
-from tilefold.ops.sparse_call import Lists, SparseCall
-from tilefold.ops.sparse_mixed import attend_and_fuse
+from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 
 DEVICE = torch.device("cuda")
 B, S, H = 2, 500, 4

@@ -31,7 +31,7 @@ def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | N
     """The plans of the portable kernels for a sparse case of which a plan takes another kernel by itself; None where none does.
 
     Raises Unsupported if no portable tile fits."""
-    from tilefold.ops import sparse as ops
+    from tilefold.ops.sparse import sparse as ops
     from tilefold.plan.sparse import plan_sparse
     from tilefold.plan.sparse_backward import plan_sparse_backward
 

@@ -91,8 +91,8 @@ def profile_video(
     import torch
 
     from tilefold import sparse
-    from tilefold.ops.sparse_call import Lists, SparseCall
-    from tilefold.ops.sparse_mixed import attend_and_fuse
+    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 
     inputs = video_inputs(shape, where, seed)
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates

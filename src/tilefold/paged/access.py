@@ -15,7 +15,7 @@ def append_rows(
     cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
     """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
-    from ..ops.cache_append import cache_append
+    from ..ops.cache.cache_append import cache_append
 
     offsets = batch.cu_seqlens_q if batch.count is None else None
     cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets)
@@ -29,8 +29,8 @@ def attend(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, S, heads, dim], or packed [T, heads, dim], over each sequence's rows, the new ones included."""
-    from ..ops.cached import attention_cached
-    from ..ops.cached_call import Cache
+    from ..ops.cache.cached import attention_cached
+    from ..ops.cache.cached_call import Cache
     from ..ops.call import Call
 
     splits = options.pop("num_splits", 0)

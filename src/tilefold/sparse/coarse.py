@@ -7,9 +7,9 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
 from ..ops.call import SPECS, check_heads, facts_of
-from ..ops.coarse import attend_op
-from ..ops.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
 from ..ops.records import remember
+from ..ops.sparse.coarse import attend_op
+from ..ops.sparse.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
 from ..types import Layout
 
 __all__ = ["CoarseResult", "attend_rows", "coarse", "project"]

@@ -3,8 +3,8 @@
 import torch
 
 from ..errors import Unsupported
-from ..ops.fuse import forward, fuse_op
-from ..ops.project import check_layout
+from ..ops.sparse.fuse import forward, fuse_op
+from ..ops.sparse.project import check_layout
 from ..types import Layout
 
 __all__ = ["fuse"]

@@ -8,8 +8,8 @@ import torch
 
 from .. import sparse_attention
 from ..errors import DtypeError, ValueRangeError
-from ..ops.sparse_call import Lists, SparseCall
-from ..ops.sparse_mixed import attend_and_fuse
+from ..ops.sparse.sparse_call import Lists, SparseCall
+from ..ops.sparse.sparse_mixed import attend_and_fuse
 from ..ops.watch import is_transformed, is_watched, wants_gradient
 from ..types import Layout
 from .coarse import coarse as coarse_stage

@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..ops import select as _select
-from ..ops.select import SelectCall, Selected
-from ..ops.select_library import gini_dispatched, is_watched, select_dispatched
+from ..ops.sparse import select as _select
+from ..ops.sparse.select import SelectCall, Selected
+from ..ops.sparse.select_library import gini_dispatched, is_watched, select_dispatched
 from ..plan.select import LONGEST_ROW
 from .index import BlockIndex
 from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, called_tau, make_call

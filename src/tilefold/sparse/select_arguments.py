@@ -7,7 +7,7 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_share
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from ..ops.select import NOWHERE, SelectCall, Setting
+from ..ops.sparse.select import NOWHERE, SelectCall, Setting
 from .lists import padded, sizes_by_row
 from .validate import SMALLEST_BLOCK, check_whole
 

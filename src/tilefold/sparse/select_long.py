@@ -4,7 +4,7 @@ Nothing is read on the host.  Masses are whole 2^-40ths of a row's sum in int64,
 
 import torch
 
-from ..ops.select import NOWHERE, SelectCall, Selected, Setting, check_forced
+from ..ops.sparse.select import NOWHERE, SelectCall, Selected, Setting, check_forced
 from .lists import map_to_lists
 
 __all__ = ["gini_long", "select_long"]
@@ -18,7 +18,7 @@ def gini_long(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.T
 
 
 def select_long(scores: torch.Tensor, call: SelectCall) -> Selected:
-    """As `ops.select.forward`.  Memory: about 120 bytes a score while it runs."""
+    """As `ops.sparse.select.forward`.  Memory: about 120 bytes a score while it runs."""
     check_forced(scores, call)
     x = _scores(scores, call.block_sizes)
     gini, blocks = _gini(x), scores.shape[3]

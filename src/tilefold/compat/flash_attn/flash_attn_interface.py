@@ -10,10 +10,10 @@ import torch
 
 from ... import api
 from ...errors import DtypeError, ShapeError, Unsupported
-from ...ops.attention_weights import attention_weights
-from ...ops.cached import attention_cached
-from ...ops.cached_call import Cache
+from ...ops.cache.cached import attention_cached
+from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
+from ...ops.dense.attention_weights import attention_weights
 from .arguments import (
     check_tensor,
     contiguous_last,

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ...ops.cache_append import cache_append
-from ...ops.cached import attention_cached, check_cached
-from ...ops.cached_call import Cache
+from ...ops.cache.cache_append import cache_append
+from ...ops.cache.cached import attention_cached, check_cached
+from ...ops.cache.cached_call import Cache
+from ...ops.cache.rotary import apply_rotary
 from ...ops.call import Call
-from ...ops.rotary import apply_rotary
 from .arguments import check_tensor, contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
 from .results import flash_lse
 

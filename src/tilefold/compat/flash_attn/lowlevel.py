@@ -9,11 +9,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
-from ...ops.attention_weights import attention_weights
-from ...ops.cached import attention_cached
-from ...ops.cached_call import Cache
+from ...ops.cache.cached import attention_cached
+from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
-from ...ops.library import attention_backward_op, dispatched
+from ...ops.dense.attention_weights import attention_weights
+from ...ops.dense.library import attention_backward_op, dispatched
 from .arguments import check_tensor, contiguous_last, dropout_of, flash_errors, host_int, scale_of, seed_for, window_of
 from .results import flash_lse, tilefold_lse
 

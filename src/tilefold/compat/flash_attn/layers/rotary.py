@@ -6,7 +6,7 @@ import torch
 
 from ....check import check_number
 from ....errors import ShapeError, ValueRangeError
-from ....ops.rotary import apply_rotary
+from ....ops.cache.rotary import apply_rotary
 from ..arguments import check_tensor, flash_errors, host_int
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_",

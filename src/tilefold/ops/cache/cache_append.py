@@ -1,0 +1,371 @@
+"""Appending new keys and values to a KV cache in place: check, launch; and the operator for torch's dispatcher."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...check import FLOATS, TensorSpec, bind, check_own_rows
+from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..call import check_integer, keyed
+from ..device import device_of, interpreting
+from ..records import remember
+from ..watch import is_watched
+from .cached_call import check_scales
+from .rotary import ELEMENTS, angles_of
+
+__all__ = ["CODED", "LARGEST_DIM", "cache_append", "example_launch"]
+
+LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
+CODED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with factors
+BLOCK_SEQUENCES = 256  # offsets of sequences that one step of the search looks at
+_INT = (torch.int32,)
+
+
+class Append(NamedTuple):
+    """The tensors and options of one call, in the operator's order; see `cache_append`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    batch_index: torch.Tensor | None
+    block_table: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    interleaved: bool
+    cu: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+    max_seqlen: int = 0
+
+
+class Prepared(NamedTuple):
+    """What follows from a call's key.  launch None: there is nothing to write."""
+
+    sizes: dict[str, int]
+    launch: Any
+    scalars: tuple[int, ...] = ()
+    native: bool = True  # the device itself converts to e4m3, if the cache is of that
+
+
+_CACHE: dict[Any, Any] = {}
+
+
+def cache_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_index: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    cu: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+    max_seqlen: int = 0,
+) -> torch.Tensor | None:
+    """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
+    new: list[Any] = [t.detach() if isinstance(t, torch.Tensor) else t for t in (k, v, q)]
+    call = Append(k_cache, v_cache, new[0], new[1], lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale,
+                  v_scale, new[2], max_seqlen)  # fmt: skip
+    turned: torch.Tensor = (
+        cache_append_op(*call) if torch.compiler.is_compiling() or is_watched(call) else _launch(call)
+    )
+    return None if q is None else turned
+
+
+def _launch(call: Append) -> torch.Tensor:
+    key = keyed(call)
+    p = None if key is None else _CACHE.get(key)
+    if p is None:
+        p = remember(_CACHE, key, _prepare(call))
+    q = call.q
+    turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if p.launch is not None:
+        if interpreting():
+            _check_values(p.sizes, call)
+        out = None if q is None else turned
+        k_cache, v_cache = _held(call.k_cache, p.native), _held(call.v_cache, p.native)
+        p.launch((call.k, call.v, q, k_cache, v_cache, out, call.cos, call.sin, call.cu, call.lengths,
+                  call.batch_index, call.block_table, call.k_scale, call.v_scale, *p.scalars))  # fmt: skip
+    return turned
+
+
+def _held(cache: torch.Tensor, native: bool) -> torch.Tensor:
+    """The cache as the kernel takes it."""
+    return cache if native or cache.dtype != torch.float8_e4m3fn else cache.view(torch.uint8)
+
+
+def _check_values(n: dict[str, int], call: Append) -> None:
+    """Only in the interpreter, where reading costs nothing."""
+    new = [n["seq_new"]] * n["batch"]
+    if call.cu is not None:
+        offsets, new = call.cu.tolist(), call.cu.diff().tolist()
+        if offsets[0] < 0 or offsets[-1] > n["tokens"] or min(new, default=0) < 0:
+            raise ValueRangeError(f"cu_seqlens must ascend from at least 0 to at most {n['tokens']}, got {offsets}")
+        if call.max_seqlen and max(new, default=0) > call.max_seqlen:
+            raise ValueRangeError(
+                f"max_seqlen is {call.max_seqlen}, but cu_seqlens has a sequence of {max(new)} tokens"
+            )
+    lengths = call.lengths.tolist()
+    for b, (length, more) in enumerate(zip(lengths, new, strict=True)):
+        if not 0 <= length <= n["capacity"] - more:
+            raise ValueRangeError(
+                f"cache_seqlens[{b}] is {length}: {more} more tokens do not fit into {n['capacity']} rows"
+            )
+        if call.block_table is not None and more:
+            first, last = length // n["page"], (length + more - 1) // n["page"]
+            for i, page in enumerate(call.block_table[b, first : last + 1].tolist(), first):
+                if not 0 <= page < n["caches"]:
+                    raise ValueRangeError(f"block_table[{b}, {i}] is {page}, expected 0 to {n['caches'] - 1}")
+    for b, i in enumerate([] if call.batch_index is None else call.batch_index.tolist()):
+        if not 0 <= i < n["caches"]:
+            raise ValueRangeError(f"cache_batch_idx[{b}] is {i}, expected 0 to {n['caches'] - 1}")
+    check_scales((call.k_scale, call.v_scale), _written(n, call, lengths, new))
+
+
+def _written(n: dict[str, int], call: Append, lengths: list[int], new: list[int]) -> set[int]:
+    """The pages, or caches, that get rows."""
+    if call.block_table is None:
+        own = range(n["batch"]) if call.batch_index is None else call.batch_index.tolist()
+        return {i for i, more in zip(own, new, strict=True) if more}
+    rows = zip(call.block_table.tolist(), lengths, new, strict=True)
+    return {page for row, at, more in rows if more for page in row[at // n["page"] : (at + more - 1) // n["page"] + 1]}
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def _specs(call: Append) -> tuple[TensorSpec, ...]:
+    """Everything but the tables of angles.  Float caches have the dtype of k, coded ones any source's."""
+    coded = isinstance(call.k_cache, torch.Tensor) and call.k_cache.dtype in CODED
+    last: dict[str, Any] = {"contiguous_last": True}
+    new = "tokens" if call.cu is not None else "batch seq_new"
+    batch = "sequences" if call.cu is not None else "batch"
+    source: dict[str, Any] = {} if coded else {"same_dtype_as": "k_cache"}
+    return (
+        TensorSpec("k_cache", "caches capacity kv_heads dim_qk", (*FLOATS, *CODED), **last),
+        TensorSpec("v_cache", "caches capacity kv_heads dim_v", (*FLOATS, *CODED), same_dtype_as="k_cache", **last),
+        TensorSpec("k", f"{new} kv_heads dim_qk", FLOATS, **source, **last),
+        TensorSpec("v", f"{new} kv_heads dim_v", FLOATS, same_dtype_as="k", **last),
+        TensorSpec("cache_seqlens", batch, _INT, **last),
+        TensorSpec("cu_seqlens", "sequences+1", _INT, optional=True, **last),
+        TensorSpec("cache_batch_idx", batch, _INT, optional=True, **last),
+        TensorSpec("block_table", f"{batch} max_pages", _INT, optional=True, **last),
+        TensorSpec("k_scale", "kv_heads / caches kv_heads", (torch.float32,), optional=True),
+        TensorSpec("v_scale", "kv_heads / caches kv_heads", (torch.float32,), optional=True),
+        TensorSpec("q", f"{new} heads dim_qk", FLOATS, same_dtype_as="k", optional=True, **last),
+    )
+
+
+def _sizes(call: Append) -> dict[str, int]:
+    """Everything that is wrong with a call; its sizes, "capacity" that of a sequence, "page" 0 without pages."""
+    if not isinstance(call.interleaved, bool):
+        raise DtypeError(f"interleaved must be a bool, got {call.interleaved!r}")
+    check_integer("max_seqlen", call.max_seqlen)
+    if isinstance(call.max_seqlen, int) and call.max_seqlen < 0:
+        raise ValueRangeError(f"max_seqlen must be at least 0, got {call.max_seqlen}")
+    names = {"lengths": "cache_seqlens", "batch_index": "cache_batch_idx", "cu": "cu_seqlens"}
+    n = bind(_specs(call), {names.get(name, name): value for name, value in call._asdict().items()})
+    _check_factors(call)
+    check_own_rows("k_cache", call.k_cache)
+    check_own_rows("v_cache", call.v_cache)
+    if not (1 <= n["dim_qk"] <= LARGEST_DIM and 1 <= n["dim_v"] <= LARGEST_DIM):
+        raise Unsupported(f"k and v have head dims {n['dim_qk']} and {n['dim_v']}; accepted: 1 to {LARGEST_DIM}")
+    if call.cu is not None:
+        if n["sequences+1"] != n["sequences"] + 1:
+            raise ShapeError(
+                f"cu_seqlens has {n['sequences+1']} offsets, cache_seqlens {n['sequences']} sequences: expected [batch + 1] and "
+                f"[batch]"
+            )
+        n |= {"batch": n["sequences"], "seq_new": call.max_seqlen}
+    else:
+        n["tokens"] = n["batch"] * n["seq_new"]
+        if call.max_seqlen:
+            raise ValueRangeError(f"max_seqlen is {call.max_seqlen}, but there are no cu_seqlens")
+    n["page"] = 0
+    if call.block_table is not None:
+        if n["capacity"] < 1:
+            raise ShapeError(f"k_cache has shape {tuple(call.k_cache.shape)}: a page must hold at least 1 key")
+        n |= {"page": n["capacity"], "capacity": n["capacity"] * n["max_pages"]}
+        if call.batch_index is not None:
+            raise Unsupported(
+                "cache_batch_idx and block_table were both given: the table's rows say which cache a sequence has"
+            )
+    if n["seq_new"] > n["capacity"]:
+        given = "k has" if call.cu is None else "max_seqlen is"
+        raise ShapeError(f"{given} {n['seq_new']} new tokens, the cache has room for {n['capacity']}")
+    return n | _angles(call, n)
+
+
+def _check_factors(call: Append) -> None:
+    """They are there where the cache holds bytes, and only there."""
+    held = str(call.k_cache.dtype).removeprefix("torch.")
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is None and call.k_cache.dtype in CODED:
+            raise ValueRangeError(f"{name} must be given with a cache of {held}: what is stored is divided by it")
+        if scale is not None and call.k_cache.dtype not in CODED:
+            raise DtypeError(
+                f"{name} was given, but k_cache and v_cache hold {held}: factors belong to float8_e4m3fn and int8"
+            )
+
+
+def _angles(call: Append, n: dict[str, int]) -> dict[str, int]:
+    if (call.cos is None) != (call.sin is None):
+        raise ValueRangeError("rotary_cos and rotary_sin come together")
+    if call.cos is None or call.sin is None:
+        if call.q is not None:
+            raise ValueRangeError("q was given without rotary_cos and rotary_sin: there is nothing to do with it")
+        return {"positions": 0, "pairs": 0}
+    positions, pairs = angles_of(
+        call.cos, call.sin, n["dim_qk"], ("k_cache", call.k_cache), ("rotary_cos", "rotary_sin")
+    )
+    return {"positions": positions, "pairs": pairs}
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def _code(k_cache: torch.Tensor, native: bool) -> int:
+    """How the kernel is to encode: a constant of `device.encode`."""
+    from ...device import encode
+
+    if k_cache.dtype == torch.int8:
+        return int(encode.INT8.value)
+    if k_cache.dtype == torch.float8_e4m3fn:
+        return int((encode.E4M3 if native else encode.E4M3_BY_HAND).value)
+    return int(encode.PLAIN.value)
+
+
+def _prepare(call: Append) -> Prepared:
+    n = _sizes(call)
+    native, sms = True, 132
+    if call.k_cache.device.type != "meta":
+        device = device_of(call.k_cache.device)
+        native, sms = device.generation >= 89, device.sms
+    return _bind(call, n, native, sms)
+
+
+def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
+    """Grid, scalars and constants."""
+    from ...kernels.cache_append import cache_append as kernel
+    from ..launch import Launch
+
+    heads = 0 if call.q is None else n["heads"]
+    most = n["tokens"] * max(n["kv_heads"], heads)
+    if n["batch"] == 0 or most == 0:
+        return Prepared(n, None)
+    if most >= 1 << 30:
+        raise Unsupported(
+            f"k has {n['tokens']} tokens of {max(n['kv_heads'], heads)} heads: {most} rows, accepted: below 2^30"
+        )
+    width = 1 << (max(n["dim_qk"], n["dim_v"]) - 1).bit_length()
+    rest = n["dim_qk"] - 2 * n["pairs"]
+    rows = max(1, ELEMENTS // width)
+    while rows > 1 and most < rows * sms:  # few tokens: over all SMs, a warp each
+        rows //= 2
+    constants = {
+        "INTERLEAVED": call.interleaved,
+        "CODE": _code(call.k_cache, native),
+        "EMULATE": interpreting() and call.k.dtype == torch.bfloat16,
+        "PAGE": n["page"],
+        "DIM_QK": n["dim_qk"],
+        "DIM_V": n["dim_v"],
+        "PAIRS": n["pairs"],
+        "BLOCK_M": rows,
+        "BLOCK_B": min(BLOCK_SEQUENCES, 1 << (n["batch"] - 1).bit_length()),
+        "BLOCK_P": 1 << max(0, n["pairs"] - 1).bit_length(),
+        "BLOCK_QK": 1 << max(0, rest - 1).bit_length(),
+        "BLOCK_V": 1 << (n["dim_v"] - 1).bit_length(),
+    }
+    own = -(-n["tokens"] * n["kv_heads"] // rows)
+    programs = own + -(-n["tokens"] * heads // rows)
+    warps = max(1, min(4, rows * width // (ELEMENTS // 4)))
+    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": warps}, call.k.device.index or 0)
+    return Prepared(n, launch, _scalars(call, n, heads, own), native)
+
+
+def _scalars(call: Append, n: dict[str, int], heads: int, own: int) -> tuple[int, ...]:
+    def rows(t: torch.Tensor | None) -> tuple[int, ...]:
+        if t is None:
+            return 0, 0, 0
+        return (0, *t.stride()[:2]) if call.cu is not None else t.stride()[:3]
+
+    def factors(t: torch.Tensor | None) -> tuple[int, int]:
+        if t is None:
+            return 0, 0
+        return (0 if t.dim() == 1 else t.stride(0)), t.stride(-1)
+
+    table, cos, sin = call.block_table, call.cos, call.sin
+    return (
+        n["tokens"], n["batch"], max(1, n["seq_new"]), n["capacity"], n["caches"], n["positions"], n["kv_heads"],
+        max(1, heads), own, 0 if table is None else table.stride(0), *rows(call.k), *rows(call.v), *rows(call.q),
+        heads * n["dim_qk"], n["dim_qk"],
+        *call.k_cache.stride()[:3], *call.v_cache.stride()[:3], 0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0), *factors(call.k_scale), *factors(call.v_scale),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+@torch.library.custom_op("tilefold::cache_append", mutates_args=("k_cache", "v_cache"))
+def cache_append_op(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_index: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    cu: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+    max_seqlen: int = 0,
+) -> torch.Tensor:
+    """`cache_append` for those who trace or watch; an empty tensor without q."""
+    return _launch(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale,
+                          q, max_seqlen))  # fmt: skip
+
+
+@cache_append_op.register_fake
+def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
+      batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cos: torch.Tensor | None,
+      sin: torch.Tensor | None, interleaved: bool, cu: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+      v_scale: torch.Tensor | None = None, q: torch.Tensor | None = None, max_seqlen: int = 0) -> torch.Tensor:  # fmt: skip
+    _sizes(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale, q,
+                  max_seqlen))  # fmt: skip
+    return k.new_empty(0 if q is None else q.shape)
+
+
+def example_launch(
+    dtype: str, dim: int, page: int, pairs: int, cache: str = "", packed: bool = False, heads: int = 0, tokens: int = 64,
+    native: bool = True,
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.
+
+    cache: dtype of the caches, "" for that of the source; heads: of q, 0 for none; native: the device converts to e4m3."""
+    kind, held = getattr(torch, dtype), getattr(torch, cache or dtype)
+    caches = torch.empty((64, page or 4096, 2, dim), dtype=held, device="meta")
+    new = torch.empty((tokens, 2, dim) if packed else (64, tokens // 64, 2, dim), dtype=kind, device="meta")
+    q = torch.empty((*new.shape[:-2], heads, dim), dtype=kind, device="meta") if heads else None
+    index = torch.empty(64, dtype=torch.int32, device="meta")
+    cu = torch.empty(65, dtype=torch.int32, device="meta") if packed else None
+    table = torch.empty((64, 16), dtype=torch.int32, device="meta") if page else None
+    cos = torch.empty((8192, pairs), dtype=kind, device="meta") if pairs else None
+    scale = torch.empty(64, 2, dtype=torch.float32, device="meta") if cache else None
+    call = Append(caches, caches, new, new, index, None, table, cos, cos, True, cu, scale, scale, q)
+    p = _bind(call, _sizes(call), native, 132)
+    caches = _held(caches, native)
+    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *p.scalars)
+    return p.launch.fn, args, p.launch.keywords

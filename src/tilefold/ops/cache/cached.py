@@ -1,0 +1,319 @@
+"""Forward attention over a KV cache: check, plan, allocate, launch, merge; and the operator for torch's dispatcher."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import Unsupported
+from ..call import UNBOUNDED, Call, Packed, check_offsets, window_of
+from ..dense.attention import dropout_of, head_strides, kind_of, mods_of, problem_of
+from ..device import device_of, interpreting
+from ..records import remember
+from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
+from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_values
+
+__all__ = ["attention_cached", "check_cached", "example_launch"]
+
+BLOCK_SPLITS = 32  # partials that one step of the merge takes in
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key.  launch None: there is nothing to compute."""
+
+    sizes: dict[str, int]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    splits: int = 1
+    scalars: tuple[Any, ...] = ()
+    launch: Any = None
+    merge: Any = None
+    merge_args: tuple[Any, ...] = ()
+    mods: Any = None
+    decode: Any = None
+
+
+_CACHE: dict[Any, Prepared] = {}
+
+
+def attention_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of attention over keys in a cache; forward only: its backward pass raises Unsupported.
+
+    q: [batch, seq_q, heads, dim], or [total_q, heads, dim] with cache.cu_q; k, v and the rest: see `Cache`.  Of the call:
+    causal, window, scale, softcap, alibi_slopes, sinks, dropout.  Results, masks and errors are those of `attention`, of each
+    sequence with the keys that the cache says it has."""
+    tensors = (q, k, v, call.alibi_slopes, call.sinks)
+    keys = ("k", "v") if cache.cu_k is not None else ("k_cache", "v_cache")
+    refuse_derivatives(("q", *keys, "alibi_slopes", "sinks"), tensors, "attention over a KV cache")
+    if (
+        torch.compiler.is_compiling()
+        or is_transformed()
+        or is_watched((*tensors, *cache[:6]))
+        or (torch.is_grad_enabled() and wants_gradient(tensors))
+    ):
+        left, right = window_of(call.window, call.causal)
+        found: tuple[torch.Tensor, torch.Tensor] = attention_cached_op(
+            q, k, v, call.alibi_slopes, call.sinks, call.dropout_seed, *cache, call.causal, left, right, call.scale,
+            float(call.softcap), float(call.dropout_p))  # fmt: skip
+        return found
+    return _forward(q, k, v, call, cache)
+
+
+def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> None:
+    """Raise what `attention_cached` would, for callers that write into the cache before they call it.
+
+    What is being traced is left to the operator, which checks before anything runs."""
+    if (
+        torch.compiler.is_compiling()
+        or is_transformed()
+        or is_watched((q, k, v, call.alibi_slopes, call.sinks, *cache[:6]))
+    ):
+        return
+    p = _record(q, k, v, call, cache)
+    if interpreting():
+        _check_all_values(q, k, cache, p)
+
+
+def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepared) -> None:
+    """What index tensors hold: in the interpreter only, where reading costs nothing."""
+    if p.launch is None:
+        return
+    check_values(cache, p.sizes)
+    for cu, x in ((cache.cu_q, q), (cache.cu_k if cache.block_table is None else None, k)):
+        if cu is not None:
+            check_offsets(Packed(cu, cu, 0, 0), x.shape[0], x.shape[0])
+
+
+def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
+    """What a call of this kind left, or leaves now."""
+    try:
+        key = cached_key(q, k, v, call, cache)
+        p = _CACHE.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        p = key = None
+    if p is None:
+        p = _prepare(q, k, v, call, cache)
+        if key is not None:
+            remember(_CACHE, key, p)
+    return p
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = _record(q, k, v, call, cache)
+    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    if p.launch is None:
+        return out, lse
+    if interpreting():
+        _check_all_values(q, k, cache, p)
+    if p.decode is not None:
+        p.decode.run(q, k, v, out, lse, call, cache, (None, None))
+        return out, lse
+    parts: tuple[torch.Tensor, torch.Tensor] = out, lse
+    if p.splits > 1:
+        parts = (
+            torch.empty((p.splits, *p.out_shape), dtype=torch.float32, device=q.device),
+            torch.empty((p.splits, *p.lse_shape), dtype=torch.float32, device=q.device),
+        )
+    score, masks = mods_of(p.mods, float(call.softcap), call, q.dtype == torch.float32)
+    p.launch(
+        (q, k, v, *parts, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *p.scalars, score, masks, dropout_of(call))
+    )
+    if p.merge is not None:
+        p.merge((*parts, out, lse, *p.merge_args))
+    return out, lse
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
+    from ...plan.cached import plan_cached
+
+    sizes = cached_sizes(q, k, v, call, cache)
+    shapes = cached_shapes(sizes, cache)
+    device = device_of(q.device)
+    if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
+        return Prepared(sizes, *shapes)
+    if (decode := _decoder(q, k, v, call, cache, sizes, device)) is not None:
+        return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
+    named = {**sizes, "seq_k": sizes["capacity"]}
+    window = window_of(call.window, call.causal)
+    tile, splits = plan_cached(problem_of(q, k, v, call, named, window), device, cache.splits)
+    return _bind(q, k, v, call, cache, sizes, tile, splits)
+
+
+def _decoder(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], device: Any
+) -> Any:  # fmt: skip
+    """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
+    from ...plan.decode import plan_decode, serves
+    from .decode import bind_decode, problem_of_decode
+
+    problem = problem_of_decode(q, k, v, call, cache, sizes, False)
+    if serves(problem):
+        return None
+    return bind_decode(q, k, v, call, cache, sizes, (None, None), plan_decode(problem, device, cache.splits))
+
+
+def _bind(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], tile: Any, splits: int
+) -> Prepared:  # fmt: skip
+    """Kernel, grid, scalars and constants."""
+    from ...device import mods
+    from ...kernels.attention_cached import attention_cached as kernel
+    from ...plan.problem import padded_head_dim
+    from ..launch import Launch
+
+    n, paged, device = sizes, cache.block_table is not None, q.device.index or 0
+    out_shape, lse_shape = cached_shapes(sizes, cache)
+    window = window_of(call.window, call.causal)
+    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
+    out_strides = _row_strides(out_shape)
+    block_v = padded_head_dim(n["dim_v"])
+    emulate = interpreting() and q.dtype == torch.bfloat16
+    constants = {
+        "PAGE": n["page_size"] if paged else 0,
+        "PADDED": cache.pads is not None,
+        "KIND": kind_of(window),
+        "EMULATE": emulate,
+        "WIDE": rows[0][1] * tile.block_m >= 1 << 31 or n.get("page_size", 0) * max(rows[1][1], rows[2][1]) >= 1 << 31,
+        "DIM_QK": n["dim_qk"],
+        "DIM_V": n["dim_v"],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_QK": padded_head_dim(n["dim_qk"]),
+        "BLOCK_V": block_v,
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.maxnreg is not None:
+        options["maxnreg"] = tile.maxnreg
+    programs = -(-n["seq_q"] // tile.block_m) * n["heads"] * n["batch"]
+    if programs >= 1 << 31:
+        raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
+    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
+    scalars = (
+        scale, n["seq_q"], n["capacity"], cache.more, n["heads"], n["heads"] // n["kv_heads"], left, right,
+        0 if call.sinks is None else call.sinks.stride(0), 0 if cache.block_table is None else cache.block_table.stride(0),
+        math.prod(lse_shape), per_batch, lse_shape[-1], *rows[0], *rows[1], *rows[2], math.prod(out_shape), *out_strides,
+    )  # fmt: skip
+    merge, merge_args = None, ()
+    if splits > 1:
+        merge, merge_args = _merge(out_shape, lse_shape, splits, emulate, block_v, device)
+    launch = Launch(kernel, (programs, splits, 1), constants, options, device)
+    return Prepared(sizes, out_shape, lse_shape, splits, scalars, launch, merge, merge_args, mods)
+
+
+def _row_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(batch, row, head) strides of a contiguous [B, S, H, D], or of [T, H, D] with 0 for the batch."""
+    batch = 0 if len(shape) == 3 else math.prod(shape[1:])
+    return batch, shape[-2] * shape[-1], shape[-1]
+
+
+def _merge(
+    out_shape: tuple[int, ...], lse_shape: tuple[int, ...], splits: int, emulate: bool, block_v: int, device: int
+) -> tuple[Any, Any]:
+    """The launch that merges the splits; a packed batch is one sequence to it."""
+    from ...kernels.combine import combine
+    from ..launch import Launch
+
+    batch, rows, heads, dim = (1, *out_shape) if len(out_shape) == 3 else out_shape
+    constants = {"EMULATE": emulate, "DIM": dim, "BLOCK_D": block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": False}
+    launch = Launch(combine, (math.prod(lse_shape), 1, 1), constants, {"num_warps": max(1, block_v // 128)}, device)
+    strides = _row_strides(out_shape)
+    return launch, (splits, batch, rows, heads, math.prod(out_shape), *strides, *strides)
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+@torch.library.custom_op("tilefold::attention_cached", mutates_args=())
+def attention_cached_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    pads: torch.Tensor | None,
+    batch_index: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    more: int,
+    splits: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `attention_cached`."""
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+                dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
+    return _forward(q, k, v, call, cache)
+
+
+@attention_cached_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
+    batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
+    max_q: int, max_k: int, more: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None,
+    softcap: float, dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+                dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
+    out_shape, lse_shape = cached_shapes(cached_sizes(q, k, v, call, cache), cache)
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise Unsupported(
+        "attention over a KV cache (block_table, seqused_k, leftpad_k, cache_seqlens) is forward only: call it under "
+        "torch.no_grad(), or gather the keys and use attention or attention_varlen"
+    )
+
+
+attention_cached_op.register_autograd(_refuse)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    dtype: str, dim: int, page: int, seq_q: int = 1, causal: bool = True, splits: int = 4, device: str = "h200"
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
+    from ...plan.cached import plan_cached
+    from ...plan.device import device_named
+
+    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    dt = getattr(torch, dtype)
+    q = tensor(2, seq_q, 8, dim, kind=dt)
+    k = tensor(64, page, 2, dim, kind=dt) if page else tensor(2, 4096, 2, dim, kind=dt)
+    cache = Cache(tensor(2), block_table=tensor(2, 32) if page else None, splits=splits)
+    call = Call(causal=causal)
+    sizes = cached_sizes(q, k, k, call, cache)
+    problem = problem_of(q, k, k, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
+    tile, parts = plan_cached(problem, device_named(device), splits)
+    p = _bind(q, k, k, call, cache, sizes, tile, parts)
+    out, lse = tensor(*p.out_shape, kind=torch.float32), tensor(*p.lse_shape, kind=torch.float32)
+    args = (q, k, k, out, lse, None, None, None, *cache[:4], *p.scalars, (), (), ())
+    return p.launch.fn, args, p.launch.keywords

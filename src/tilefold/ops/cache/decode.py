@@ -1,0 +1,278 @@
+"""The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import Unsupported
+from ..call import UNBOUNDED, Call, window_of
+from ..dense.attention import head_strides, kind_of, mods_of, problem_of
+from ..device import interpreting
+from .cached_call import Cache, cached_shapes
+from .decode_counters import counters
+
+if TYPE_CHECKING:
+    from ...plan.decode import DecodePlan, DecodeProblem
+    from ...plan.device import Device
+
+__all__ = ["Decoder", "bind_decode", "example_launch", "problem_of_decode", "shares_storage", "storage_of"]
+
+ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a time
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class Decoder:
+    """A call of one kind, ready to be run again and again."""
+
+    plan: "DecodePlan"
+    launch: Any
+    merge: Any
+    scalars: tuple[Any, ...]
+    merge_scalars: tuple[Any, ...]
+    mods: Any
+    as_bytes: bool  # the kernel takes e4m3 as bytes
+    in_pairs: bool  # and two elements of V as one of 16 bits
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
+        cache: Cache, scales: Scales,
+    ) -> None:  # fmt: skip
+        """Launch; out and lse are written."""
+        plan, device = self.plan, q.device
+        part = stat = arrived = None
+        if plan.splits != 1:
+            rows = plan.slots * plan.block_m
+            part = torch.empty((rows, out.shape[-1]), dtype=torch.float32, device=device)
+            stat = torch.empty((2 * rows,), dtype=torch.float32, device=device)
+            if plan.merge == "last":
+                arrived = counters(plan.items, device)
+        if self.as_bytes:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+        if self.in_pairs:
+            v = v.view(torch.int16)
+        score, _ = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
+        self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived,
+                     *self.scalars, score))  # fmt: skip
+        if self.merge is not None:
+            self.merge((part, stat, out, lse, cache.cu_q, cache.cu_k, *cache[:2], *self.merge_scalars))
+
+
+def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:
+    """How K and V are stored, as plans call it."""
+    return "plain" if k.dtype == q.dtype else str(k.dtype).removeprefix("torch.")
+
+
+def shares_storage(k: torch.Tensor, v: torch.Tensor, scales: Scales, paged: bool) -> bool:
+    """V is the first columns of K in the same memory.  Scales of pages have to be the same, too: a tile is multiplied once."""
+    same = (
+        k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1]
+    )
+    if not same or k.device.type == "meta":
+        return False
+    per_page = paged and any(t is not None and t.dim() == 2 for t in scales)
+    return not per_page or scales[0] is scales[1]
+
+
+def problem_of_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool
+) -> "DecodeProblem":
+    from ...plan.decode import DecodeProblem
+
+    window = window_of(call.window, call.causal)
+    attention = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
+    page = sizes["page_size"] if cache.block_table is not None else 0
+    return DecodeProblem(attention, storage_of(q, k), page, shared)
+
+
+def _quant(storage: str, device: "Device") -> int:
+    """Which of device.cache's conversions."""
+    from ...device import cache as kinds
+
+    if storage == "plain":
+        return int(kinds.PLAIN.value)
+    native = device.backend == "cuda"
+    if storage == "int8":
+        return int((kinds.INT8 if native else kinds.INT8_CAST).value)
+    return int((kinds.E4M3 if native and device.generation >= 89 else kinds.E4M3_BITS).value)
+
+
+def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache: Cache, scales: Scales, wide: bool,
+               pairs: bool, window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
+    from ...plan.problem import next_power_of_two
+
+    p, a = plan.problem, plan.problem.attention
+    rows = next_power_of_two(min(p.rows, plan.block_m))
+    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
+    once = registers * plan.device.warp_size * plan.num_warps // (rows * a.block_v)
+    paged = p.page_size > 0
+    batch = sizes["batch"]
+    quant = _quant(p.storage, plan.device)
+    # a quantised tile is exact in float16, so only bfloat16 and what the interpreter cannot do go through fp32
+    emulate = interpreting() and (q.dtype == torch.bfloat16)
+    return {
+        "PAGE": p.page_size,
+        "PADDED": cache.pads is not None,
+        "KIND": kind_of(window),
+        "EMULATE": emulate,
+        "WIDE": wide,
+        "QUANT": quant,
+        "PER_PAGE": paged and any(t is not None and t.dim() == 2 for t in scales),
+        "SHARED": p.shared,
+        "PAIRS": pairs,
+        "EVEN": plan.splits == 0,
+        "FUSED": plan.merge == "last",
+        "EARLY": _early(plan.device),
+        "DIM_K": a.dim_v if p.shared else a.dim_qk,
+        "DIM_REST": a.dim_qk - a.dim_v if p.shared else 0,
+        "DIM_V": a.dim_v,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": p.block_k,
+        "BLOCK_REST": p.block_rest,
+        "BLOCK_V": a.block_v,
+        "BLOCK_B": 1 if batch == 1 else ONE_CHUNK if batch <= ONE_CHUNK else LARGE_CHUNK,
+        "ROWS": rows,
+        "BLOCK_S": max(1, min(32, next_power_of_two(once + 1) // 2)),
+    }
+
+
+def bind_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], scales: Scales,
+    plan: "DecodePlan",
+) -> Decoder:  # fmt: skip
+    """Kernel, grid, scalars and constants of a plan."""
+    from ...device import mods
+    from ...kernels.attention_decode import attention_decode as kernel
+    from ..launch import Launch
+
+    n, index, p = sizes, q.device.index or 0, plan.problem
+    out_shape, lse_shape = cached_shapes(sizes, cache)
+    window = window_of(call.window, call.causal)
+    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
+    wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
+    wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31
+    pairs = _lies_in_pairs(v, plan.problem)
+    if pairs:
+        rows[2] = tuple(stride // 2 for stride in rows[2])
+    constants = _constants(plan, q, sizes, cache, scales, wide, pairs, window)
+    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
+    batch_stride = 0 if len(out_shape) == 3 else math.prod(out_shape[1:])
+    strides_out = (batch_stride, out_shape[-2] * out_shape[-1], out_shape[-1])
+    shape = (n["batch"], n["seq_q"], n["capacity"], cache.more, n["kv_heads"], n["heads"] // n["kv_heads"], left, right,
+             plan.blocks, max(1, plan.splits), plan.least)  # fmt: skip
+    scalars = (
+        scale, *shape, 0 if call.sinks is None else call.sinks.stride(0),
+        0 if cache.block_table is None else cache.block_table.stride(0), per_batch, lse_shape[-1],
+        *_scale_strides(scales[0]), *_scale_strides(scales[1]), *rows[0], *rows[1], *rows[2], *strides_out,
+    )  # fmt: skip
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
+    if plan.maxnreg is not None:
+        options["maxnreg"] = plan.maxnreg
+    launch = Launch(kernel, (plan.grid, 1, 1), constants, options, index)
+    merge: Any = None
+    merge_scalars: tuple[Any, ...] = ()
+    if plan.merge == "kernel" and plan.splits != 1:
+        merge = _merge(plan, constants, n, index)
+        merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
+    as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
+    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
+
+
+def _early(device: "Device") -> bool:
+    """Whether kernels may be launched before those they depend on are through."""
+    return device.backend == "cuda" and device.generation >= 90
+
+
+def _dependent(device: "Device") -> dict[str, bool]:
+    return {"launch_pdl": True} if _early(device) else {}
+
+
+def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
+    """Two bytes of V can be taken for one element of 16 bits."""
+    if problem.storage == "plain" or problem.shared or v.shape[-1] % 2 or v.shape[-1] < 32:
+        return False
+    return all(stride % 2 == 0 for stride in v.stride()[:-1]) and v.storage_offset() % 2 == 0 and v.data_ptr() % 2 == 0
+
+
+def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
+    """(over pages or caches, over heads)."""
+    if scales is None:
+        return 0, 0
+    return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
+
+
+def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int], index: int) -> Any:
+    """The launch that merges what the main kernel left in parts."""
+    from ...kernels.decode_combine import decode_combine
+    from ..launch import Launch
+
+    names = ("EARLY", "PAGE", "KIND", "EMULATE", "EVEN", "DIM_V", "BLOCK_M", "BLOCK_N", "BLOCK_V", "BLOCK_B")
+    block_s = max(1, 4096 // constants["BLOCK_V"])
+    kept = {name: constants[name] for name in names}
+    heads = plan.blocks * sizes["kv_heads"]
+    if max(heads, sizes["batch"]) > 65535:
+        raise Unsupported(
+            f"merging by a kernel takes at most 65535 sequences, and KV heads times row blocks, got {sizes['batch']} and {heads}"
+        )
+    rows = min(plan.block_m, plan.problem.rows)
+    grid = (rows, heads, sizes["batch"])
+    return Launch(
+        decode_combine, grid, {**kept, "BLOCK_S": min(32, block_s)}, {"num_warps": 4, **_dependent(plan.device)}, index
+    )
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
+    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 32, splits: int = 0, **changes: Any,
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
+    from dataclasses import replace
+
+    from ...plan.decode import plan_decode
+    from ...plan.device import device_named
+    from .cached_call import cached_sizes
+
+    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    dt = getattr(torch, dtype)
+    stored = dt if storage == "plain" else getattr(torch, storage)
+    q = tensor(batch, seq_q, 2 * group, dim, kind=dt)
+    k = tensor(64, page, 2, dim, kind=stored) if page else tensor(batch, 4096, 2, dim, kind=stored)
+    v = k[..., :dim_v] if dim_v else k
+    scale = (
+        None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
+    )
+    scales = (scale, scale)
+    cache = Cache(tensor(batch), block_table=tensor(batch, 32) if page else None)
+    call = Call(causal=causal)
+    sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=bool(dim_v))
+    record = device_named(device)
+    plan = plan_decode(problem_of_decode(q, k, v, call, cache, sizes, bool(dim_v)), record, splits)
+    made = bind_decode(
+        q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes)
+    )
+    out_shape, lse_shape = cached_shapes(sizes, cache)
+    out, lse, floats = (
+        tensor(*out_shape, kind=dt),
+        tensor(*lse_shape, kind=torch.float32),
+        tensor(64, kind=torch.float32),
+    )
+    if merge:
+        args = (floats, floats, out, lse, None, None, *cache[:2], *made.merge_scalars)
+        return made.merge.fn, args, made.merge.keywords
+    if made.as_bytes:
+        k, v = tensor(*k.shape, kind=torch.uint8), tensor(*v.shape, kind=torch.uint8)
+    if made.in_pairs:
+        v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
+    parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *made.scalars, ())
+    return made.launch.fn, args, made.launch.keywords

@@ -1,0 +1,279 @@
+"""attention_kvcache: check, plan, allocate, launch; and the operator for torch's dispatcher.
+
+By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
+are attention_cached's, whose tiles have the rows of one head."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...check import TensorSpec, bind
+from ...errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
+from ..call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
+from ..device import device_of, interpreting
+from ..records import remember
+from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
+from .cached_call import (
+    QUANTISED,
+    Cache,
+    cached_key,
+    cached_shapes,
+    cached_sizes,
+    check_longest,
+    check_scales,
+    check_values,
+)
+from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
+
+if TYPE_CHECKING:
+    from ...plan.decode import DecodePlan
+
+__all__ = ["attention_kvcache", "check_contents", "plan_of"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key.  decoder None: there is nothing to compute, or, with prompts, attention_cached does."""
+
+    sizes: dict[str, int]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    decoder: Decoder | None = None
+    prompts: bool = False
+
+
+_CACHE: dict[Any, Prepared] = {}
+_FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
+
+
+def attention_kvcache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, check: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first."""
+    tensors = (q, k, v, call.alibi_slopes, call.sinks, *scales)
+    refuse_derivatives(_FLOATING, tensors, "attention_kvcache")
+    compiling = torch.compiler.is_compiling()
+    if check and compiling:
+        raise Unsupported("check=True reads index tensors on the host: call it outside torch.compile")
+    if (
+        compiling
+        or is_transformed()
+        or is_watched((*tensors, *cache[:6]))
+        or (torch.is_grad_enabled() and wants_gradient(tensors))
+    ):
+        if plan is not None:
+            raise Unsupported(
+                "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
+            )
+        found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
+            q, k, v, call.alibi_slopes, call.sinks, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
+            *_sides(call), call.scale, float(call.softcap))  # fmt: skip
+        return found
+    return _forward(q, k, v, call, cache, scales, plan, check)
+
+
+def _sides(call: Call) -> tuple[int, int]:
+    from ..call import window_of
+
+    return window_of(call.window, call.causal)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, check: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = _record(q, k, v, call, cache, scales, plan)
+    if p.prompts:
+        from .cached import attention_cached
+
+        if check:
+            check_contents(q, cache, scales, p.sizes)
+        return attention_cached(q, k, v, call, cache)
+    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    if p.decoder is None:
+        return out, lse
+    if check or interpreting():
+        check_contents(q, cache, scales, p.sizes)
+    p.decoder.run(q, k, v, out, lse, call, cache, scales)
+    return out, lse
+
+
+def _record(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any
+) -> Prepared:
+    """What a call of this kind left, or leaves now."""
+    try:
+        facts = tuple(None if t is None else facts_of(t) for t in scales)
+        key = (cached_key(q, k, v, call, cache), facts, k.data_ptr() == v.data_ptr(), scales[0] is scales[1], plan)
+        p = _CACHE.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        p = key = None
+    if p is None:
+        p = _prepare(q, k, v, call, cache, scales, plan)
+        if key is not None:
+            remember(_CACHE, key, p)
+    return p
+
+
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any
+) -> Prepared:
+    from ...plan.decode import serves
+
+    sizes, shared = _checked(q, k, v, call, cache, scales)
+    shapes = cached_shapes(sizes, cache)
+    device_of(q.device)
+    if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
+        return Prepared(sizes, *shapes)
+    made = _planned(q, k, v, call, cache, sizes, shared, plan)
+    if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
+        return Prepared(sizes, *shapes, prompts=True)
+    return Prepared(sizes, *shapes, bind_decode(q, k, v, call, cache, sizes, scales, made))
+
+
+def _planned(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool, plan: Any
+) -> "DecodePlan":  # fmt: skip
+    from ...plan.decode import DecodePlan, plan_decode
+
+    problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device)
+    if plan is None:
+        return plan_decode(problem, device, cache.splits)
+    if not isinstance(plan, DecodePlan):
+        raise DtypeError(f"plan must be a DecodePlan or None, got {type(plan).__name__}")
+    if cache.splits not in (0, plan.splits):
+        raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {cache.splits}")
+    plan.problem.attention.require_same(problem.attention)
+    for name in ("storage", "page_size", "shared"):
+        mine, asked = getattr(plan.problem, name), getattr(problem, name)
+        if mine != asked:
+            raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={asked!r}")
+    return plan
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales
+) -> tuple[dict[str, int], bool]:
+    """Sizes, and whether V is part of K, after all checks that need no device."""
+    k_scale, v_scale = scales
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        if not isinstance(t, torch.Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    paged = cache.block_table is not None
+    # Memory is looked at where there is some; a tracer is told by the shapes, and the call itself looks again.
+    shared = all(t.layout == torch.strided and t.dim() == 4 and t.shape[-1] for t in (k, v)) and (
+        shares_storage(k, v, scales, paged) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
+    )
+    if not shared and k.dim() == 4 and k.shape[-1] > MAX_HEAD_DIM:
+        raise Unsupported(
+            f"q and k_cache have head dim {k.shape[-1]}; accepted: 1 to {MAX_HEAD_DIM}, more only where v_cache is a part of "
+            f"k_cache, k_cache[..., :dim_v] in the same memory"
+        )
+    sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=shared)
+    check_longest(q, cache)
+    if (k_scale is None) != (v_scale is None):
+        raise ValueRangeError("k_scale and v_scale come together, got one of them")
+    if k_scale is not None and k.dtype not in QUANTISED:
+        raise DtypeError(
+            f"k_scale was given, but k_cache has dtype {str(k.dtype).removeprefix('torch.')}: scales go with bytes"
+        )
+    if k.dtype == torch.int8 and k_scale is None:
+        raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
+    form = f"kv_heads / {'pages' if paged else 'caches'} kv_heads"
+    specs = tuple(TensorSpec(name, form, (torch.float32,), optional=True) for name in ("k_scale", "v_scale"))
+    bind(specs, {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
+    if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
+        raise ShapeError(
+            f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither"
+        )
+    return sizes, shared
+
+
+def _has_memory(*tensors: torch.Tensor) -> bool:
+    return not any(is_watched((t,)) or t.device.type == "meta" for t in tensors)
+
+
+def check_contents(q: torch.Tensor, cache: Cache, scales: Scales, sizes: dict[str, int]) -> None:
+    """Raise ValueRangeError, naming the entry, for lengths, offsets, caches, pages that do not exist, and scales that are not
+    positive numbers.  Reads the device."""
+    check_values(cache, sizes)
+    if cache.cu_q is not None:
+        check_offsets(Packed(cache.cu_q, cache.cu_q, 0, 0), q.shape[0], q.shape[0])
+        longest = int(cache.cu_q.diff().max()) if sizes["batch"] else 0
+        if longest > cache.max_q:
+            raise ValueRangeError(
+                f"max_seqlen_q must be at least {longest}, the longest in cu_seqlens_q, got {cache.max_q}"
+            )
+    check_scales(scales, _used(cache, sizes))
+
+
+def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
+    """The pages, or caches, in which a call finds keys."""
+    if cache.block_table is None:
+        return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
+    lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
+    rows = zip(cache.block_table.tolist(), lengths, strict=True)
+    return {page for row, n in rows for page in row[: -(-n // sizes["page_size"])]}
+
+
+def plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any = None
+) -> "DecodePlan":
+    """The plan that a call follows; `plan` if it is one for that."""
+    sizes, shared = _checked(q, k, v, call, cache, scales)
+    if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
+        raise Unsupported("there is nothing to plan: no queries")
+    return _planned(q, k, v, call, cache, sizes, shared, plan)
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+@torch.library.custom_op("tilefold::attention_kvcache", mutates_args=())
+def attention_kvcache_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    pads: torch.Tensor | None,
+    batch_index: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cu_q: torch.Tensor | None,
+    max_q: int,
+    splits: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `attention_kvcache`."""
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, 0, splits)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    return _forward(q, k, v, call, cache, (k_scale, v_scale), None, False)
+
+
+@attention_kvcache_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
+    batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, max_q: int, splits: int,
+    causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, 0, splits)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    sizes, _ = _checked(q, k, v, call, cache, (k_scale, v_scale))
+    out_shape, lse_shape = cached_shapes(sizes, cache)
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise Unsupported("attention_kvcache is forward only: call it under torch.no_grad()")
+
+
+attention_kvcache_op.register_autograd(_refuse)

@@ -1,0 +1,282 @@
+"""Rotary position embedding: check, allocate, launch; differentiable, as an operator of torch's dispatcher, and in place."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...check import FLOATS, TensorSpec, bind, check_own_rows
+from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
+from ..device import device_of, interpreting
+from ..operator import Operator
+from ..records import remember
+from ..watch import is_transformed, is_watched, refuse_gradients, wants_gradient
+
+__all__ = ["angles_of", "apply_rotary", "example_launch", "turn"]
+
+ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4 warps
+INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Sizes, launch and run-time scalars after the offset, which may change from call to call; launch None: nothing to do."""
+
+    sizes: dict[str, int]
+    launch: Any
+    scalars: tuple[int, ...] = ()
+
+
+_CACHE: dict[Any, Prepared] = {}
+
+
+def apply_rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    offsets: int | torch.Tensor = 0,
+    step: int = 1,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> torch.Tensor:
+    """See `tilefold.apply_rotary`."""
+    for name, flag in (("interleaved", interleaved), ("inplace", inplace), ("conjugate", conjugate)):
+        if not isinstance(flag, bool):
+            raise DtypeError(f"{name} must be a bool, got {flag!r}")
+    for name, value in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(value, torch.Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        raise DtypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    if (cu_seqlens is None) != (max_seqlen is None):
+        raise ValueRangeError(f"cu_seqlens and max_seqlen come together, got max_seqlen={max_seqlen!r}")
+    if torch.is_grad_enabled():
+        refuse_gradients((("cos", cos), ("sin", sin)), "x")
+    whole = isinstance(offsets, torch.Tensor)
+    if not whole:
+        check_integer("offsets", offsets)
+    table = offsets if isinstance(offsets, torch.Tensor) else None
+    offset = 0 if isinstance(offsets, torch.Tensor) else offsets
+    args = (
+        x,
+        cos,
+        sin,
+        table,
+        offset,
+        step,
+        cu_seqlens,
+        -1 if max_seqlen is None else max_seqlen,
+        interleaved,
+        conjugate,
+    )
+    if not inplace:
+        result: torch.Tensor = _OPERATOR(*args)
+        return result
+    if torch.compiler.is_compiling() or is_transformed() or is_watched((x, cos, sin, table, cu_seqlens)):
+        return x.copy_(_OPERATOR(*args))
+    if torch.is_grad_enabled() and wants_gradient((x,)):
+        turned: torch.Tensor = _InPlace.apply(*args)  # type: ignore[no-untyped-call]
+        return turned
+    return turn(x, x, *args[1:])
+
+
+def turn(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    offset: int,
+    step: int,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> torch.Tensor:
+    """Launch from x into out, which may be x; max_seqlen -1: not packed."""
+    key = (
+        *(facts_of(t) if isinstance(t, torch.Tensor) else type(t) for t in (x, out, cos, sin, offsets, cu_seqlens)),
+        *(step, max_seqlen, interleaved, conjugate, x is out),
+    )
+    found = _CACHE.get(key)
+    if found is None:
+        made = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
+        found = remember(_CACHE, key, made)
+    _check_offset(offset, offsets, step, found.sizes)
+    if found.launch is not None:
+        if cu_seqlens is not None and interpreting():
+            check_offsets(Packed(cu_seqlens, cu_seqlens, 0, 0), x.shape[0], x.shape[0])
+        found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
+    return out
+
+
+def angles_of(
+    cos: torch.Tensor, sin: torch.Tensor, dim: int, beside: Any, names: tuple[str, str] = ("cos", "sin")
+) -> tuple[int, int]:
+    """(positions, pairs) of the tables, checked; dim: channels there are; names: what the caller calls the tables."""
+    specs = tuple(
+        TensorSpec(name, "seq_table pairs", FLOATS, same_dtype_as=same, contiguous_last=True)
+        for name, same in zip(names, (None, names[0]), strict=True)
+    )
+    sizes = bind(specs, dict(zip(names, (cos, sin), strict=True)), beside=beside)
+    if sizes["pairs"] < 1 or 2 * sizes["pairs"] > dim:
+        raise ShapeError(
+            f"{names[0]} has shape {tuple(cos.shape)}: it turns {2 * sizes['pairs']} channels, {beside[0]} has {dim}"
+        )
+    return sizes["seq_table"], sizes["pairs"]
+
+
+def _sizes(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, step: int,
+    cu_seqlens: torch.Tensor | None, max_seqlen: int,
+) -> dict[str, int]:  # fmt: skip
+    """Everything that is wrong with a call but its offset; the sizes of its dimensions."""
+    packed = cu_seqlens is not None
+    form = "total heads dim" if packed else "batch seq heads dim"
+    specs = (
+        TensorSpec("x", form, FLOATS, contiguous_last=True),
+        TensorSpec("cu_seqlens", "batch+1", (torch.int32,), optional=True, contiguous_last=True),
+    )
+    sizes = bind(specs, {"x": x, "cu_seqlens": cu_seqlens})
+    if packed:
+        if sizes["batch+1"] < 1:
+            raise ShapeError("cu_seqlens is empty, expected [batch + 1] offsets")
+        check_integer("max_seqlen", max_seqlen)
+        if isinstance(max_seqlen, int) and max_seqlen < 0:
+            raise ValueRangeError(f"max_seqlen must be at least 0, got {max_seqlen}")
+        sizes |= {"batch": sizes["batch+1"] - 1, "seq": max_seqlen}
+    if not 1 <= sizes["dim"] <= MAX_HEAD_DIM:
+        raise Unsupported(f"x has head dim {sizes['dim']}; accepted: 1 to {MAX_HEAD_DIM}")
+    spec = TensorSpec("offsets", "batch", INDICES, optional=True, contiguous_last=True)
+    bind((spec,), {"offsets": offsets}, known=sizes, beside=("x", x))
+    positions, pairs = angles_of(cos, sin, sizes["dim"], ("x", x))
+    check_integer("step", step)
+    return sizes | {"positions": positions, "pairs": pairs}
+
+
+def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[str, int]) -> None:
+    """An offset that the host knows has to be in the table with all of its tokens."""
+    if offsets is not None:
+        return
+    if offset < 0:
+        raise ValueRangeError(f"offsets must be at least 0, got {offset}")
+    last = offset + step * (n["seq"] - 1)
+    if n["seq"] > 0 and not 0 <= last < n["positions"]:
+        raise ShapeError(
+            f"cos has {n['positions']} positions, offsets={offset} with {n['seq']} tokens needs {last + 1}"
+        )
+
+
+def _prepare(
+    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
+    step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
+) -> Prepared:  # fmt: skip
+    from ...kernels.rotary import rotary
+    from ..launch import Launch
+
+    n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
+    if x is out:
+        check_own_rows("x", x)
+    if x.device.type != "meta":
+        device_of(x.device)
+    if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
+        return Prepared(n, None)
+    width = 1 << (n["pairs"] - 1).bit_length()
+    rest = n["dim"] - 2 * n["pairs"]
+    rows = max(1, min(1 << (n["seq"] - 1).bit_length(), ELEMENTS // (2 * width)))
+    strides = [(0, *t.stride()[:2]) if cu_seqlens is not None else t.stride()[:3] for t in (x, out)]
+    constants = {
+        "INTERLEAVED": interleaved,
+        "CONJUGATE": conjugate,
+        "COPY": x is not out and rest > 0,
+        "EMULATE": interpreting() and x.dtype == torch.bfloat16,
+        "DIM": n["dim"],
+        "PAIRS": n["pairs"],
+        "BLOCK_M": rows,
+        "BLOCK_P": width,
+        "BLOCK_R": 1 << max(0, rest - 1).bit_length(),
+    }
+    programs = -(-n["seq"] // rows) * n["heads"] * n["batch"]
+    if programs >= 1 << 31:
+        raise Unsupported(f"x has shape {tuple(x.shape)}: {programs} programs, a grid takes 2^31 - 1")
+    scalars = (n["seq"], n["positions"], n["heads"], step, *strides[0], *strides[1], cos.stride(0), sin.stride(0))
+    return Prepared(n, Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0), scalars)
+
+
+# ---------------------------------------------------------------- autograd and the dispatcher
+
+
+def _forward(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
+    cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
+) -> torch.Tensor:  # fmt: skip
+    new = torch.empty if cu_seqlens is None else torch.zeros  # rows of no sequence have no program
+    out = new(x.shape, dtype=x.dtype, device=x.device)
+    return turn(x, out, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, conjugate)
+
+
+def _fake(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
+    cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
+) -> torch.Tensor:  # fmt: skip
+    _check_offset(offset, offsets, step, _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen))
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, cos, sin, offsets, offset, step, cu_seqlens, *rest = inputs
+    ctx.save_for_backward(cos, sin, offsets, cu_seqlens)
+    ctx.rest = offset, step, *rest
+
+
+def _arguments(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """The gradient turns the other way."""
+    if grad is None:
+        return None
+    cos, sin, offsets, cu_seqlens = ctx.saved_tensors
+    offset, step, max_seqlen, interleaved, conjugate = ctx.rest
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    return grad, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, not conjugate
+
+
+def _give(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return grad, *(None,) * 9
+
+
+_OPERATOR = Operator("rotary", _forward, _fake, _forward, _fake, _keep, _arguments, _give)
+
+
+class _InPlace(torch.autograd.Function):
+    """The eager in-place call: x itself comes out, marked as changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        _keep(ctx, (x, *args), x)
+        ctx.mark_dirty(x)
+        return turn(x, x, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = _arguments(ctx, *grads)
+        return (None,) * 10 if given is None else _give(ctx, _OPERATOR(*given))
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    dtype: str, dim: int, pairs: int, interleaved: bool, packed: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
+    kind = getattr(torch, dtype)
+    x = torch.empty((512, 16, dim) if packed else (2, 256, 16, dim), dtype=kind, device="meta")
+    cos = torch.empty((512, pairs), dtype=kind, device="meta")
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
+    p = _prepare(x, x.clone(), cos, cos, offsets, 1, cu, 256 if packed else -1, interleaved, False)
+    return p.launch.fn, (x, x, cos, cos, offsets, cu, 0, *p.scalars), p.launch.keywords

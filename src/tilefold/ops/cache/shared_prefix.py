@@ -1,0 +1,209 @@
+"""Attention of a batch whose sequences begin with the same keys: the prefix once for all queries, each rest apart, merged."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import DtypeError, Unsupported, ValueRangeError
+from ..call import Call, check_integer, keyed
+from ..device import device_of, interpreting
+from ..records import remember
+from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from .cached import attention_cached
+from .cached_call import Cache, cached_shapes, cached_sizes, check_longest
+from .merge import merge_attention
+
+__all__ = ["SharedPrefix", "attend", "plan_of"]
+
+
+_CACHE: dict[Any, Any] = {}
+
+
+class SharedPrefix(NamedTuple):
+    """What `attention_shared_prefix` takes beside q and the caches, in the operator's order."""
+
+    lengths: torch.Tensor
+    block_table: torch.Tensor | None
+    batch_index: torch.Tensor | None
+    cu_q: torch.Tensor | None
+    sinks: torch.Tensor | None
+    prefix: int
+    max_q: int
+    causal: bool
+    scale: float | None
+    softcap: float
+    splits: int
+    cascade: bool | None
+
+    @property
+    def cache(self) -> Cache:
+        """Of all keys, as a plain call has it."""
+        return Cache(lengths=self.lengths, batch_index=self.batch_index, block_table=self.block_table, cu_q=self.cu_q,
+                     max_q=self.max_q, splits=self.splits)  # fmt: skip
+
+    @property
+    def call(self) -> Call:
+        return Call(self.causal, None, self.scale, self.softcap, sinks=self.sinks)
+
+
+def attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); see `tilefold.attention_shared_prefix`."""
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks}
+    refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(
+                    f"{name} requires a gradient, but attention_shared_prefix passes none: call it under torch.no_grad()"
+                )
+    if torch.compiler.is_compiling() or is_transformed() or is_watched((*named.values(), *given[:5])):
+        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(q, k_cache, v_cache, *given)
+        return found
+    return _forward(q, k_cache, v_cache, given)
+
+
+def plan_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> Any:
+    """The SharedPrefixPlan of a call, whose `cascade` a caller's overrides."""
+    return _plan(q, given, _sizes(q, k_cache, v_cache, given))
+
+
+def _plan(q: torch.Tensor, given: SharedPrefix, n: dict[str, int]) -> Any:
+    from ...plan.shared_prefix import PrefixProblem, plan_shared_prefix
+
+    tokens = q.shape[0] if given.cu_q is not None else n["batch"] * n["seq_q"]
+    dtype = str(q.dtype).removeprefix("torch.")
+    shape = (n["batch"], tokens, n["heads"], n["kv_heads"], n["dim_qk"], n["dim_v"], _whole(given, n), dtype)
+    return plan_shared_prefix(PrefixProblem(*shape), device_of(q.device))
+
+
+def _decided(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
+) -> tuple[dict[str, int], bool]:
+    """(sizes, whether the prefix is attended to apart), found once for calls of a kind."""
+    key = keyed((q, k_cache, v_cache, *given))
+    found: tuple[dict[str, int], bool] | None = None if key is None else _CACHE.get(key)
+    if found is None:
+        n = _sizes(q, k_cache, v_cache, given)
+        empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
+        apart = given.cascade if given.cascade is not None else not empty and _plan(q, given, n).cascade
+        found = remember(_CACHE, key, (n, apart and not empty))
+    return found
+
+
+def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> dict[str, int]:
+    """Everything that is wrong with a call; sizes of its dimensions."""
+    if not isinstance(given.lengths, torch.Tensor):
+        raise DtypeError(f"cache_seqlens must be a torch.Tensor, got {type(given.lengths).__name__}")
+    if given.cascade is not None and not isinstance(given.cascade, bool):
+        raise DtypeError(f"cascade must be a bool or None, got {given.cascade!r}")
+    check_integer("prefix_length", given.prefix)
+    n = cached_sizes(q, k_cache, v_cache, given.call, given.cache)
+    if not 0 <= given.prefix <= n["capacity"]:
+        raise ValueRangeError(
+            f"prefix_length is {given.prefix}, expected 0 to {n['capacity']}, the capacity of the cache"
+        )
+    check_longest(q, given.cache)
+    return n
+
+
+def _whole(given: SharedPrefix, n: dict[str, int]) -> int:
+    """Keys of the prefix that are attended to apart: whole pages; the others belong to each sequence's rest."""
+    return given.prefix // n["page_size"] * n["page_size"] if given.block_table is not None else given.prefix
+
+
+def _forward(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    n, apart = _decided(q, k_cache, v_cache, given)
+    if interpreting():
+        _check_values(given, n)
+    if not apart:
+        return attention_cached(q, k_cache, v_cache, given.call, given.cache)
+    first, rest = _sources(k_cache, v_cache, given, n, _whole(given, n))
+    # All queries are one sequence's, which sees the whole prefix; the sinks are the other part's.
+    rows = q[None] if given.cu_q is not None else q.reshape(1, -1, *q.shape[2:])
+    out_a, lse_a = attention_cached(rows, *first[:2], given.call._replace(causal=False, sinks=None), first[2])
+    out_b, lse_b = attention_cached(q, *rest[:2], given.call, rest[2])
+    if given.cu_q is not None:
+        return merge_attention(out_b, lse_b, out_a[0], lse_a[0])
+    batch, seq = q.shape[:2]
+    lse_a = lse_a[0].unflatten(1, (batch, seq)).transpose(0, 1)
+    return merge_attention(out_b, lse_b, out_a.view(out_b.shape), lse_a)
+
+
+def _sources(
+    k: torch.Tensor, v: torch.Tensor, given: SharedPrefix, n: dict[str, int], prefix: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, Cache], tuple[torch.Tensor, torch.Tensor, Cache]]:
+    """(k, v, cache) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
+    cache = given.cache
+    rest = cache._replace(more=-prefix)
+    alone = Cache(splits=given.splits)
+    if given.block_table is not None:
+        pages = prefix // n["page_size"]
+        table = given.block_table
+        return (
+            (k, v, alone._replace(block_table=table[:1, :pages])),
+            (k, v, rest._replace(block_table=table[:, pages:])),
+        )
+    if given.batch_index is not None:
+        first = k[:, :prefix], v[:, :prefix], alone._replace(batch_index=given.batch_index[:1])
+    else:
+        first = k[:1, :prefix], v[:1, :prefix], alone
+    return first, (k[:, prefix:], v[:, prefix:], rest)
+
+
+def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
+    """Only in the interpreter, where reading costs nothing: every query lies behind the prefix, which is everyone's."""
+    new = [n["seq_q"]] * n["batch"] if given.cu_q is None else given.cu_q.diff().tolist()
+    for b, (length, more) in enumerate(zip(given.lengths.tolist(), new, strict=True)):
+        if length > n["capacity"]:
+            raise ValueRangeError(f"cache_seqlens[{b}] is {length}, the cache has room for {n['capacity']} keys")
+        least = given.prefix + (more if given.causal else 0)
+        if more and length < least:
+            raise ValueRangeError(f"cache_seqlens[{b}] is {length}, expected at least {least}: the prefix of {given.prefix} "
+                                  f"keys{' and its own queries' if given.causal else ''}")  # fmt: skip
+    if given.block_table is not None:
+        pages = _whole(given, n) // n["page_size"]
+        for b, row in enumerate(given.block_table[:, :pages].tolist()):
+            if new[b] and row != given.block_table[0, :pages].tolist():
+                raise ValueRangeError(f"block_table[{b}] begins with pages {row}, expected those of sequence 0")
+
+
+@torch.library.custom_op("tilefold::attention_shared_prefix", mutates_args=())
+def attention_shared_prefix_op(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    batch_index: torch.Tensor | None,
+    cu_q: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    prefix: int,
+    max_q: int,
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    splits: int,
+    cascade: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` for those who trace or watch."""
+    given = SharedPrefix(
+        lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade
+    )
+    return _forward(q, k_cache, v_cache, given)
+
+
+@attention_shared_prefix_op.register_fake
+def _(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None,
+    batch_index: torch.Tensor | None, cu_q: torch.Tensor | None, sinks: torch.Tensor | None, prefix: int, max_q: int,
+    causal: bool, scale: float | None, softcap: float, splits: int, cascade: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    given = SharedPrefix(
+        lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade
+    )
+    out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
+    return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Dense attention forward: checked, bound to kernels, launched, told to torch's dispatcher."""

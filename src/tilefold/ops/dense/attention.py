@@ -1,0 +1,385 @@
+"""Forward attention: check, plan, allocate, launch.
+
+A call's shapes, strides, dtypes and options make a key; everything that follows from them (checks, problem, plan, grid,
+scalars) is worked out once, kept as a `Prepared` record and reused, so that a repeated call only allocates and launches.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import DtypeError
+from ...types import Layout
+from ..call import (
+    UNBOUNDED,
+    Call,
+    Packed,
+    check_hooks,
+    check_offsets,
+    check_options,
+    is_plain,
+    key_of,
+    result_shapes,
+    sizes_of,
+    window_of,
+)
+from ..device import device_of, interpreting
+from ..records import remember
+from ..startup import uncollected
+
+if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
+    from ...plan import AttentionPlan, AttentionProblem
+    from ..launch import Box
+
+__all__ = [
+    "Prepared",
+    "boxable",
+    "describe_box",
+    "dropout_of",
+    "example_call",
+    "example_launch",
+    "forward",
+    "head_strides",
+    "hooks_of",
+    "kind_of",
+    "mods_of",
+    "prepare",
+    "problem_of",
+]
+
+HOPPER_KERNEL = "attention_forward_hopper"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
+
+    plan: "AttentionPlan | None"  # None: nothing to compute
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    scalars: tuple[Any, ...] = ()
+    strides: tuple[int, ...] = ()
+    extras: tuple[Any, ...] = ()  # what follows the strides, where that is the same each time
+    softcap: float = 0.0
+    boxes: "tuple[Box, ...]" = ()
+    plain: bool = True  # no mods and no packed offsets among the arguments
+    launch: Any = None
+    mods: Any = None  # the module device.mods, which `import tilefold` does not load
+    keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
+    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+
+
+_CACHE: dict[Any, Prepared] = {}
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
+    prepared = prepare(q, k, v, call)
+    out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
+    if prepared.plan is not None:
+        if call.packed is not None and interpreting():
+            check_offsets(call.packed, q.shape[0], k.shape[0])
+        prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
+    return out, lse
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
+    try:
+        key = key_of(q, k, v, call)
+        found = _CACHE.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
+        return _prepare(q, k, v, call)
+    if found is None:
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
+    return found
+
+
+# ---------------------------------------------------------------- the first time
+
+
+@uncollected()
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    from ...plan import AttentionPlan, plan_attention
+
+    check_options(call)
+    sizes = sizes_of(q, k, v, call)
+    window = window_of(call.window, call.causal)
+    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+    softcap = float(call.softcap)
+    check_hooks(call, q.device)
+    if call.plan is not None and not isinstance(call.plan, AttentionPlan):
+        raise DtypeError(f"plan must be an AttentionPlan or None, got {type(call.plan).__name__}")
+    out_shape, lse_shape = result_shapes(call, sizes)
+    device = device_of(q.device)
+    if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
+        return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
+    problem = problem_of(q, k, v, call, sizes, window)
+    if call.plan is None:
+        from ..hopper import bound_or_none, disabled
+
+        plan = plan_attention(problem, device, portable=disabled())
+        if plan.kernel == HOPPER_KERNEL:
+            from . import attention_hopper
+
+            made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call))
+            if found is not None:
+                return found
+            plan = plan_attention(problem, device, portable=True)
+    else:
+        plan = call.plan
+        plan.check(problem, device)
+    return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
+) -> "AttentionProblem":
+    from ...plan import AttentionProblem
+
+    score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
+                               ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
+    masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
+    from .attention_tiles import tiles_of
+
+    return AttentionProblem(
+        **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
+        dtype=str(q.dtype).removeprefix("torch."),
+        causal=window == (-1, 0),
+        window=(-1, -1) if window == (-1, 0) else window,
+        varlen=call.packed is not None,
+        score_mods=tuple(score),
+        mask_mods=tuple(masks),
+        sinks=call.sinks is not None,
+        dropout=call.dropout_p > 0,
+        descriptors=boxable(k) and boxable(v),
+        query_descriptors=boxable(q),
+        bias_descriptors=tiles_of(call.bias),
+        mask_descriptors=tiles_of(call.mask),
+    )
+
+
+def boxable(t: torch.Tensor) -> bool:
+    """Can the copy engine read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
+    step = 16 // t.element_size()
+    outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
+    return (
+        t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s % step == 0 and s * t.element_size() < 1 << 40 for _, s in outer)
+    )
+
+
+# ---------------------------------------------------------------- binding a plan to a call
+
+
+def _bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    sizes: dict[str, int],
+    window: tuple[int, int],
+    scale: float,
+    softcap: float,
+    plan: "AttentionPlan",
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+) -> Prepared:
+    """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
+    if plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    from ...device import mods
+    from ...kernels import attention_forward as kernels
+    from ..launch import Launch
+
+    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
+    lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
+    q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
+    out_strides = head_strides(torch.empty(out_shape, device="meta"), call.layout)
+    box = plan.kernel == "attention_forward_box"
+    sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
+    boxes = tuple(describe_box(t, call.layout, plan.block_n, block_d) for t, block_d in sides)
+    constants = {
+        "KIND": kind_of(window),
+        "EMULATE": interpreting() and q.dtype == torch.bfloat16,
+        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
+        "DIM_QK": sizes["dim_qk"],
+        "DIM_V": sizes["dim_v"],
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_QK": plan.block_qk,
+        "BLOCK_V": plan.block_v,
+    }
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if plan.maxnreg is not None:
+        options["maxnreg"] = plan.maxnreg
+    return Prepared(
+        plan=plan,
+        out_shape=out_shape,
+        lse_shape=lse_shape,
+        scalars=(scale, *lengths, heads, group, left, right, 0 if call.sinks is None else call.sinks.stride(0)),
+        strides=q_strides + (() if box else k_strides + v_strides) + out_strides,
+        softcap=softcap,
+        boxes=boxes,
+        plain=is_plain(call) and not softcap,
+        mods=mods,
+        launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
+        keep=hooks_of(call),
+    )
+
+
+def hooks_of(call: Call) -> tuple[Any, ...]:
+    """The objects whose ids are part of the call's key."""
+    return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
+
+
+def kind_of(window: tuple[int, int]) -> int:
+    """Which band of device.ranges a window is."""
+    from ...device import ranges
+
+    kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
+    return int(kind.value)
+
+
+def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), or (row, head) of a packed tensor."""
+    if t.dim() == 3:
+        return t.stride(0), t.stride(1)
+    return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
+
+
+def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
+    """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
+    use one row's."""
+    from ..launch import Box
+
+    stride_b, stride_n, stride_h = head_strides(t, layout)
+    length, heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
+    shape = [t.shape[0], heads, length, t.shape[-1]]
+    step = 16 // t.element_size()
+    row = -(-t.shape[-1] // step) * step
+    strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
+    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
+
+
+# ---------------------------------------------------------------- every time
+
+
+def _arguments(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments, in order."""
+    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
+
+        return attention_hopper.arguments(p, q, k, v, out, lse, call)
+    kk: Any = k
+    vv: Any = v
+    if p.boxes:
+        kk, vv = p.boxes[0].over(k), p.boxes[1].over(v)
+    tensors: tuple[Any, ...] = (q, kk, vv, out, lse, call.sinks)
+    score: tuple[Any, ...] = ()
+    masks: tuple[Any, ...] = ()
+    if not p.plain:
+        score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
+        if call.packed is not None:
+            tensors += call.packed[:2]
+    return (*tensors, *p.scalars, *p.strides, score, masks, dropout_of(call))
+
+
+def dropout_of(call: Call) -> tuple[Any, ...]:
+    """(seed, p, factor of what is kept) for the kernels, () without dropout."""
+    p = call.dropout_p
+    return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
+
+
+def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
+    score: list[Any] = []
+    masks: list[Any] = []
+    if softcap:
+        score.append((mods.softcap_exact if exact else mods.softcap, (softcap,)))
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes
+        score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))
+    if call.bias is not None:
+        score.append((mods.bias, (call.bias, *_broadcast_strides(call.bias))))
+    if call.score_mod is not None:
+        score.append((call.score_mod, call.score_args))
+    if call.mask is not None:
+        masks.append((mods.keep, (call.mask, *_broadcast_strides(call.mask))))
+    if call.mask_mod is not None:
+        masks.append((call.mask_mod, call.mask_args))
+    return tuple(score), tuple(masks)
+
+
+def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The four strides of a bias or mask, 0 where a dimension of size 1 is broadcast."""
+    b, h, q, k = t.stride()
+    shape = t.shape
+    return b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, q if shape[2] > 1 else 0, k
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
+    bias: its dtype, if not that of q."""
+    (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias)
+    args = _arguments(prepared, q, k, v, out, lse, call)
+    return prepared.launch.fn, args, prepared.launch.keywords
+
+
+def example_call(
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+) -> tuple[Any, Call, Prepared, Any, Any]:
+    """((q, k, v), call, prepared, out, lse) of such a call."""
+    from ...device import mods
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n = problem
+    dtype = getattr(torch, n.dtype)
+    rows_q, rows_k = (
+        ((n.seq_q * n.batch,), (n.seq_k * n.batch,)) if n.varlen else ((n.batch, n.seq_q), (n.batch, n.seq_k))
+    )
+    q = tensor(*rows_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (tensor(*rows_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    offsets = tensor(n.batch + 1, dtype=torch.int32)
+    rows_bias, rows_mask = (1 if d == "keys" else n.seq_q for d in (n.bias_descriptors, n.mask_descriptors))
+    bias_dtype = getattr(torch, bias or n.dtype)
+    call = Call(
+        causal=n.causal,
+        window=n.window,
+        softcap=30.0 if "softcap" in n.score_mods else 0.0,
+        alibi_slopes=tensor(n.heads) if "alibi" in n.score_mods else None,
+        bias=tensor(n.batch, 1, rows_bias, n.seq_k, dtype=bias_dtype) if "bias" in n.score_mods else None,
+        mask=tensor(n.batch, 1, rows_mask, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
+        sinks=tensor(n.heads) if n.sinks else None,
+        score_mod=mods.softcap if "user" in n.score_mods else None,
+        score_grad=mods.softcap_slope if "user" in n.score_mods else None,
+        score_args=(30.0,) if "user" in n.score_mods else (),
+        mask_mod=mods.window if "user" in n.mask_mods else None,
+        mask_args=(64, 64) if "user" in n.mask_mods else (),
+        packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        dropout_p=0.1 if n.dropout else 0.0,
+        dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
+        plan=plan,
+    )
+    sizes = sizes_of(q, k, v, call)
+    shapes = result_shapes(call, sizes)
+    prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
+    return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])

@@ -1,0 +1,367 @@
+"""Attention with q, k and v in e4m3, forward only: check, plan, then the kernel for sm_90, or bf16 attention."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...check import TensorSpec, bind
+from ...errors import DtypeError, ShapeError
+from ...types import Constant, Layout, Window
+from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, result_shapes, window_of
+from ..device import device_of
+from ..records import remember
+from .attention import boxable, describe_box, head_strides, kind_of
+from .fp8 import E4M3
+
+if TYPE_CHECKING:
+    from ...plan import AttentionFp8Plan, AttentionProblem
+    from ..launch import Box
+
+__all__ = [
+    "Fp8Call",
+    "Prepared",
+    "example_launch",
+    "example_transposition",
+    "forward",
+    "plain_call",
+    "prepare",
+    "result_shapes_of",
+]
+
+TRANSPOSED_AT_ONCE = 128  # keys
+
+
+class Fp8Call(NamedTuple):
+    """The keyword arguments of `attention` that e4m3 inputs have, as given."""
+
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    layout: Layout = "bshd"
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    plan: "AttentionFp8Plan | Constant | None" = None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key; launch is None where nothing is computed or the inputs are dequantised."""
+
+    plan: "AttentionFp8Plan | None"  # None: nothing to compute
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    scalars: tuple[Any, ...] = ()
+    strides: tuple[int, ...] = ()
+    descale_strides: tuple[int, ...] = ()
+    boxes: "tuple[Box, ...]" = ()
+    transposed_shape: tuple[int, ...] = ()
+    transposition: tuple[int, ...] = ()  # its run-time scalars
+    transpose: Any = None
+    launch: Any = None
+    scale: float = 1.0
+    keep: Any = None  # the plan, whose id is part of the key
+
+
+def _specs(q: str, k: str, v: str) -> tuple[TensorSpec, ...]:
+    tensors = (TensorSpec(n, d, (E4M3,), contiguous_last=True) for n, d in (("q", q), ("k", k), ("v", v)))
+    heads = (("q_descale", "batch q_descales"), ("k_descale", "batch kv_heads"), ("v_descale", "batch kv_heads"))
+    return (*tensors, *(TensorSpec(n, d, (torch.float32,), optional=True) for n, d in heads))
+
+
+SPECS = {
+    "bshd": _specs("batch seq_q heads dim_qk", "batch seq_k kv_heads dim_qk", "batch seq_k kv_heads dim_v"),
+    "bhsd": _specs("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v"),
+}
+_CACHE: dict[Any, Prepared] = {}
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of e4m3 tensors; see `tilefold.attention`."""
+    p = prepare(q, k, v, call)
+    if p.plan is not None and p.launch is None:
+        return _dequantised(q, k, v, call, p)
+    out = torch.empty(p.out_shape, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    if p.launch is not None:
+        made = torch.empty(p.transposed_shape, dtype=torch.uint8, device=q.device)
+        p.transpose(_transposition(p, v, made))
+        p.launch(_arguments(p, q, k, made, out, lse, call))
+    return out, lse
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
+    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
+    try:
+        key = _key(q, k, v, call)
+        found = _CACHE.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
+        return _prepare(q, k, v, call)
+    if found is None:
+        found = remember(_CACHE, key, _prepare(q, k, v, call))
+    return found
+
+
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Any:
+    window = call.window
+    kinds = type(call.causal), type(call.scale), None if window is None else tuple(map(type, window))
+    descales = tuple(None if t is None else facts_of(t) for t in call[4:7])
+    return facts_of(q), facts_of(k), facts_of(v), call[:4], kinds, descales, id(call.plan)
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> dict[str, int]:
+    """Check every tensor; the sizes of all named dimensions."""
+    sizes = bind(SPECS[call.layout], {"q": q, "k": k, "v": v, **call._asdict()})
+    check_heads(sizes)
+    given = sizes.get("q_descales", sizes["heads"])
+    if given not in (sizes["heads"], sizes["kv_heads"]):
+        raise ShapeError(
+            f"q_descale has shape {tuple(call.q_descale.shape)}, expected [batch, heads] or [batch, kv_heads], "  # type: ignore[union-attr]
+            f"{sizes['heads']} or {sizes['kv_heads']} numbers for each of {sizes['batch']}"
+        )
+    return sizes
+
+
+def result_shapes_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse, after the checks that need no device."""
+    check_options(plain_call(call))
+    return result_shapes(plain_call(call), sizes_of(q, k, v, call))
+
+
+def plain_call(call: Fp8Call) -> Call:
+    return Call(call.causal, call.window, call.scale, layout=call.layout)
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
+    from ...plan import AttentionFp8Plan, plan_attention_fp8
+    from ..hopper import bound_or_none, disabled
+
+    shapes = result_shapes_of(q, k, v, call)
+    sizes = sizes_of(q, k, v, call)
+    if call.plan is not None and not isinstance(call.plan, AttentionFp8Plan):
+        raise DtypeError(f"plan must be an AttentionFp8Plan or None for e4m3 inputs, got {type(call.plan).__name__}")
+    device = device_of(q.device)
+    if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
+        return Prepared(None, *shapes, keep=call.plan)
+    problem = problem_of(q, k, call, sizes)
+    if call.plan is not None:
+        call.plan.check(problem, device)
+        return _bind(q, k, v, call, call.plan, shapes)
+    plan = plan_attention_fp8(problem, device, portable=disabled())
+    if plan.kernel == "attention_forward_fp8":
+        made = functools.partial(_bind, q, k, v, call, plan, shapes)
+        found = bound_or_none("FP8", made, lambda p: _compile(p, q, k, v, call))
+        if found is not None:
+            return found
+        plan = plan_attention_fp8(problem, device, portable=True)
+    return _bind(q, k, v, call, plan, shapes)
+
+
+def problem_of(q: torch.Tensor, k: torch.Tensor, call: Fp8Call, sizes: dict[str, int]) -> "AttentionProblem":
+    from ...plan import AttentionProblem
+
+    window = window_of(call.window, call.causal)
+    return AttentionProblem(
+        batch=sizes["batch"],
+        seq_q=sizes["seq_q"],
+        seq_k=sizes["seq_k"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        dim_qk=sizes["dim_qk"],
+        dim_v=sizes["dim_v"],
+        causal=window == (-1, 0),
+        window=(-1, -1) if window == (-1, 0) else window,
+        descriptors=boxable(k),
+        query_descriptors=boxable(q),
+    )
+
+
+def _bind(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call, plan: "AttentionFp8Plan",
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Prepared:  # fmt: skip
+    """Kernels, descriptors, run-time scalars and compile-time constants of this call under this plan."""
+    from ...plan import fp8_hopper as rules
+
+    n = plan.problem
+    scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
+    if plan.kernel != rules.KERNEL:
+        return Prepared(plan, *shapes, scale=scale, keep=call.plan)
+    from ..hopper import require
+
+    require("plan.kernel", plan.kernel)
+    from ...kernels.hopper.attention_fp8 import attention_forward_fp8
+    from ...kernels.transpose_values import transpose_values
+    from ..launch import Launch
+
+    window = window_of(call.window, call.causal)
+    sides = (UNBOUNDED if side < 0 else side for side in window)
+    blocks, items = -(-n.seq_q // plan.block_m), plan.grid[0]
+    places = rules.places_of(n.seq_k)
+    turned = n.batch, n.kv_heads, n.dim_v, places
+    parts = -(-places // TRANSPOSED_AT_ONCE)
+    device = q.device.index or 0
+    constants, options = _constants(plan, kind_of(window))
+    q_group = 1 if call.q_descale is None else n.heads // call.q_descale.shape[1]
+    return Prepared(
+        plan,
+        *shapes,
+        scalars=(scale, n.seq_q, n.seq_k, n.heads, n.group, blocks, items, *sides),
+        strides=head_strides(torch.empty(shapes[0], device="meta"), call.layout),
+        descale_strides=(q_group, *(s for t in call[4:7] for s in ((0, 0) if t is None else t.stride()))),
+        boxes=_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
+        transposed_shape=turned,
+        transposition=(n.seq_k, n.kv_heads, parts, places, *head_strides(v, call.layout)),
+        transpose=Launch(
+            transpose_values,
+            (n.batch * n.kv_heads * parts, 1, 1),
+            {"DIM": n.dim_v, "BLOCK_D": max(16, 1 << (n.dim_v - 1).bit_length()), "BLOCK_N": TRANSPOSED_AT_ONCE},
+            {"num_warps": 4},
+            device,
+        ),
+        launch=Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device),
+        keep=call.plan,
+    )
+
+
+def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compile-time constants and launch options: what the plan's tile and versions make of the kernel."""
+    from ...plan import fp8_hopper as rules
+    from ...plan.attention_hopper import polynomial_of
+    from ...plan.hopper import PRODUCER_REGISTERS
+
+    n, consumers = plan.problem, rules.fp8_consumers(plan.tile)
+    at_launch, folding = rules.REGISTERS[consumers]
+    constants = {
+        "KIND": kind,
+        "DIM_QK": rules.fp8_width(n.dim_qk),
+        "DIM_V": rules.fp8_width(n.dim_v),
+        "COLUMNS": n.dim_v,
+        "KEYS": plan.block_n,
+        "SLOTS": plan.num_stages,
+        "CONSUMERS": consumers,
+        **{option.upper(): option in plan.options for option in ("direct", "fence", "turns")},
+        "POLYNOMIAL": polynomial_of(plan.options),
+        "CONSUMER_REGISTERS": folding,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+    }
+    return constants, {"num_warps": plan.num_warps, "maxnreg": at_launch}
+
+
+def _boxes(
+    q: torch.Tensor, k: torch.Tensor, turned: torch.Tensor, layout: Layout, plan: "AttentionFp8Plan"
+) -> "tuple[Box, ...]":
+    """The descriptors of Q, K and V^T [B, H, D, places]: rows of 128 bytes at most lie together."""
+    from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...plan.fp8_hopper import fp8_width
+
+    panel = min(128, fp8_width(plan.problem.dim_qk))
+
+    def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> "Box":
+        shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float8e4nv)
+        return describe_box(t, order, rows, columns, TensorDescriptor, shared)
+
+    rows = fp8_width(plan.problem.dim_v)
+    return box(q, layout, 64, panel), box(k, layout, plan.block_n, panel), box(turned, "bhsd", rows, plan.block_n)
+
+
+# ---------------------------------------------------------------- every time
+
+
+def _transposition(p: Prepared, v: torch.Tensor, made: torch.Tensor) -> tuple[Any, ...]:
+    """Arguments of transpose_values: bytes to bytes."""
+    return (v.view(torch.uint8), made, *p.transposition)
+
+
+def _arguments(
+    p: Prepared,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    made: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: Fp8Call,
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments, in order; None for descales that there are none of."""
+    from ..hopper import tickets
+
+    boxes = (box.over(t) for box, t in zip(p.boxes, (q, k, made.view(E4M3)), strict=True))
+    return (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *call[4:7], *p.descale_strides)
+
+
+def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> None:
+    """Compile both kernels for this call, without a result; what the compiler raises passes through."""
+    out = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
+    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
+    p.transpose.compile(_transposition(p, v, made))
+    p.launch.compile(_arguments(p, q, k, made, out, lse, call))
+
+
+def _dequantised(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call, p: Prepared
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 attention, which holds every e4m3 number exactly; q takes the factors of the scores, out that of the values."""
+    from .attention import forward as attend
+
+    assert p.plan is not None
+    heads = p.plan.problem.heads
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        """A factor for each query head, as q and out have theirs."""
+        t = t.repeat_interleave(heads // t.shape[1], 1)
+        return t[:, None, :, None] if call.layout == "bshd" else t[:, :, None, None]
+
+    wide = q.to(torch.bfloat16)
+    for t in (call.q_descale, call.k_descale):
+        if t is not None:
+            wide = wide * spread(t)  # fp32, rounded once below
+    out, lse = attend(
+        wide.to(torch.bfloat16),
+        k.to(torch.bfloat16),
+        v.to(torch.bfloat16),
+        plain_call(call)._replace(scale=p.scale),
+    )
+    return (out if call.v_descale is None else (out * spread(call.v_descale)).to(torch.bfloat16)), lse
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    problem: "AttentionProblem", plan: "AttentionFp8Plan"
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
+    p, q, k, _, call = _example(problem, plan)
+    out, lse = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta"), torch.empty(p.lse_shape, device="meta")
+    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
+    return p.launch.fn, _arguments(p, q, k, made, out, lse, call), p.launch.keywords
+
+
+def example_transposition(
+    problem: "AttentionProblem", plan: "AttentionFp8Plan"
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The same of transpose_values."""
+    p, _, _, v, _ = _example(problem, plan)
+    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
+    return p.transpose.fn, _transposition(p, v, made), p.transpose.keywords
+
+
+def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> Any:
+    shapes = (
+        (n.batch, n.seq_q, n.heads, n.dim_qk),
+        (n.batch, n.seq_k, n.kv_heads, n.dim_qk),
+        (n.batch, n.seq_k, n.kv_heads, n.dim_v),
+    )
+    q, k, v = (torch.empty(shape, dtype=E4M3, device="meta") for shape in shapes)
+    factor = torch.empty(n.batch, n.kv_heads, device="meta")
+    call = Fp8Call(n.causal, n.window, q_descale=factor, k_descale=factor, v_descale=factor, plan=plan)
+    return _bind(q, k, v, call, plan, result_shapes_of(q, k, v, call)), q, k, v, call

@@ -1,0 +1,31 @@
+"""Which calls are of e4m3 tensors: what every call asks, before anything else of theirs is loaded."""
+
+from typing import Any
+
+import torch
+
+from ...errors import DtypeError, Unsupported
+
+__all__ = ["DESCALES", "E4M3", "is_fp8", "refuse_packed"]
+
+E4M3 = torch.float8_e4m3fn
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def is_fp8(q: Any, *descales: Any) -> bool:
+    """Whether a call is one of e4m3 tensors; factors without them are refused."""
+    if getattr(q, "dtype", None) is E4M3:
+        return True
+    for name, t in zip(DESCALES, descales, strict=False):
+        if t is not None:
+            dtype = str(getattr(q, "dtype", type(q).__name__)).removeprefix("torch.")
+            raise DtypeError(f"{name} goes with q, k and v of dtype float8_e4m3fn, but q has dtype {dtype}")
+    return False
+
+
+def refuse_packed(q: Any) -> None:
+    """Unsupported for packed e4m3 sequences: V^T would need a place of its own for each of them."""
+    if getattr(q, "dtype", None) is E4M3:
+        raise Unsupported(
+            "q has dtype float8_e4m3fn, which attention_varlen does not take: use attention, or dequantise"
+        )

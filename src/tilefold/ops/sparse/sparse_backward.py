@@ -1,0 +1,314 @@
+"""Backward block-sparse attention: plan, allocate, launch; and the autograd function around forward and backward."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...errors import DtypeError, Unsupported
+from ..backward.backward_parts import (
+    ROWS,
+    Bound,
+    boxes_of,
+    delta_launch,
+    readable,
+    require_score_grad,
+    sequence_strides,
+    streamed,
+    tiled,
+)
+from ..call import facts_of
+from ..device import device_of, interpreting
+from ..startup import uncollected
+from ..watch import wants_gradient
+from . import sparse, sparse_backward_hopper
+from .sparse_call import check_unchanged, versions_of
+
+if TYPE_CHECKING:
+    from ...plan.sparse import SparsePlan
+    from ...plan.sparse_backward import SparseBackwardPlan
+    from .sparse import Lists, SparseCall
+    from .sparse_backward_hopper import HopperBound
+
+__all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+HOPPER_KERNEL = "sparse_backward_hopper"
+
+
+class SparseAttention(torch.autograd.Function):
+    """(out, lse) of sparse attention, differentiable in q, k and v."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: "SparseCall",
+        transposed: "Callable[[], Lists]",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
+            check_differentiable(q, k, v, call)
+        return sparse.forward(q, k, v, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Apart from forward, as functorch's transforms want it."""
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.call, ctx.transposed = inputs[3:]
+        ctx.versions = versions_of(ctx.call)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        check_unchanged(ctx.call, ctx.versions)
+        dout = torch.zeros_like(out) if dout is None else dout
+        rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
+        return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]
+
+
+class SparseGradient(torch.autograd.Function):
+    """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        call: "SparseCall",
+        transposed: "Lists",
+        wanted: tuple[bool, ...],
+    ) -> Gradients:
+        return backward((q, k, v, out, lse), dout, dlse, call, transposed, wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Unsupported("sparse_attention has first derivatives only: this call differentiates its gradient")
+
+
+def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> None:
+    """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
+    call whose derivative nobody gave."""
+    require_score_grad(call.score_mod, call.score_grad)
+    prepared = sparse.prepare(q, k, v, call)
+    if prepared.plan is not None:
+        _plan(prepared, call, q)
+
+
+def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> "SparseBackwardPlan":
+    """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
+    if call.paged is not None:
+        raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
+    check_differentiable(q, k, v, call)
+    prepared = sparse.prepare(q, k, v, call)
+    plan = _plan(prepared, call, q)
+    if plan.kernel == HOPPER_KERNEL and call.backward_plan is None:
+        from ...kernels import hopper
+
+        if hopper.refusal() is not None:
+            return _plan(prepared, call, q, portable=True)
+    return plan
+
+
+def backward(
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+    wanted: tuple[bool, ...] = (True, True, True),
+) -> Gradients:
+    """(dq, dk, dv), each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v, out, lse of the
+    forward pass; dout like out, dlse like lse or None."""
+    q, k, v, out, lse = saved
+    require_score_grad(call.score_mod, call.score_grad)
+    prepared = sparse.prepare(q, k, v, call)
+    if prepared.plan is None:
+        made = (
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
+            for t, w in zip(saved[:3], wanted, strict=True)
+        )
+        return cast("Gradients", tuple(made))
+    dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    saved = q, k, v, out, lse
+    bound = _bound(prepared, saved, dout, dlse, call, transposed)
+    if not isinstance(bound, Bound):
+        gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
+        return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
+    statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
+    bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
+    queries, keys = _arguments(prepared, bound, saved, dout, statistics, call, transposed)
+    new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
+    dq = dk = dv = None
+    if wanted[0]:
+        dq = new(q.shape, dtype=q.dtype, device=q.device)
+        bound.queries(queries(dq))
+    if wanted[1] or wanted[2]:
+        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+        if bound.keys is not None:
+            bound.keys(keys(dk, dv))
+    return dq, dk, dv
+
+
+def _arguments(
+    prepared: Any,
+    bound: Bound,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    statistics: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
+    """The run-time arguments of the two kernels, in order, as functions of the gradients that they write."""
+    q, k, v, _, _ = saved
+    score, masks = sparse.mods_of_call(prepared, q, call)
+    hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
+    inputs, own = streamed(bound, (q, k, v, dout), statistics.unbind())
+    sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
+    return (
+        lambda dq: (*inputs, dq, *call.lists[:2], *sizes, *bound.queries_tail, *hooks),
+        lambda dk, dv: (*own, dk, dv, *transposed[:2], *sizes, *bound.keys_tail, *hooks),
+    )
+
+
+def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
+    """The derivative of each score mod, in their order."""
+    slopes: list[Any] = []
+    if call.softcap:
+        slopes.append((mods.softcap_exact_slope if exact else mods.softcap_slope, ()))
+    if call.score_mod is not None:
+        slopes.append((call.score_grad, ()))
+    return tuple(slopes)
+
+
+# ---------------------------------------------------------------- the first time
+
+
+def _bound(
+    prepared: Any,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: "SparseCall",
+    transposed: "Lists",
+) -> "Bound | HopperBound":
+    """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
+    hooks = call.score_grad, call.backward_plan
+    # A launch keeps what it compiled: where an argument may be None, that is part of the key.
+    given = (dout, saved[3], dlse, transposed.indices, transposed.counts)
+    key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
+    found: Bound | HopperBound | None = prepared.backward.get(key)
+    if found is None:
+        with uncollected():
+            plan = _plan(prepared, call, saved[0])
+            if plan.kernel == HOPPER_KERNEL:
+                found = sparse_backward_hopper.bind(prepared.scalars[0], saved, dout, call, transposed, plan)
+                if found is None:  # after a warning: this Triton cannot make it
+                    plan = _plan(prepared, call, saved[0], portable=True)
+            found = found or _bind(prepared, saved, dout, call, transposed, plan)
+        prepared.backward[key] = found
+        prepared.keep += hooks
+    return found
+
+
+def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
+    from ...plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+    from ..hopper import disabled
+
+    problem = prepared.plan.problem
+    if call.backward_plan is None:
+        return plan_sparse_backward(problem, device_of(q.device), portable or disabled())
+    if not isinstance(call.backward_plan, SparseBackwardPlan):
+        raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
+    call.backward_plan.check(problem, device_of(q.device))
+    return call.backward_plan
+
+
+def _bind(
+    prepared: Any,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    call: "SparseCall",
+    transposed: "Lists",
+    plan: "SparseBackwardPlan",
+) -> Bound:
+    from ...kernels import sparse_backward as kernels
+
+    q, k, v, out, lse = saved
+    problem, n = plan.problem, plan.problem.attention
+    packed = call.packed is not None
+    q_strides, k_strides, v_strides, do_strides = (sequence_strides(t, call.layout) for t in (q, k, v, dout))
+    dq_strides, dk_strides, dv_strides = (
+        sequence_strides(torch.empty(t.shape, device="meta"), call.layout) for t in (q, k, v)
+    )
+    lse_strides = (0, lse.shape[1]) if packed else (lse.shape[1] * lse.shape[2], lse.shape[2])
+    farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
+    constants = {
+        "EMULATE": interpreting() and q.dtype == torch.bfloat16,
+        "WIDE": farthest * max(plan.queries.block_m, plan.keys.block_n) >= 1 << 31,
+        "DIM_QK": n.dim_qk,
+        "DIM_V": n.dim_v,
+        "Q_BLOCK": problem.block_q,
+        "KV_BLOCK": problem.block_k,
+        "BLOCK_QK": n.block_qk,
+        "BLOCK_V": n.block_v,
+        "BOX": plan.kernel == "sparse_backward_box",
+    }
+    edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
+    edge_q = packed or call.lists.query_sizes is not None or n.seq_q % problem.block_q != 0
+    device, group, scale = q.device.index or 0, n.heads // n.kv_heads, prepared.scalars[0]
+    inputs = (*q_strides, *k_strides, *v_strides, *do_strides)
+    turned = transposed._replace(block_sizes=call.lists.block_sizes, query_sizes=call.lists.query_sizes)
+    rows = q.shape[0] if packed else n.seq_q
+    return Bound(
+        plan,
+        delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
+        (rows, n.heads, *sequence_strides(out, call.layout), *do_strides),
+        tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
+        (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
+        tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
+               {**constants, "EDGE": edge_q, "ALONE": group == 1}, device),
+        (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
+         *sparse.list_strides(turned)),
+        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if constants["BOX"] else (),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(
+    plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
+    ahead: "delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main"."""
+    (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
+    saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
+    lists, n = call.lists, plan.problem.attention
+    blocks, rows = -(-n.seq_k // lists.block_k), lists.indices.shape[2]
+    indices, counts = (
+        torch.empty(n.batch, n.heads, blocks, *more, dtype=torch.int32, device="meta") for more in ((rows,), ())
+    )
+    transposed = lists._replace(indices=indices, counts=counts)
+    if backward_plan.kernel == HOPPER_KERNEL:
+        return sparse_backward_hopper.example_launch(saved, out, call, transposed, backward_plan, part)
+    bound = _bind(prepared, saved, out, call, transposed, backward_plan)
+    statistics = torch.empty((2, *lse.shape), device="meta")
+    queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)
+    launch, args = {
+        "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
+        "queries": (bound.queries, queries(q)),
+        "keys": (bound.keys, keys(k, v)),
+    }[part]
+    return launch.fn, args, launch.keywords

@@ -1,0 +1,206 @@
+"""A call of block-sparse attention as given: its record, the key that decides everything that follows from it, and its checks.
+
+Dense, packed and paged calls are one record: what differs is where K and V lie.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...errors import DeviceError, DtypeError, ModifiedError, ShapeError, ValueRangeError
+from ...types import Constant, Layout, ModArgs, ModFunction
+from ..call import Call, Packed, Paged, check_hooks, check_options, check_slope, facts_of, facts_of_args, sizes_of
+
+if TYPE_CHECKING:
+    from ...plan.sparse import SparsePlan
+    from ...plan.sparse_backward import SparseBackwardPlan
+
+__all__ = [
+    "Lists",
+    "SparseCall",
+    "check_call",
+    "check_lists",
+    "check_unchanged",
+    "dense_call",
+    "facts_of_lists",
+    "key_of",
+    "versions_of",
+]
+
+
+class Lists(NamedTuple):
+    """What the kernels need of a BlockIndex: its tensors and its geometry (ops does not import the record)."""
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    block_sizes: torch.Tensor | None
+    query_sizes: torch.Tensor | None
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
+    facts: Any = None  # `facts_of_lists`, where somebody keeps them
+
+
+class SparseCall(NamedTuple):
+    """The keyword arguments of `sparse_attention`, as given; packed or paged (never both) says where K and V lie otherwise."""
+
+    lists: Lists
+    causal: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+    layout: Layout = "bshd"
+    score_mod: ModFunction | Constant | None = None
+    score_args: ModArgs = ()
+    mask_mod: ModFunction | Constant | None = None
+    mask_args: ModArgs = ()
+    plan: "SparsePlan | Constant | None" = None
+    packed: Packed | None = None
+    score_grad: ModFunction | Constant | None = None  # these two concern the backward pass alone
+    backward_plan: "SparseBackwardPlan | Constant | None" = None
+    paged: Paged | None = None
+
+    @property
+    def placement(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that say where the sequences lie: cu_seqlens of a packed call, table and lengths of a paged one."""
+        return self.packed[:2] if self.packed is not None else self.paged or ()
+
+
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Any:
+    """Everything that a Prepared record depends on."""
+    facts = call.lists.facts or facts_of_lists(call.lists)
+    mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
+    options = tuple((type(o), o) for o in call[1:5])
+    return (
+        (facts_of(q), facts_of(k), facts_of(v), facts, options, mods, id(call.score_grad), id(call.plan)),
+        (call.packed is None, *map(facts_of, call.placement)),
+    )
+
+
+def facts_of_lists(lists: Lists) -> Any:
+    """What of the lists decides checks, plan and compilation."""
+    return tuple(None if t is None else facts_of(t) for t in lists[:4]), lists[4:8]
+
+
+def dense_call(call: SparseCall) -> Call:
+    """The dense call with the same options: its checks and its mods are ours."""
+    return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
+                score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args, packed=call.packed)  # fmt: skip
+
+
+def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[dict[str, int], float]:
+    """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""
+    from ...plan.sparse import SparsePlan
+
+    dense = dense_call(call)
+    check_options(dense)
+    sizes = _sizes(q, k, v, call)
+    check_hooks(dense, q.device)
+    check_slope(call.score_mod, call.score_grad)
+    if call.plan is not None and not isinstance(call.plan, SparsePlan):
+        raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
+    return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
+    """The sizes of all named dimensions, of tensors and lists that agree; a ShapeError says how the layout was taken."""
+    try:
+        sizes = sizes_of(q, k, v, dense_call(call), call.paged)
+        if call.paged is not None:
+            _check_room(call.lists, sizes)
+        _check_lists(call.lists, sizes, q.device, "q" if call.packed is None else "cu_seqlens_q")
+    except ShapeError as error:
+        if call.packed is not None:
+            raise
+        raise ShapeError(f"{error} (layout is {call.layout!r})") from None
+    return sizes
+
+
+def _check_room(index: Lists, sizes: dict[str, int]) -> None:
+    """The index counts the keys of a paged cache, whose table may have room for more."""
+    room = sizes["max_pages"] * sizes["page_size"]
+    if index.seq_k > room:
+        raise ShapeError(
+            f"index was made for seq_k={index.seq_k}, but block_table has room for {room} keys: "
+            f"{sizes['max_pages']} pages of {sizes['page_size']}"
+        )
+    sizes["seq_k"] = index.seq_k
+
+
+def _check_lists(index: Lists, sizes: dict[str, int], device: torch.device, batch_of: str) -> None:
+    """The index describes these sequences, on this device; batch_of: the argument that says how many they are."""
+    for name in ("seq_q", "seq_k"):
+        if getattr(index, name) != sizes[name]:
+            raise ShapeError(
+                f"index was made for {name}={getattr(index, name)}, but the tensors have {name}={sizes[name]}"
+            )
+    for part in ("indices", "counts", "block_sizes", "query_sizes"):
+        t = getattr(index, part)
+        if t is None:
+            continue
+        shared = t.shape[: 2 if part in ("indices", "counts") else t.dim() - 1]
+        for name, size in zip(("batch", "heads"), shared, strict=False):
+            if size not in (1, sizes[name]):
+                whose = batch_of if name == "batch" else "q"
+                raise ShapeError(f"index.{part} has {name}={size}, expected {sizes[name]} (as in {whose}) or 1")
+        if t.device != device:
+            raise DeviceError(f"index.{part} is on {t.device}, but q is on {device}")
+
+
+def check_lists(lists: Lists) -> None:
+    """The values of the lists: only in the interpreter, where a number out of range would end the process."""
+    capacity, blocks = lists.indices.shape[3], -(-lists.seq_k // lists.block_k)
+    counts = lists.counts
+    _refuse("counts", counts, (counts < 0) | (counts > capacity), f"0 to {capacity}, the capacity of the lists")
+    meant = torch.arange(capacity, device=counts.device) < counts[..., None]
+    outside = meant & ((lists.indices < 0) | (lists.indices >= blocks))
+    _refuse("indices", lists.indices.expand_as(outside), outside, f"0 to {blocks - 1}, the last KV block")
+
+
+def _refuse(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise ValueRangeError(f"index.{part}{place} is {int(values[tuple(place)])}, expected {expected}")
+
+
+# ---------------------------------------------------------------- unchanged until the backward pass
+
+
+def versions_of(call: SparseCall) -> tuple[int | None, ...]:
+    """How often torch has changed each of the call's own tensors in place; None where nothing counts it."""
+    lists = call.lists
+    indices, counts, sizes, queries = lists.indices, lists.counts, lists.block_sizes, lists.query_sizes
+    if sizes is None and queries is None and call.packed is None and not call.score_args and not call.mask_args:
+        try:  # in every call that needs a gradient: half a microsecond less than the general way
+            return indices._version, counts._version, None, None
+        except RuntimeError:  # made in inference mode, where nothing counts
+            pass
+    return tuple(None if t is None or t.is_inference() else t._version for t in _read_again(call))
+
+
+def check_unchanged(call: SparseCall, versions: tuple[int | None, ...]) -> None:
+    """ModifiedError, in torch's words, if a tensor that the backward pass reads again has changed since `versions_of`."""
+    now = versions_of(call)
+    if now == versions:
+        return
+    at = next(i for i, (old, new) in enumerate(zip(versions, now, strict=True)) if old != new)
+    where = () if call.packed is None else ("cu_seqlens_q", "cu_seqlens_k")
+    args = (f"{n}_args[{i}]" for n, given in _args_of(call) for i, t in enumerate(given) if isinstance(t, torch.Tensor))
+    name = ("index.indices", "index.counts", "index.block_sizes", "index.query_sizes", *where, *args)[at]
+    t = _read_again(call)[at]
+    raise ModifiedError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name}, "
+        f"shape {tuple(() if t is None else t.shape)}, is at version {now[at]}; expected version {versions[at]} instead"
+    )
+
+
+def _read_again(call: SparseCall) -> tuple[torch.Tensor | None, ...]:
+    own = (*call.lists[:4], *call.placement)
+    if not call.score_args and not call.mask_args:
+        return own
+    return own + tuple(t for _, given in _args_of(call) for t in given if isinstance(t, torch.Tensor))
+
+
+def _args_of(call: SparseCall) -> tuple[tuple[str, ModArgs], tuple[str, ModArgs]]:
+    return ("score", call.score_args), ("mask", call.mask_args)
