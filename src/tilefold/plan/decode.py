@@ -225,7 +225,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         MOST_WAVES, -(-plan.items // plan.programs)
     )  # so that equal sequences have a program an item, in their order
     plan = replace(plan, programs=plan.programs * max(1, waves), least=max(1, LEAST_KEYS // block_n))
-    if (splits or plan.programs // max(1, plan.items)) > MOST_PARTS:
+    parts = splits or min(plan.programs // max(1, plan.items), -(-a.seq_k // (plan.least * block_n)))
+    if parts > MOST_PARTS:
         plan = replace(plan, merge="kernel")
     return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
 
@@ -234,9 +235,8 @@ def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, in
     """(keys of a tile, warps, stages, programs an SM): two programs, one of which loads while the other's item ends, where both
     find room for two tiles of 64 keys (32 where rows are wide) in flight, else one with as much as there is."""
     a, row = problem.attention, problem.row_bytes
-    whole = (
-        a.dtype != "float32" and a.descriptors
-    )  # else rows come element by element, through registers, or four bytes each
+    # else rows come through registers, element by element, or have four bytes an element
+    whole = a.dtype != "float32" and a.descriptors
     others = block_m * (problem.block_k + problem.block_rest) * a.itemsize + 4096
     room = device.smem_per_sm // 2 - others
     if whole and block_m < 64 and not problem.shared:
@@ -272,9 +272,8 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     if splits:
         return f"{packed}; the caller asked for {splits} splits."
     return (
-        f"{packed}; {plan.programs} programs stay resident ({plan.programs // plan.device.sms} an SM) and own equal "
-        f"numbers of tiles of "
-        f"{plan.block_n} keys, whatever the lengths."
+        f"{packed}; {plan.programs} programs on {plan.device.sms} SMs own equal numbers of tiles of {plan.block_n} keys, "
+        f"at least {plan.least}, whatever the lengths."
     )
 
 

@@ -23,8 +23,9 @@ def decode_fields(problem: AttentionProblem, device: Device, capacity: int, give
     once = replace(whole, attention=problem).cost
     cost = Cost(once.flops, once.bytes + partials, once.exps, once.bytes + partials)
     parts = max(1, plan.splits)
+    merge = "decode_combine" if plan.merge == "kernel" and plan.splits != 1 else ""
     return {
-        "kernel": "attention_decode", "combine": "", "block_m": plan.block_m, "block_n": plan.block_n,
+        "kernel": "attention_decode", "combine": merge, "block_m": plan.block_m, "block_n": plan.block_n,
         "tiles": plan.grid // parts, "splits": parts, "programs": plan.grid, "working": working, "slots": plan.programs,
         "reason": _reason(plan, given), "cost": cost, "rejected": _rejected(plan, given),
     }  # fmt: skip
@@ -35,23 +36,19 @@ def _working(problem: AttentionProblem, plan: DecodePlan) -> tuple[int, int]:
     tiles = max(1, -(-live_keys(problem) // plan.block_n))
     if plan.splits:
         return plan.items * min(plan.splits, tiles), plan.items * plan.splits if plan.splits > 1 else 0
-    total = plan.items * tiles
-    length = max(-(-total // plan.programs), plan.least)
-    merged = 0
-    if plan.items <= 4096:
-        owned = slices_of([tiles] * problem.batch, plan.items // problem.batch, plan.programs, plan.least)
-        merged = sum(slot >= 0 for pieces in owned for *_, slot in pieces)
-    return -(-total // length), merged
+    if plan.items > 4096:  # nearly as many tiles for each program, few of them others', too
+        return min(plan.programs, plan.items), 0
+    owned = slices_of([tiles] * problem.batch, plan.items // problem.batch, plan.programs, plan.least)
+    return sum(bool(pieces) for pieces in owned), sum(slot >= 0 for pieces in owned for *_, slot in pieces)
 
 
 def _reason(plan: DecodePlan, given: int) -> str:
+    who = "the last to arrive" if plan.merge == "last" else "decode_combine"
     if given:
-        return f"The caller asked for {given}; the last program to arrive merges."
-    each = plan.programs // plan.device.sms
+        return f"The caller asked for {given}; {who} merges."
     return (
-        f"None by number: {plan.programs} programs ({each} an SM) own equal numbers of tiles of {plan.block_n} keys, "
-        f"whosever they are, "
-        f"and the last to arrive merges what several have of one KV head."
+        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, at least {plan.least}, "
+        f"whosever they are, and {who} merges what several have of one KV head."
     )
 
 
