@@ -122,9 +122,9 @@ def test_a_step_over_a_cache():
 )  # fmt: skip
 def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, dim):
     """The same problem as that of tensors, and the same kernel."""
-    from tilefold.ops.cached_call import Cache
+    from tilefold.ops.cache.cached_call import Cache
+    from tilefold.ops.cache.kvcache import _record
     from tilefold.ops.call import Call
-    from tilefold.ops.kvcache import _record
     from tilefold.plan.decode import DecodePlan
 
     rows = 40  # five pages of 8, eight of 5

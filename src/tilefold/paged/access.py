@@ -34,8 +34,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, S, heads, dim], or packed [T, heads, dim], over each sequence's rows, the new ones included."""
     from ..ops.cache.cached_call import Cache
-    from ..ops.call import Call
     from ..ops.cache.kvcache import attention_kvcache
+    from ..ops.call import Call
 
     splits = options.pop("num_splits", 0)
     packed = q.dim() == 3
