@@ -45,4 +45,6 @@ def rows_of(cache: PagedKVCache, sequence: int, layer: int) -> tuple[torch.Tenso
     """(k, v) [length, kv_heads, dim] of a resident sequence, by its pages."""
     pages = torch.tensor(cache.pages(sequence), dtype=torch.int64, device=cache.device)
     n = cache.length(sequence)
-    return cache.k[layer][pages].flatten(0, 1)[:n], cache.v[layer][pages].flatten(0, 1)[:n]
+    bits = cache.dtype if cache.dtype.itemsize > 1 else torch.uint8  # not every operator knows e4m3
+    k, v = (x[layer].view(bits)[pages].flatten(0, 1)[:n].view(cache.dtype) for x in (cache.k, cache.v))
+    return k, v

@@ -255,6 +255,8 @@ def attention_shared_prefix(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     num_splits: int = 0,
     cascade: bool | None = None,
     return_lse: bool = False,
@@ -267,7 +269,8 @@ def attention_shared_prefix(
     Args:
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32, or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q; the
             last tokens of each sequence, whose keys are in the cache already.
-        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table; dtype of q.
+        k_cache, v_cache: [caches, capacity, kv_heads, dim], or [pages, page size, kv_heads, dim] with block_table; in q's dtype,
+            or float8_e4m3fn or int8 (see k_scale).
         prefix_length: the number of shared keys, an int.  With pages, whole pages are read once and what is over belongs to each
             sequence; without, they are read in the cache of sequence 0, and the same rows of the other caches are not.
         cache_seqlens: [batch] int32, not read on the host: keys of each sequence, the prefix's among them; at least
@@ -278,6 +281,8 @@ def attention_shared_prefix(
         window, alibi_slopes: None: they go by the distance to keys of the prefix, which differs from sequence to sequence, while
             its rows are one sequence's here.
         scale, softcap, sinks: as for `attention`; the sinks are counted once.
+        k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads]: as for `attention_kvcache`.  Without pages the prefix
+            has the factors of the cache that it is read in, sequence 0's.
         num_splits: parts of the keys that are folded apart, in either attention; 0: the plan decides.
         cascade: True to share, False to attend plainly, None for what `tilefold.plan.plan_shared_prefix` predicts to be faster.
         return_lse: also return the logarithm of each row's softmax denominator.
@@ -302,6 +307,6 @@ def attention_shared_prefix(
     if not isinstance(return_lse, bool):
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
     given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
-                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade)  # fmt: skip
+                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale)  # fmt: skip
     out, lse = shared_prefix.attend(q, k_cache, v_cache, given)
     return (out, lse) if return_lse else out

@@ -31,7 +31,7 @@ def test_the_guide_to_caches_runs(device):
 def test_the_guide_to_pages_runs(device):
     names: dict[str, object] = {}
     texts = examples("paged_cache.md", device)
-    assert len(texts) == (4 if device == "cuda" else 3)
+    assert len(texts) == (5 if device == "cuda" else 4)
     for text in texts:
         exec(text, names)
     assert names["cache"].sequences == ()  # type: ignore[attr-defined]

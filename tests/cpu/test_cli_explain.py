@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
@@ -113,6 +114,50 @@ def test_a_step_over_a_cache():
     assert result.exit_code == 0 and "V is part of K" in result.output and "a cache of 128 keys" in result.output
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("held", "seq_q", "part", "page", "dim"),
+    [("same", 1, False, 0, 16), ("same", 19, False, 8, 16), ("same", 19, True, 0, 24), ("same", 2, False, 8, 12),
+     ("e4m3", 1, False, 5, 24), ("int8", 19, False, 8, 32), ("int8", 3, True, 8, 48)],
+)  # fmt: skip
+def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, dim):
+    """The same problem as that of tensors, and the same kernel."""
+    from tilefold.ops.cache.cached_call import Cache
+    from tilefold.ops.cache.kvcache import _record
+    from tilefold.ops.call import Call
+    from tilefold.plan.decode import DecodePlan
+
+    rows = 40  # five pages of 8, eight of 5
+    lead = (3 * rows // page, page) if page else (3, rows)
+    stored = {"same": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}[held]
+    k = torch.zeros(*lead, 1, dim).to(stored)
+    v = k[..., :8] if part else torch.zeros(*lead, 1, 8).to(stored)
+    table = torch.zeros(3, rows // page, dtype=torch.int32) if page else None
+    scale = None if held == "same" else torch.ones(1)
+    q = torch.zeros(3, seq_q, 7, dim, dtype=torch.bfloat16)
+    lengths = torch.full((3,), 30, dtype=torch.int32)
+    call = _record(q, k, v, Call(), Cache(lengths=lengths, block_table=table), (scale, scale), None)
+    asked = ("--heads", 7, "--kv-heads", 1, "--batch", 3, "--q", seq_q, "--kv", rows, "--dim", dim, "--dim-v", 8,
+             "--cache", held, "--page-size", page, *["--v-in-k"] * part, "--json")  # fmt: skip
+    result = run("--device", "h200", *map(str, asked))
+    assert result.exit_code == 0, result.output
+    if call.prompts:
+        assert json.loads(result.output)["kernel"] == "attention_cached"
+    else:
+        assert DecodePlan.from_json(result.output).problem == call.decoder.plan.problem
+    assert call.prompts == (held == "same" and seq_q == 19 and not part)
+
+
+def test_a_prompt_over_a_cache_says_whose_it_is():
+    result = run(*DECODE, "--q", "64", "--cache", "same", "--num-splits", "3")
+    assert result.exit_code == 0, result.output
+    first, rest = result.output.split("\n", 1)
+    assert first.startswith(
+        "attention_kvcache gives this call to attention_cached: 448 rows a KV head are more than 128"
+    )
+    assert "attention_cached, then combine" in rest and "rejected" in rest
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,6 +167,7 @@ def test_a_step_over_a_cache():
         (["--cache", "same", "--page-size", "-1"], "--page-size must be at least 0, got -1"),
         (["--cache", "same", "--num-splits", "129"], "num_splits must be 0 to 128, got 129"),
         (["--v-in-k"], "--v-in-k needs --cache"),
+        (["--cache", "int8", "--q", "0"], "there is nothing to plan: no queries"),
     ],
 )
 def test_what_does_not_go_with_a_cache(arguments, message):

@@ -40,6 +40,22 @@ def test_figures_by_hand(tmp_path):
     assert sixteens["concurrent"] == 1  # two pages: the second sequence needs two
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [("e4m3", "float8_e4m3fn"), ("INT8", "int8")])
+def test_a_cache_in_8_bits(tmp_path, dtype, kind):
+    """Half the bytes a token, and two factors of 4 bytes a KV head and layer, which the budget has to hold, too."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("10\n")
+    row, factors = 2 * 3 * 12, 2 * 3 * 8
+    given = (*SMALL, "--lengths", path, "--page-sizes", "1", "--dtype", dtype)
+    room = ("--budget", (40 * row + factors) / 2**30)
+    found = figures(*given, *room)
+    assert (found["dtype"], found["bytes_per_token"], found["bytes_of_factors"]) == (kind, row, factors)
+    assert found["layouts"][1]["concurrent"] == 4
+    assert figures(*given, "--budget", 40 * row / 2**30)["layouts"][1]["concurrent"] == 3
+    assert figures(*given[:-1], "bf16", *room)["bytes_of_factors"] == 0
+    assert f"{kind}: 72 B a token, and 48 B of factors" in run(*given, *room).output
+
+
 def test_a_shared_prefix_is_there_once():
     work = Workload((20, 30, 10), 64, shared=18)
     (_, ones, eights) = layouts_of(work, 1, (1, 8), 60)
@@ -96,7 +112,7 @@ def test_refusals(tmp_path):
         ((*SMALL[2:], "--layers", 0), "--layers must be at least 1, got 0"),
         ((*SMALL, "--page-sizes", "16,0"), "--page-sizes must be integers of at least 1, comma-separated, got '16,0'"),
         ((*SMALL, "--page-sizes", "x"), "got 'x'"),
-        ((*SMALL, "--dtype", "int8"), "dtype must be bf16, fp16 or fp32"),
+        ((*SMALL, "--dtype", "int4"), "dtype must be bf16, fp16, fp32, e4m3 or int8"),
         ((*SMALL, "--plot", "memory.jpg"), "--plot must end with .png or .svg, got 'memory.jpg'"),
         ((*SMALL, "--plot", tmp_path / "no" / "memory.png"), "--plot must be a file that can be written"),
         ((*SMALL, "--lengths", path), "line 2: expected a length from 1 to 100 (--max-tokens), got '101'"),

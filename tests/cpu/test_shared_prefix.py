@@ -161,6 +161,56 @@ def test_shared_prefix(device, heads, seq_q, page, dtype):
             assert torch.allclose(sides[0].float(), side.float(), atol=1e-5 if dtype == torch.float32 else 0.02)
 
 
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def coded(held, whole, stored, per, dtype, shared=16):
+    """(codes of the caches or pages, their factors, what they stand for as each sequence sees it, fp32)."""
+    pages = held[2] is not None
+    codes, scales, meant = [], [], []
+    for t, mine in zip(held[:2], whole, strict=True):
+        code, scale = tilefold.quantize_kv(t.nan_to_num(0).to(dtype), stored, per=per)
+        wide = code.float() * scale[..., None, :, None]
+        if pages:
+            seen = wide[held[2].long()].flatten(1, 2)[:, : mine.shape[1]]
+        else:
+            seen = wide.clone()
+            seen[1:, :shared] = seen[:1, :shared]
+            code[1:, :shared].view(torch.uint8).fill_(0x7F)
+        codes.append(code)
+        scales.append(scale)
+        meant.append(seen)
+    return codes, scales, meant
+
+
+@pytest.mark.parametrize(
+    ("page", "stored", "per", "seq_q", "dtype"),
+    [(8, E4M3, "head", 1, torch.bfloat16), (8, INT8, "page", 3, torch.float32), (0, INT8, "page", 1, torch.float16)],
+)
+def test_a_prefix_in_8_bits(device, page, stored, per, seq_q, dtype):
+    held, whole = a_batch(device, page=page, prefix=16)
+    codes, scales, meant = coded(held, whole, stored, per, dtype)
+    q, lengths = rand(3, seq_q, 4, 16, dtype=dtype, device=device), [16 + seq_q, 44, 31]
+    exact = oracle(q, meant, lengths, causal=True)
+    plain = oracle(q, [t.to(dtype) for t in meant], lengths, dtype, causal=True)
+    for cascade in (True, False) if page else (True,):
+        out, lse = tilefold.attention_shared_prefix(
+            q, *codes, prefix_length=16, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=cascade,
+            k_scale=scales[0], v_scale=scales[1], return_lse=True)  # fmt: skip
+        judge(out, torch.stack(exact[0]), torch.stack(plain[0]), f"out, cascade={cascade}")
+        judge(lse, torch.stack(exact[1]), torch.stack(plain[1]).float(), f"lse, cascade={cascade}")
+
+
+def test_all_keys_are_the_prefix_and_v_is_part_of_k(device):
+    """A latent cache of one KV head, which is read once; no rows are left behind the prefix."""
+    (k, _, _), (whole, _) = a_batch(device, capacity=20, kv_heads=1, dim=24)
+    q = rand(3, 2, 4, 24, device=device)
+    exact, plain = (oracle(q, [whole, whole[..., :16]], [20] * 3, d) for d in (torch.float64, torch.float32))
+    given = {"prefix_length": 20, "cache_seqlens": ints(20, 20, 20, device=device), "causal": False}
+    out = tilefold.attention_shared_prefix(q, k, k[..., :16], **given, cascade=True)
+    judge(out, torch.stack(exact[0]), torch.stack(plain[0]), "out")
+
+
 @pytest.mark.parametrize("page", [0, 8])
 def test_packed_queries_and_nothing_behind_the_prefix(device, page):
     held, whole = a_batch(device, page=page, prefix=16, dim_v=10)
@@ -219,6 +269,8 @@ WRONG = [
     ({"cache_seqlens": None}, "cache_seqlens"),
     ({"max_seqlen_q": 4}, "max_seqlen_q"),
     ({"num_splits": 200}, "num_splits"),
+    ({"k_scale": torch.ones(2), "v_scale": torch.ones(2)}, "scales go with bytes"),
+    ({"k_scale": torch.ones(2)}, "k_scale and v_scale come together"),
     ({"q": torch.ones(3, 1, 4, 16, requires_grad=True)}, "q requires a gradient"),
     ({"block_table": ints(0, 1, 1, 2, 0, 1).view(3, 2)}, "begins with pages"),
 ]
@@ -267,6 +319,8 @@ def test_the_rule():
         {"batch": 8, "tokens": 8 * 4096},
     ):  # a prefill is bound by its products either way
         assert not plan_shared_prefix(problem(**changes), h200).cascade, changes
+    halved = plan_shared_prefix(problem(storage="int8"), h200)
+    assert halved.cascade and halved.plain_bytes == plan.plain_bytes // 2
     longer = [plan_shared_prefix(problem(prefix=n, batch=8, tokens=8), h200) for n in (64, 256, 1024, 4096, 16384)]
     found = [plan.cascade for plan in longer]
     assert found == sorted(found) and found[-1]

@@ -26,9 +26,29 @@ class strictly:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def a_cache(layers=1, pages=400, page_size=16, max_tokens=1200, dtype=torch.bfloat16):
+def a_cache(layers=1, pages=400, page_size=16, max_tokens=1200, dtype=torch.bfloat16, **options):
     return PagedKVCache(layers, HEADS, DIM, num_pages=pages, page_size=page_size, max_sequences=8, max_tokens=max_tokens,
-                        dtype=dtype, device=DEVICE)  # fmt: skip
+                        dtype=dtype, device=DEVICE, **options)  # fmt: skip
+
+
+def in_8_bits(dtype, layers=1, **options):
+    """With factors of every layer and head, such that some numbers saturate."""
+    most = 448 if dtype == torch.float8_e4m3fn else 127
+    scales = {name: (torch.rand(layers, HEADS, device=DEVICE) + 2) / most for name in ("k_scale", "v_scale")}
+    return a_cache(layers, dtype=dtype, **scales, **options)
+
+
+def codes_of(cache, layer, k, v):
+    """[T, heads, dim] as the cache is to hold them."""
+    return [
+        tilefold.quantize_kv(x[None], cache.dtype, scale=scale[layer])[0][0]
+        for x, scale in ((k, cache.k_scale), (v, cache.v_scale))
+    ]
+
+
+def same_bytes(cache, id, rows, layer):
+    pairs = zip(rows_of(cache, id, layer), rows, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def filled(cache, *lengths):
@@ -197,3 +217,86 @@ def test_ragged_prefill_then_decode():
                 judge(out[new][None], exact, plain, f"out of sequence {i}, counts {batch.counts}")
         if counts is not None:
             batch.next(counts)
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_captured_graph_over_8_bits(dtype, page_size):
+    """Ragged prompts in packed rows, then a graph of append and attend, replayed while sequences grow."""
+    steps, starts, kind = 150, (37, 1, 700), torch.bfloat16
+    cache = in_8_bits(dtype, page_size=page_size, pages=3 * -(-1200 // page_size))
+    ids = [cache.add() for _ in starts]
+    batch = cache.batch(ids, starts)
+    prompt = [rand(batch.total, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2)]
+    query = rand(batch.total, 4 * HEADS, DIM, dtype=kind, device=DEVICE)
+    cache.append(0, *prompt, batch)
+    stored = [list(rows) for rows in zip(*(x.split(starts) for x in codes_of(cache, 0, *prompt)), strict=True)]
+
+    def hold(got, q, at):
+        for b, id in enumerate(ids):
+            assert same_bytes(cache, id, stored[b], 0), f"sequence {b} {at}"
+            keys = [
+                (x.float() * s[0][:, None])[None]
+                for x, s in zip(stored[b], (cache.k_scale, cache.v_scale), strict=True)
+            ]
+            exact, _ = reference.attention(q[b][None], *keys, causal=True)
+            plain, _ = reference.attention(q[b][None], *(x.to(kind) for x in keys), causal=True, dtype=kind)
+            judge(got[b][None], exact, plain, f"out of sequence {b} {at}")
+
+    hold(cache.attend(0, query, batch).split(starts), query.split(starts), "of the prompt")
+    keys, values = (rand(steps, 3, 1, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2))
+    queries = rand(steps, 3, 1, 4 * HEADS, DIM, dtype=kind, device=DEVICE)
+    q, k, v = queries[0].clone(), keys[0].clone(), values[0].clone()
+    batch = cache.batch(ids, 1)
+
+    def step():
+        cache.append(0, k, v, batch)
+        return cache.attend(0, q, batch)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for i in range(steps):
+        with strictly():
+            for into, source in ((q, queries), (k, keys), (v, values)):
+                into.copy_(source[i])
+            graph.replay()
+        new = codes_of(cache, 0, keys[i, :, 0], values[i, :, 0])
+        for b in range(3):
+            stored[b] = [torch.cat(x) for x in zip(stored[b], (t[b : b + 1] for t in new), strict=True)]
+        if i in (0, 1, 15, 16, 149):
+            hold(out, queries[i], f"at step {i}")
+        if i < steps - 1:
+            with strictly():
+                batch.next()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_bytes_are_shared_copied_and_moved(dtype):
+    cache = in_8_bits(dtype, layers=2)
+    ids, counts = [cache.add() for _ in range(2)], (100, 37)
+    batch = cache.batch(ids, counts)
+    rows = []
+    for layer in range(2):
+        k, v = (rand(batch.total, HEADS, DIM, device=DEVICE) for _ in range(2))
+        cache.append(layer, k, v, batch)
+        rows.append(list(zip(*(x.split(counts) for x in codes_of(cache, layer, k, v)), strict=True)))
+    torch.cuda.synchronize()
+    cache.copy_pages([(0, 399)])
+    with strictly():
+        fork = cache.fork(ids[0])
+        batch = cache.batch([fork], 3)
+        k, v = (rand(3, HEADS, DIM, device=DEVICE) for _ in range(2))
+        cache.append(0, k, v, batch)
+        cache.append(1, k, v, batch)
+        cache.swap_out(ids[1])
+        cache.free(ids[0])
+        cache.defragment()
+        cache.swap_in(ids[1])
+    for layer in range(2):
+        assert same_bytes(cache, ids[1], rows[layer][1], layer)
+        new = codes_of(cache, layer, k, v)
+        assert same_bytes(cache, fork, [torch.cat(x) for x in zip(rows[layer][0], new, strict=True)], layer)
+    audit(cache.allocator)

@@ -22,6 +22,10 @@ One decode step of Qwen2.5-7B on an H200, by `attention`, which cuts no keys, an
 
     tilefold explain --device h200 --heads 28 --kv-heads 4 --q 1 --kv 8192 --dim 128 --cache same --page-size 16
 
+One step of DeepSeek's latent attention over an e4m3 cache, whose V is the first 512 columns of K:
+
+    tilefold explain --heads 128 --kv-heads 1 --q 1 --kv 8192 --dim 576 --dim-v 512 --batch 32 --cache e4m3 --v-in-k
+
 Causal training on an A100, with a sliding window of 1024 keys, as JSON:
 
     tilefold explain --device a100 --heads 16 --q 4096 --dim 128 --causal --window 1023,0 --json
@@ -119,7 +123,7 @@ def explain(
     modifications of the scores count, their values do not. With --policy: how many parts the keys are folded in; with --trace
     for every step of a generation.
     """
-    from tilefold.cli.explain_decode import CacheOptions, check_cache, decode_plan
+    from tilefold.cli.explain_decode import CacheOptions, check_cache, explain_cache
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.plan import AttentionProblem, plan_attention
     from tilefold.plan.sparse import plan_sparse
@@ -158,8 +162,7 @@ def explain(
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
     if cache is not None:
-        decode = decode_plan(over, problem, _record(device))
-        typer.echo(decode.to_json() if as_json else str(decode))
+        typer.echo(explain_cache(over, problem, _record(device), as_json))
         return
     if policy is not None:
         typer.echo(explain_split(asked, problem, _record(device)))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem, DecodePlan, Device
+    from tilefold.plan import AttentionProblem, Device
+    from tilefold.plan.decode import DecodeProblem
 
-__all__ = ["CacheOptions", "check_cache", "decode_plan"]
+__all__ = ["CacheOptions", "check_cache", "explain_cache"]
 
 HELD = {"same": "plain", "e4m3": "float8_e4m3fn", "int8": "int8"}  # what `DecodeProblem` calls it
 
@@ -38,14 +39,32 @@ def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
         raise ValueRangeError(f"--page-size must be at least 0, got {asked.page_size}")
 
 
-def decode_plan(asked: CacheOptions, problem: "AttentionProblem", device: "Device") -> "DecodePlan":
-    """The plan of a step whose caches have room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
-    from tilefold.plan.decode import DecodeProblem, plan_decode
+def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
+    """What `attention_kvcache` does, as text or JSON: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
+    from tilefold.plan import plan_splits
+    from tilefold.plan.decode import plan_decode, serves
+
+    if not (problem.batch and problem.seq_q):
+        raise Unsupported("there is nothing to plan: no queries")
+    made = _problem(asked, problem)
+    prompt = serves(made) if made.storage == "plain" and not made.shared else ""
+    if not prompt:
+        plan = plan_decode(made, device, asked.num_splits)
+        return plan.to_json() if as_json else str(plan)
+    room = made.attention.seq_k
+    cut = plan_splits(problem, device, capacity=room, paged=asked.page_size > 0, splits=asked.num_splits)
+    return cut.to_json() if as_json else f"attention_kvcache gives this call to attention_cached: {prompt}.\n{cut}"
+
+
+def _problem(asked: CacheOptions, problem: "AttentionProblem") -> "DecodeProblem":
+    """Of caches with room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
+    from tilefold.plan.decode import DecodeProblem
 
     storage = HELD[asked.held or "same"]
     itemsize = problem.itemsize if storage == "plain" else 1
-    boxes = all(dim * itemsize % 16 == 0 for dim in (problem.dim_qk, problem.dim_v))
+    # V as part of K lies where K's rows begin
+    boxes = all(dim * itemsize % 16 == 0 for dim in (problem.dim_qk, problem.dim_qk if asked.part else problem.dim_v))
     if problem.seq_k % max(1, asked.page_size):  # room comes in whole pages
         problem = replace(problem, seq_k=-(-problem.seq_k // asked.page_size) * asked.page_size)
-    made = DecodeProblem(replace(problem, descriptors=boxes), storage, asked.page_size, asked.part)
-    return plan_decode(made, device, asked.num_splits)
+    problem = replace(problem, descriptors=boxes, query_descriptors=problem.dim_qk * problem.itemsize % 16 == 0)
+    return DecodeProblem(problem, storage, asked.page_size, asked.part)

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import dtype_named, table_of, user_errors, writable
-from tilefold.errors import ValueRangeError
+from tilefold.cli.runtime import DTYPES, table_of, user_errors, writable
+from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.kv_memory import KVModel, Layout, Workload
@@ -31,6 +31,10 @@ EPILOG = """
 """
 
 
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}  # of what a cache may hold
+STORED = {**DTYPES, "e4m3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "int8": "int8"}
+
+
 @user_errors
 def kv_memory(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="A model known by name, as qwen2.5-7b.")] = None,
@@ -38,7 +42,7 @@ def kv_memory(
     kv_heads: Annotated[int | None, typer.Option(help="Without --model: KV heads.")] = None,
     dim: Annotated[int | None, typer.Option(help="Without --model: head dimension of K.")] = None,
     dim_v: Annotated[int | None, typer.Option(help="Without --model: head dimension of V.", show_default="dim")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3 or int8.")] = "bf16",
     requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Sequences that are drawn.")] = 256,
     prompt: Annotated[int, typer.Option(min=1, help="Median tokens of a prompt.")] = 512,
     output: Annotated[int, typer.Option(min=1, help="Median tokens that are generated.")] = 256,
@@ -64,21 +68,30 @@ def kv_memory(
     writable(plot, "--plot")
     sizes = _sizes(page_sizes)
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
-    itemsize = 4 if dtype_named(dtype) == "float32" else 2
+    stored = _stored(dtype)
+    factors = 8 * chosen.layers * chosen.kv_heads if ITEMSIZE[stored] == 1 else 0
     if lengths is not None:
         work = Workload(lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
     else:
         work = Workload.drawn(requests, prompt, output, spread, max_tokens, seed, shared_prefix)
-    row = chosen.row_bytes(itemsize)
-    found = layouts_of(work, row, sizes, int(budget * GIB))
+    row = chosen.row_bytes(ITEMSIZE[stored])
+    found = layouts_of(work, row, sizes, max(0, int(budget * GIB) - factors))
     if as_json:
-        typer.echo(json.dumps(_document(chosen, dtype_named(dtype), row, work, budget, found), indent=2))
+        typer.echo(json.dumps(_document(chosen, stored, row, factors, work, budget, found), indent=2))
     else:
-        _print(chosen, dtype_named(dtype), row, work, budget, found)
+        _print(chosen, stored, row, factors, work, budget, found)
     if plot is not None:
         draw_plot(found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * GIB), plot)
         if not as_json:
             Console().print(Text(f"wrote {plot}", style="dim"), soft_wrap=True)
+
+
+def _stored(name: str) -> str:
+    """The full name of a dtype that a cache may hold. DtypeError if unknown."""
+    found = STORED.get(name.lower())
+    if found is None:
+        raise DtypeError(f"dtype must be bf16, fp16, fp32, e4m3 or int8 (or their full names), got {name!r}")
+    return found
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -116,12 +129,13 @@ def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) ->
 
 
 def _document(
-    model: "KVModel", dtype: str, row: int, work: "Workload", budget: float, found: "list[Layout]"
+    model: "KVModel", dtype: str, row: int, factors: int, work: "Workload", budget: float, found: "list[Layout]"
 ) -> dict[str, Any]:
     return {
         "model": asdict(model),
         "dtype": dtype,
         "bytes_per_token": row,
+        "bytes_of_factors": factors,
         "sequences": len(work.lengths),
         "tokens": sum(work.lengths),
         "longest": max(work.lengths),
@@ -132,13 +146,16 @@ def _document(
     }
 
 
-def _print(model: "KVModel", dtype: str, row: int, work: "Workload", budget: float, found: "list[Layout]") -> None:
+def _print(
+    model: "KVModel", dtype: str, row: int, factors: int, work: "Workload", budget: float, found: "list[Layout]"
+) -> None:
     from tilefold.paged.statistics import readable_bytes
 
     console = Console()
     at_most = sum(n == work.max_tokens for n in work.lengths)
     lines = [
-        f"{model.name}, {dtype}: {readable_bytes(row)} a token",
+        f"{model.name}, {dtype}: {readable_bytes(row)} a token"
+        + (f", and {readable_bytes(factors)} of factors, one a KV head and layer for K and for V" if factors else ""),
         f"{len(work.lengths)} sequences of {min(work.lengths)} to {max(work.lengths)} tokens, "
         f"{sum(work.lengths) / len(work.lengths):.0f} in the mean; room for {work.max_tokens} each"
         + (f", which {at_most} reach" if at_most else "")

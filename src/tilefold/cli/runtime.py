@@ -16,6 +16,7 @@ from rich.text import Text
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 
 __all__ = [
+    "DTYPES",
     "Runtime",
     "dtype_named",
     "integers",

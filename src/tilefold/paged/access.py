@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .scales import Scales
+
 if TYPE_CHECKING:
     from .batch import CacheBatch
 
@@ -11,26 +13,28 @@ __all__ = ["append_rows", "attend"]
 
 
 def append_rows(
-    caches: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, batch: "CacheBatch",
+    caches: tuple[torch.Tensor, torch.Tensor], scales: Scales, k: torch.Tensor, v: torch.Tensor, batch: "CacheBatch",
     cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
     """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
     from ..ops.cache.cache_append import cache_append
 
+    # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
     offsets = batch.cu_seqlens_q if batch.count is None else None
-    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets)
+    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales)
 
 
 def attend(
     caches: tuple[torch.Tensor, torch.Tensor],
+    scales: Scales,
     q: torch.Tensor,
     batch: "CacheBatch",
     causal: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, S, heads, dim], or packed [T, heads, dim], over each sequence's rows, the new ones included."""
-    from ..ops.cache.cached import attention_cached
     from ..ops.cache.cached_call import Cache
+    from ..ops.cache.kvcache import attention_kvcache
     from ..ops.call import Call
 
     splits = options.pop("num_splits", 0)
@@ -39,4 +43,4 @@ def attend(
         batch.cache_seqlens, None, None, batch.block_table, batch.cu_seqlens_q if packed else None, None,
         batch.max_seqlen_q if packed else 0, 0, 0, splits,
     )  # fmt: skip
-    return attention_cached(q, *caches, Call(causal, **options), cache)
+    return attention_kvcache(q, *caches, Call(causal, **options), cache, scales, None, False)

@@ -1,6 +1,7 @@
 """The paged KV cache: pages for many sequences and all layers, written and attended through batches."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .access import append_rows, attend
 from .allocator import PageAllocator, check_count
 from .batch import CacheBatch
 from .pool import PagePool
+from .scales import CODED, Scales, scales_of
 from .staging import Staging
 from .statistics import CacheStatistics
 
@@ -26,9 +28,14 @@ class PagedKVCache:
         layers, kv_heads, head_dim: of the model; head_dim_v: of V, by default head_dim.
         num_pages, page_size: what is allocated, all of it here.
         max_sequences, max_tokens: the most sequences at a time, and the most tokens of one.
-        dtype: float16, bfloat16 or float32; device: where the pages lie, CUDA or, in Triton's interpreter, the CPU.
+        dtype: float16, bfloat16 or float32, or float8_e4m3fn or int8; device: where the pages lie, CUDA or, in Triton's
+            interpreter, the CPU.
+        k_scale, v_scale: with a dtype of 8 bits, fp32 [kv_heads] or [layers, kv_heads], greater than 0: what stands in the
+            pages is to be multiplied by its head's factor (`quantize_kv` finds such factors).  Read and copied here.  Needed for
+            int8, 1 by default for e4m3.
 
-    k[layer], v[layer]: [num_pages, page_size, kv_heads, dim].  allocator: who owns which page.
+    k[layer], v[layer]: [num_pages, page_size, kv_heads, dim].  k_scale, v_scale: [layers, kv_heads] fp32, None in floats.
+    allocator: who owns which page.
 
     Which page a sequence gets is decided on the host, from the calls alone, and nothing waits for the device.  All device work
     goes to the current stream: use one cache from one stream, or order the streams yourself; a page that is given back may be
@@ -47,20 +54,27 @@ class PagedKVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
         head_dim_v: int | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         self.layers = check_count("layers", layers, 1)
         self.kv_heads = check_count("kv_heads", kv_heads, 1)
         self.head_dim = check_count("head_dim", head_dim, 1)
         self.head_dim_v = head_dim if head_dim_v is None else check_count("head_dim_v", head_dim_v, 1)
-        if dtype not in FLOATS:
-            raise DtypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+        if dtype not in (*FLOATS, *CODED):
+            raise DtypeError(f"dtype must be float16, bfloat16, float32, float8_e4m3fn or int8, got {dtype}")
         self.allocator = PageAllocator(num_pages, page_size, max_sequences, max_tokens)
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype, self.device = dtype, _device(device)
+        scales = scales_of(dtype, k_scale, v_scale, layers, kv_heads, self.device)
+        self.k_scale: torch.Tensor | None = scales[0] if scales else None
+        self.v_scale: torch.Tensor | None = scales[1] if scales else None
+        self._scales: list[Scales] = list(zip(*scales, strict=True)) if scales else [(None, None)] * layers
         self.staging = Staging(self.device)
-        self._pool = PagePool((layers, num_pages, page_size, kv_heads), head_dim, self.head_dim_v, dtype, self.staging)
-        self.k = list(self._pool.k.unbind())
-        self.v = list(self._pool.v.unbind())
+        stored = torch.uint8 if dtype == torch.float8_e4m3fn else dtype  # bytes are copied and moved like any others
+        self._pool = PagePool((layers, num_pages, page_size, kv_heads), head_dim, self.head_dim_v, stored, self.staging)
+        self.k = list(self._pool.k.view(dtype).unbind())
+        self.v = list(self._pool.v.view(dtype).unbind())
 
     def __repr__(self) -> str:
         return (
@@ -147,10 +161,11 @@ class PagedKVCache:
 
         k, v: packed [T, kv_heads, dim], or [B, S, kv_heads, dim] if every sequence gets S.  rotary_cos, rotary_sin:
         [positions, pairs] float: k is turned by its row on the way; pairs are channels (2i, 2i + 1) if interleaved, else
-        (i, i + pairs).  One launch; no gradients: k and v are taken as detached."""
+        (i, i + pairs).  In the cache's dtype; any float for a cache in 8 bits, where what is stored is divided by its factor
+        and rounded once, as `kvcache_append` does.  One launch; no gradients: k and v are taken as detached."""
         caches = self._caches(layer, batch)
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
-        append_rows(caches, *rows, batch, rotary_cos, rotary_sin, interleaved)
+        append_rows(caches, self._scales[layer], *rows, batch, rotary_cos, rotary_sin, interleaved)
 
     def attend(
         self,
@@ -164,9 +179,10 @@ class PagedKVCache:
     ) -> Any:
         """Attention of the batch's new tokens over their sequences in one layer, forward only.
 
-        q: packed [T, heads, dim], or [B, S, heads, dim] if every sequence has S; causal from the bottom right: each sees itself
-        and what was before.  options: window, scale, softcap, alibi_slopes, sinks as for `tilefold.attention`, and num_splits
-        (0: chosen).  Returns out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
+        q: packed [T, heads, dim], or [B, S, heads, dim] if every sequence has S, in the cache's dtype (any float over 8 bits);
+        causal from the bottom right: each sees itself and what was before.  options: window, scale, softcap, alibi_slopes, sinks
+        as for `tilefold.attention`, and num_splits (0: chosen).  Computed by what `tilefold.attention_kvcache` calls.  Returns
+        out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
         caches = self._caches(layer, batch)
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
@@ -176,7 +192,7 @@ class PagedKVCache:
         rows = batch.as_rows("q", q)
         if q.dim() == 3 and batch.count != 1:  # one query each is the same batch without offsets
             rows = q
-        out, lse = attend(caches, rows, batch, causal, dict(options))
+        out, lse = attend(caches, self._scales[layer], rows, batch, causal, dict(options))
         if rows.dim() != q.dim():
             out, lse = out.flatten(0, 1), lse[..., 0].T
         return (out, lse) if return_lse else out
@@ -225,7 +241,8 @@ class PagedKVCache:
 
     def statistics(self) -> CacheStatistics:
         """Pages and bytes as they are now."""
-        return self.allocator.statistics(self.page_bytes // self.page_size)
+        found = self.allocator.statistics(self.page_bytes // self.page_size)
+        return replace(found, scale_bytes=0 if self.k_scale is None else 8 * self.k_scale.numel())
 
 
 def _device(device: torch.device | str) -> torch.device:

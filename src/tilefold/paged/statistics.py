@@ -18,7 +18,8 @@ class CacheStatistics:
     """The figures of one moment; `print` shows them as a table.
 
     tokens: sum of the lengths of all sequences.  rows_used: rows of pages in device memory that hold a token, shared ones once.
-    highest_page: the highest id of a used page, -1 if none is.  row_bytes: bytes of a token's keys and values in all layers."""
+    highest_page: the highest id of a used page, -1 if none is.  row_bytes: bytes of a token's keys and values in all layers.
+    scale_bytes: of the factors of a cache in 8 bits, however many tokens it holds."""
 
     page_size: int
     pages_total: int
@@ -32,6 +33,7 @@ class CacheStatistics:
     max_tokens: int
     pages_swapped: int
     row_bytes: int
+    scale_bytes: int = 0
 
     @property
     def pages_free(self) -> int:
@@ -45,8 +47,8 @@ class CacheStatistics:
 
     @property
     def bytes_allocated(self) -> int:
-        """All pages, used or not."""
-        return self.pages_total * self.page_bytes
+        """All pages, used or not, and factors."""
+        return self.pages_total * self.page_bytes + self.scale_bytes
 
     @property
     def bytes_in_pages(self) -> int:
@@ -65,8 +67,8 @@ class CacheStatistics:
 
     @property
     def bytes_contiguous(self) -> int:
-        """What the resident sequences would take with max_tokens rows each."""
-        return (self.sequences - self.sequences_swapped) * self.max_tokens * self.row_bytes
+        """What the resident sequences would take with max_tokens rows each, and factors."""
+        return (self.sequences - self.sequences_swapped) * self.max_tokens * self.row_bytes + self.scale_bytes
 
     @property
     def bytes_swapped(self) -> int:
@@ -89,7 +91,8 @@ class CacheStatistics:
             ("sequences", f"{resident} resident, {self.sequences_swapped} swapped out, {self.tokens} tokens"),
             ("pages", f"{self.pages_used} used ({self.pages_shared} shared), {self.pages_free} free, {self.holes} holes, "
                       f"{self.pages_total} in all, {self.page_size} tokens each"),
-            ("allocated", readable_bytes(self.bytes_allocated)),
+            ("allocated", readable_bytes(self.bytes_allocated)
+                          + (f", {readable_bytes(self.scale_bytes)} of them factors" if self.scale_bytes else "")),
             ("used by tokens", readable_bytes(self.bytes_used)),
             ("wasted in pages", f"{readable_bytes(self.bytes_wasted)} ({self.fragmentation:.1%} of the used pages)"),
             ("contiguous", f"{readable_bytes(self.bytes_contiguous)} at {self.max_tokens} tokens a sequence"),

@@ -28,6 +28,7 @@ class PrefixProblem:
     dim_v: int
     prefix: int
     dtype: str
+    storage: str = "plain"  # of keys and values: "plain" as the queries, else in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def plan_shared_prefix(problem: PrefixProblem, device: Device) -> SharedPrefixPl
     Either takes as long as its products, if that is longer."""
     p = problem
     size = ITEMSIZE[p.dtype]
-    once = p.prefix * p.kv_heads * (p.dim_qk + p.dim_v) * size
+    once = p.prefix * p.kv_heads * (p.dim_qk + p.dim_v) * (size if p.storage == "plain" else 1)
     results = (
         3 * p.tokens * p.heads * (p.dim_v * size + 4)
     )  # one partial more written, both read; the merged was written anyway

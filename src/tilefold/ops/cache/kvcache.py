@@ -29,7 +29,7 @@ from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_stor
 if TYPE_CHECKING:
     from ...plan.decode import DecodePlan
 
-__all__ = ["attention_kvcache", "check_contents", "plan_of"]
+__all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of"]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def attention_kvcache(
             )
         found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
             q, k, v, call.alibi_slopes, call.sinks, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
-            *_sides(call), call.scale, float(call.softcap))  # fmt: skip
+            *_sides(call), call.scale, float(call.softcap), cache.more)  # fmt: skip
         return found
     return _forward(q, k, v, call, cache, scales, plan, check)
 
@@ -190,6 +190,13 @@ def _checked(
     return sizes, shared
 
 
+def sizes_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales
+) -> dict[str, int]:
+    """Everything that is wrong with a call and needs no device; sizes of all dimensions."""
+    return _checked(q, k, v, call, cache, scales)[0]
+
+
 def _has_memory(*tensors: torch.Tensor) -> bool:
     return not any(is_watched((t,)) or t.device.type == "meta" for t in tensors)
 
@@ -251,9 +258,10 @@ def attention_kvcache_op(
     window_right: int,
     scale: float | None,
     softcap: float,
+    more: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `attention_kvcache`."""
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, 0, splits)
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     return _forward(q, k, v, call, cache, (k_scale, v_scale), None, False)
 
@@ -263,9 +271,9 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
     batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, max_q: int, splits: int,
-    causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float,
+    causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float, more: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, 0, splits)
+    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     sizes, _ = _checked(q, k, v, call, cache, (k_scale, v_scale))
     out_shape, lse_shape = cached_shapes(sizes, cache)

@@ -9,8 +9,9 @@ from ..call import Call, check_integer, keyed
 from ..device import device_of, interpreting
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
-from .cached import attention_cached
-from .cached_call import Cache, cached_shapes, cached_sizes, check_longest
+from .cached_call import Cache, cached_shapes
+from .decode import Scales, storage_of
+from .kvcache import attention_kvcache, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
@@ -34,6 +35,8 @@ class SharedPrefix(NamedTuple):
     softcap: float
     splits: int
     cascade: bool | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def cache(self) -> Cache:
@@ -45,12 +48,18 @@ class SharedPrefix(NamedTuple):
     def call(self) -> Call:
         return Call(self.causal, None, self.scale, self.softcap, sinks=self.sinks)
 
+    @property
+    def scales(self) -> Scales:
+        """Of all caches or pages."""
+        return self.k_scale, self.v_scale
+
 
 def attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); see `tilefold.attention_shared_prefix`."""
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks}
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks, "k_scale": given.k_scale,
+             "v_scale": given.v_scale}  # fmt: skip
     refuse_tangents(named)
     if torch.is_grad_enabled():
         for name, t in named.items():
@@ -66,15 +75,25 @@ def attend(
 
 def plan_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> Any:
     """The SharedPrefixPlan of a call, whose `cascade` a caller's overrides."""
-    return _plan(q, given, _sizes(q, k_cache, v_cache, given))
+    return _plan(q, k_cache, given, _sizes(q, k_cache, v_cache, given))
 
 
-def _plan(q: torch.Tensor, given: SharedPrefix, n: dict[str, int]) -> Any:
+def _plan(q: torch.Tensor, k: torch.Tensor, given: SharedPrefix, n: dict[str, int]) -> Any:
     from ...plan.shared_prefix import PrefixProblem, plan_shared_prefix
 
     tokens = q.shape[0] if given.cu_q is not None else n["batch"] * n["seq_q"]
     dtype = str(q.dtype).removeprefix("torch.")
-    shape = (n["batch"], tokens, n["heads"], n["kv_heads"], n["dim_qk"], n["dim_v"], _whole(given, n), dtype)
+    shape = (
+        n["batch"],
+        tokens,
+        n["heads"],
+        n["kv_heads"],
+        n["dim_qk"],
+        n["dim_v"],
+        _whole(given, n),
+        dtype,
+        storage_of(q, k),
+    )
     return plan_shared_prefix(PrefixProblem(*shape), device_of(q.device))
 
 
@@ -87,7 +106,7 @@ def _decided(
     if found is None:
         n = _sizes(q, k_cache, v_cache, given)
         empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
-        apart = given.cascade if given.cascade is not None else not empty and _plan(q, given, n).cascade
+        apart = given.cascade if given.cascade is not None else not empty and _plan(q, k_cache, given, n).cascade
         found = remember(_CACHE, key, (n, apart and not empty))
     return found
 
@@ -99,12 +118,11 @@ def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given:
     if given.cascade is not None and not isinstance(given.cascade, bool):
         raise DtypeError(f"cascade must be a bool or None, got {given.cascade!r}")
     check_integer("prefix_length", given.prefix)
-    n = cached_sizes(q, k_cache, v_cache, given.call, given.cache)
+    n = sizes_of(q, k_cache, v_cache, given.call, given.cache, given.scales)
     if not 0 <= given.prefix <= n["capacity"]:
         raise ValueRangeError(
             f"prefix_length is {given.prefix}, expected 0 to {n['capacity']}, the capacity of the cache"
         )
-    check_longest(q, given.cache)
     return n
 
 
@@ -120,12 +138,13 @@ def _forward(
     if interpreting():
         _check_values(given, n)
     if not apart:
-        return attention_cached(q, k_cache, v_cache, given.call, given.cache)
+        return attention_kvcache(q, k_cache, v_cache, given.call, given.cache, given.scales, None, False)
     first, rest = _sources(k_cache, v_cache, given, n, _whole(given, n))
     # All queries are one sequence's, which sees the whole prefix; the sinks are the other part's.
     rows = q[None] if given.cu_q is not None else q.reshape(1, -1, *q.shape[2:])
-    out_a, lse_a = attention_cached(rows, *first[:2], given.call._replace(causal=False, sinks=None), first[2])
-    out_b, lse_b = attention_cached(q, *rest[:2], given.call, rest[2])
+    alone = given.call._replace(causal=False, sinks=None)
+    out_a, lse_a = attention_kvcache(rows, *first[:2], alone, *first[2:], None, False)
+    out_b, lse_b = attention_kvcache(q, *rest[:2], given.call, *rest[2:], None, False)
     if given.cu_q is not None:
         return merge_attention(out_b, lse_b, out_a[0], lse_a[0])
     batch, seq = q.shape[:2]
@@ -133,25 +152,29 @@ def _forward(
     return merge_attention(out_b, lse_b, out_a.view(out_b.shape), lse_a)
 
 
+Source = tuple[torch.Tensor, torch.Tensor, Cache, Scales]
+
+
 def _sources(
     k: torch.Tensor, v: torch.Tensor, given: SharedPrefix, n: dict[str, int], prefix: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor, Cache], tuple[torch.Tensor, torch.Tensor, Cache]]:
-    """(k, v, cache) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
-    cache = given.cache
+) -> tuple[Source, Source]:
+    """(k, v, cache, factors) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
+    cache, scales = given.cache, given.scales
     rest = cache._replace(more=-prefix)
     alone = Cache(splits=given.splits)
     if given.block_table is not None:
         pages = prefix // n["page_size"]
         table = given.block_table
         return (
-            (k, v, alone._replace(block_table=table[:1, :pages])),
-            (k, v, rest._replace(block_table=table[:, pages:])),
+            (k, v, alone._replace(block_table=table[:1, :pages]), scales),
+            (k, v, rest._replace(block_table=table[:, pages:]), scales),
         )
     if given.batch_index is not None:
-        first = k[:, :prefix], v[:, :prefix], alone._replace(batch_index=given.batch_index[:1])
+        first = k[:, :prefix], v[:, :prefix], alone._replace(batch_index=given.batch_index[:1]), scales
     else:
-        first = k[:1, :prefix], v[:1, :prefix], alone
-    return first, (k[:, prefix:], v[:, prefix:], rest)
+        of_first = [t[:1] if t is not None and t.dim() == 2 else t for t in scales]  # one cache is looked at
+        first = k[:1, :prefix], v[:1, :prefix], alone, (of_first[0], of_first[1])
+    return first, (k[:, prefix:], v[:, prefix:], rest, scales)
 
 
 def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
@@ -188,10 +211,25 @@ def attention_shared_prefix_op(
     softcap: float,
     splits: int,
     cascade: bool | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` for those who trace or watch."""
     given = SharedPrefix(
-        lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade
+        lengths,
+        block_table,
+        batch_index,
+        cu_q,
+        sinks,
+        prefix,
+        max_q,
+        causal,
+        scale,
+        softcap,
+        splits,
+        cascade,
+        k_scale,
+        v_scale,
     )
     return _forward(q, k_cache, v_cache, given)
 
@@ -201,9 +239,23 @@ def _(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None,
     batch_index: torch.Tensor | None, cu_q: torch.Tensor | None, sinks: torch.Tensor | None, prefix: int, max_q: int,
     causal: bool, scale: float | None, softcap: float, splits: int, cascade: bool | None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     given = SharedPrefix(
-        lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade
+        lengths,
+        block_table,
+        batch_index,
+        cu_q,
+        sinks,
+        prefix,
+        max_q,
+        causal,
+        scale,
+        softcap,
+        splits,
+        cascade,
+        k_scale,
+        v_scale,
     )
     out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
