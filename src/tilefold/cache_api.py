@@ -47,7 +47,10 @@ def attention_kvcache(
     plan: "DecodePlan | None" = None,
     check: bool = False,
 ) -> Any:
-    """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, short chunks.
+    """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
+
+    Up to 128 rows a KV head (query heads x tokens) go to a kernel that reads keys once for all of them, and with a plan, keys in 8
+    bits or V as a part of K all calls do; other prompts go to one whose tiles are of one head.
 
     Args:
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q.
@@ -105,7 +108,8 @@ def attention_kvcache_plan(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
 ) -> "DecodePlan":
     """The DecodePlan that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
-    the decision, or change it by dataclasses.replace and give it as plan.
+    the decision, or change it by dataclasses.replace and give it as plan.  For prompts that go to the other kernel: the one that
+    would be followed if it were given.
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
     from .ops.cache import kvcache  # here: `import tilefold` stays light

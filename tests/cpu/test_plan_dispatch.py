@@ -230,7 +230,9 @@ def test_ours_is_what_the_plans_say():
     for capacity in (100, 552, 8192, 1 << 20):
         for batch in (1, 3, 64):
             step = plan_splits(replace(QWEN, batch=batch, seq_k=min(capacity, 5000)), H200, capacity=capacity)
-            many = batch < 64 and capacity > 3 * 512  # parts of 512 keys that 264 programs may make of 4 KV heads a sequence
+            many = (
+                batch < 64 and capacity > 3 * 512
+            )  # parts of 512 keys that 264 programs may make of 4 KV heads a sequence
             assert (step.kernel, step.combine) == ("attention_decode", "decode_combine" if many else "")
             assert step.splits == 1 and step.working <= step.programs
             problem = replace(QWEN, batch=batch, seq_q=64, seq_k=min(capacity, 5000))
