@@ -49,8 +49,8 @@ def attention_kvcache(
 ) -> Any:
     """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
 
-    Up to 128 rows a KV head (query heads x tokens) go to a kernel that reads keys once for all of them, and with a plan, keys in 8
-    bits or V as a part of K all calls do; other prompts go to one whose tiles are of one head.
+    Up to 128 rows a KV head (query heads x tokens) go to a kernel that reads keys once for all of them; with a plan, keys in 8
+    bits or V as a part of K, all calls do.  Other prompts go to one whose tiles are of one head.
 
     Args:
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q.
