@@ -12,13 +12,13 @@ each with 16 / w fields.  Field f of lane l is column 32 f + l of the block:
            +---------+---------+---------+---------+             field 2    64    65    66   ...  95     slab 2
              field 3   field 2   field 1   field 0               field 3    96    97    98   ... 127     slab 3
 
-So `(element >> w * f) & (2**w - 1)` over the 32 lanes is a slab: 32 neighbouring columns, in order, without a shuffle.  Groups whose
-size is a multiple of 32 hold whole slabs.  Both planes of 3 bits have the same lanes: the low plane's block b, field f
+So `(element >> w * f) & (2**w - 1)` over the 32 lanes is a slab: 32 neighbouring columns, in order, without a shuffle.  Groups
+whose size is a multiple of 32 hold whole slabs.  Both planes of 3 bits have the same lanes: the low plane's block b, field f
 (columns 256 b + 32 f + l) meets the high plane's block b // 2, field 8 (b % 2) + f.
 
-Blocks come first, then rows: int32 [ceil(K / block), ceil(N / 64) * 64, 16], two lanes a word, the even one in the low half; so the
-weights of a tile of rows and one block are one run of bytes, and `.view(torch.int16)` gives [.., .., 32], an element a lane.  Rows are padded
-to a multiple of 64 and columns to whole blocks, with zeros that `unpack` drops.
+Blocks come first, then rows: int32 [ceil(K / block), ceil(N / 64) * 64, 16], two lanes a word, the even one in the low half; so
+the weights of a tile of rows and one block are one run of bytes, and `.view(torch.int16)` gives [.., .., 32], an element a lane.
+Rows are padded to a multiple of 64 and columns to whole blocks, with zeros that `unpack` drops.
 """
 
 import torch

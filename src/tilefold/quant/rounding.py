@@ -18,7 +18,7 @@ CHUNK = 1 << 22  # weights handled at a time, so that temporaries stay small
 def quantize_weight(
     w: torch.Tensor,
     bits: int = 4,
-    group: int | None | EllipsisType = ...,
+    group: int | EllipsisType | None = ...,
     scheme: str = "asymmetric",
     per: str = "group",
     refine: str = "none",
@@ -28,9 +28,9 @@ def quantize_weight(
 
     group: columns that share a scale: 32, 64, 128 or another multiple of 32; K, more, or None for whole rows.  128 if not given.
     Where it does not divide K, the last group of a row is shorter.
-    scheme: "symmetric" has scale = max |w| / (2**(bits - 1) - 1/2) and codes around 2**(bits - 1), so that the largest weight, too, is
-    at most half a step off; "asymmetric" has scale = (max(w, 0) - min(w, 0)) / (2**bits - 1) and a zero point that is a code, so
-    that 0 stays 0.  Scales are rounded up to `dtype` (w's by default), never down, which would clip.
+    scheme: "symmetric" has scale = max |w| / (2**(bits - 1) - 1/2) and codes around 2**(bits - 1), so that the largest weight,
+    too, is at most half a step off; "asymmetric" has scale = (max(w, 0) - min(w, 0)) / (2**bits - 1) and a zero point that is a
+    code, so that 0 stays 0.  Scales are rounded up to `dtype` (w's by default), never down, which would clip.
     per: "group"; "channel" for a scale a row; "tensor" for one in all (group is not given then).
     refine: "hqq" moves zero points between codes (`tilefold.quant.refine`), "asymmetric" only; no group's error grows.
 
@@ -48,7 +48,9 @@ def quantize_weight(
     check_dtype("dtype", dtype)
     w = w.detach()
     if not bool(w.isfinite().all()):
-        raise ValueRangeError(f"w must be finite, got {int((~w.isfinite()).sum())} NaN or infinite values of {w.numel()}")
+        raise ValueRangeError(
+            f"w must be finite, got {int((~w.isfinite()).sum())} NaN or infinite values of {w.numel()}"
+        )
     if per == "tensor":
         codes, scales, zeros = _quantize_rows(w.reshape(1, n * k), n * k, bits, scheme, refine, dtype)
         codes = codes.view(n, k)
@@ -86,10 +88,12 @@ def _check_words(scheme: str, per: str, refine: str) -> None:
         if given not in accepted:
             raise ValueRangeError(f"{name} must be one of {accepted}, got {given!r}")
     if refine == "hqq" and scheme == "symmetric":
-        raise Unsupported("refine='hqq' moves zero points, which scheme='symmetric' does not have; use scheme='asymmetric'")
+        raise Unsupported(
+            "refine='hqq' moves zero points, which scheme='symmetric' does not have; use scheme='asymmetric'"
+        )
 
 
-def _group_size(group: int | None | EllipsisType, per: str, k: int) -> int:
+def _group_size(group: int | EllipsisType | None, per: str, k: int) -> int:
     """Columns of a group, at most K."""
     if per != "group":
         if group is not ... and group is not None and group != k:
@@ -120,7 +124,9 @@ def _quantize_rows(
         scales = _round_up(high / largest - low / largest, dtype)  # the difference itself may overflow
         zeros = (-low / scales.float()).round().clamp(0, largest).to(torch.uint8)
     if refine == "hqq":
-        zeros = refine_zeros(grouped, scales, zeros, bits, k, torch.float32 if dtype == torch.float32 else torch.float16)
+        zeros = refine_zeros(
+            grouped, scales, zeros, bits, k, torch.float32 if dtype == torch.float32 else torch.float16
+        )
     codes = nearest_codes(grouped, scales.float(), zeros.float(), bits).to(torch.uint8)
     return codes.view(n, groups * group)[:, :k], scales, zeros
 
@@ -132,5 +138,7 @@ def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     above = (rounded.view(word) + 1).view(dtype)  # the next float, since scales are not negative
     rounded = torch.where(rounded.float() < scales, above, rounded)
     if not bool(rounded.isfinite().all()):
-        raise ValueRangeError(f"dtype {dtype} cannot hold the scale {float(scales.max()):g}; give dtype=torch.float32 or torch.bfloat16")
+        raise ValueRangeError(
+            f"dtype {dtype} cannot hold the scale {float(scales.max()):g}; give dtype=torch.float32 or torch.bfloat16"
+        )
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

@@ -1,6 +1,5 @@
 """QuantizedTensor: one record for a weight of few bits, wherever it was quantised, that saves, loads, moves and dequantises."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ class QuantizedTensor:
         table         table[code] * scales[g, n]
 
     packed, packed_high: the codes in int32 words, as `tilefold.quant.packing` draws them; packed_high only at 3 bits.
-    scales: [groups, N] in fp16, bf16 or fp32, neighbouring rows side by side as kernels read them; [1, 1] where one holds for all.
+    scales: [groups, N] in fp16, bf16 or fp32, neighbouring rows side by side as kernels read them; [1, 1] where one holds for
+    all.
     zeros: like scales, for "asymmetric" only; uint8 for integers, a float dtype for zero points between codes.
     table: fp32 [2**bits], for "table" only.
     perm: int32 [K]; stored column j is column perm[j] of the weight.  None: as they come.  x @ weight.T is x[:, perm] @ stored.T.
@@ -82,33 +82,30 @@ class QuantizedTensor:
         if self.packed_high is not None:
             check_plane("packed_high", self.packed_high, planes[1], self.bits, self.shape)
         if self.perm is not None and (self.perm.dtype != torch.int32 or tuple(self.perm.shape) != (self.shape[1],)):
-            raise ShapeError(
-                f"perm must be int32 [{self.shape[1]}], got {self.perm.dtype} {list(self.perm.shape)}"
-            )
+            raise ShapeError(f"perm must be int32 [{self.shape[1]}], got {self.perm.dtype} {list(self.perm.shape)}")
 
     def _check_scales(self) -> None:
         check_dtype("scales", self.scales.dtype)
         accepted = [(self.groups, self.shape[0])] + ([(1, 1)] if self.groups == 1 else [])
         if tuple(self.scales.shape) not in accepted or not self.scales.is_contiguous():
             raise ShapeError(
-                f"scales must be contiguous [groups, N] = {list(accepted[0])}, or [1, 1] for one group, got {list(self.scales.shape)}"
+                f"scales must be contiguous [groups, N] = {list(accepted[0])}, or [1, 1] for one group, "
+                f"got {list(self.scales.shape)}"
             )
         for name, scheme in (("zeros", "asymmetric"), ("table", "table")):
             if (getattr(self, name) is not None) != (self.scheme == scheme):
                 given = "None" if getattr(self, name) is None else "a tensor"
-                raise ValueRangeError(f"{name} goes with scheme={scheme!r} and only that, got {given} with {self.scheme!r}")
+                raise ValueRangeError(
+                    f"{name} goes with scheme={scheme!r} and only that, got {given} with {self.scheme!r}"
+                )
         if self.zeros is not None:
             check_dtype("zeros", self.zeros.dtype, (torch.uint8, *DTYPES))
             if self.zeros.shape != self.scales.shape or not self.zeros.is_contiguous():
                 raise ShapeError(
                     f"zeros must be contiguous {list(self.scales.shape)} like scales, got {list(self.zeros.shape)}"
                 )
-        if self.table is not None and (
-            self.table.dtype != torch.float32 or tuple(self.table.shape) != (2**self.bits,)
-        ):
-            raise ShapeError(
-                f"table must be float32 [{2**self.bits}], got {self.table.dtype} {list(self.table.shape)}"
-            )
+        if self.table is not None and (self.table.dtype != torch.float32 or tuple(self.table.shape) != (2**self.bits,)):
+            raise ShapeError(f"table must be float32 [{2**self.bits}], got {self.table.dtype} {list(self.table.shape)}")
 
     @property
     def groups(self) -> int:
@@ -163,15 +160,19 @@ class QuantizedTensor:
         """The same weight on another device, or with its scales (and `dtype`) rounded to another float dtype.
 
         Raises ValueRangeError if a scale would become 0 or infinite."""
-        moved = {name: t if device is None else t.to(device) for name, t in self._tensors().items()}
-        if dtype is None:
-            return dataclasses.replace(self, **moved)
-        check_dtype("dtype", dtype)
-        before, after = moved["scales"], moved["scales"].to(dtype)
-        lost = ((after == 0) & (before != 0)) | (after.isinf() & before.isfinite())
-        if bool(lost.any()):
-            raise ValueRangeError(f"dtype {dtype} cannot hold the scale {float(before[lost][0]):g}; it would become {float(after[lost][0])}")
-        return dataclasses.replace(self, **{**moved, "scales": after, "dtype": dtype})
+        moved = dict(self.__dict__)
+        if device is not None:
+            moved.update({name: tensor.to(device) for name, tensor in self._tensors().items()})
+        if dtype is not None:
+            check_dtype("dtype", dtype)
+            before = moved["scales"]
+            after = before.to(dtype)
+            lost = ((after == 0) & (before != 0)) | (after.isinf() & before.isfinite())
+            if bool(lost.any()):
+                old, new = float(before[lost][0]), float(after[lost][0])
+                raise ValueRangeError(f"dtype {dtype} cannot hold the scale {old:g}: it would become {new}")
+            moved.update(scales=after, dtype=dtype)
+        return QuantizedTensor(**moved)
 
     def state(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Everything as plain tensors by name, for safetensors or a state_dict; `meta` is JSON in uint8, with a version."""
@@ -202,7 +203,9 @@ class QuantizedTensor:
         dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
         missing = {"bits", "group", "shape", "scheme", "dtype"} - set(meta)
         if missing or meta["dtype"] not in dtypes:
-            raise ValueRangeError(f"{prefix}meta lacks {sorted(missing)} or has a dtype not in {sorted(dtypes)}, got {meta}")
+            raise ValueRangeError(
+                f"{prefix}meta lacks {sorted(missing)} or has a dtype not in {sorted(dtypes)}, got {meta}"
+            )
         return cls(
             **{name: state[prefix + name] for name in TENSORS if prefix + name in state},
             bits=meta["bits"],
@@ -226,7 +229,9 @@ class QuantizedTensor:
         if set(mine) != set(theirs) or any(mine[name].dtype != theirs[name].dtype for name in mine):
             return False
         values = [name for name in mine if not name.startswith("packed")]
-        return all(torch.equal(mine[name], theirs[name]) for name in values) and torch.equal(self.codes(), other.codes())
+        return all(torch.equal(mine[name], theirs[name]) for name in values) and torch.equal(
+            self.codes(), other.codes()
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
