@@ -34,7 +34,7 @@ def quantize_weight(
     per: "group"; "channel" for a scale a row; "tensor" for one in all (group is not given then).
     refine: "hqq" moves zero points between codes (`tilefold.quant.refine`), "asymmetric" only; no group's error grows.
 
-    Errors are at most scale / 2 with "symmetric" and scale with "asymmetric", where the zero point is rounded, too.
+    Without refinement no weight is more than half a scale off (and fp32 rounding).
     Raises DtypeError, ShapeError, ValueRangeError (NaN, infinities, scales that `dtype` cannot hold) and Unsupported."""
     if w.dtype not in DTYPES:
         raise DtypeError(f"w must be one of {', '.join(map(str, DTYPES))}, got {w.dtype}")
