@@ -57,7 +57,7 @@ def test_gptq_odd_sizes():
         codes, zeros, scales = weight(n, 32, 1, bits)
         assert same(
             from_gptq(*gptq(codes, zeros, bits, 2), scales, bits=bits, version=2),
-            explicit(codes, zeros, scales, torch.zeros(32), torch.float16),
+            explicit(codes, zeros, scales, torch.zeros(32, dtype=torch.int64), torch.float16),
         )
     codes, zeros, scales = weight(16, 96, 2, 4)
     q = from_gptq(*gptq(codes, torch.full_like(zeros, 8), 4, 1), scales, group=64)
@@ -133,7 +133,7 @@ def test_compressed_tensors(bits, strategy):
 
 
 @pytest.mark.parametrize(
-    "shape, block", [((8, 128), 64), ((704, 64), 64), ((6, 96), 64), ((5, 40), 64), ((3, 8), 128), ((2, 704), 128)]
+    ("shape", "block"), [((8, 128), 64), ((704, 64), 64), ((6, 96), 64), ((5, 40), 64), ((3, 8), 128), ((2, 704), 128)]
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4(shape, block, nested):
@@ -153,8 +153,7 @@ def test_nf4(shape, block, nested):
         q = from_nf4(packed, absmax, quant_state=nf4_state(shape, block))
         assert from_nf4(packed.flatten(), absmax, shape, torch.tensor(NF4_CODE), block, dtype=torch.bfloat16) == q
     table = torch.tensor(NF4_CODE)
-    flat = codes.flatten()
-    wanted = torch.stack([table[c] * absmax[i // block] for i, c in enumerate(flat.tolist())]).view(shape)
+    wanted = (table[codes.flatten()] * absmax.repeat_interleave(block)[: n * k]).view(shape)
     assert (q.scheme, q.shape, q.dtype) == ("table", shape, torch.bfloat16)
     assert torch.equal(q.dequantize(torch.float32), wanted) and same(q, wanted.bfloat16())
     assert QuantizedTensor.from_state(q.state()) == q

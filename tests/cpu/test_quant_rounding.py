@@ -1,4 +1,4 @@
-"""Rounding to few bits: the formulas against plain loops, bounds of the error, values on the grid bit for bit, the refinement's promise."""
+"""Rounding to few bits: formulas against plain loops, bounds of the error, values on the grid, the promise of the refinement."""
 
 import pytest
 import torch

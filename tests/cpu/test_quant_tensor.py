@@ -62,7 +62,7 @@ def test_files_round_trip(name, tmp_path):
 
 
 def test_states_that_are_not_ours_are_refused():
-    state = quantize_weight(torch.randn(4, 32)).state()
+    state = quantize_weight(torch.randn(4, 96)).state()
 
     def with_meta(**values) -> dict[str, torch.Tensor]:
         meta = {**json.loads(bytes(state["meta"].tolist())), **values}
@@ -82,7 +82,7 @@ def test_states_that_are_not_ours_are_refused():
         {"shape": [4]},
         {"shape": [4, "x"]},
         {"scheme": "symmetric"},
-        {"shape": [65, 32]},
+        {"shape": [65, 96]},
     ):
         with pytest.raises(TilefoldError):
             QuantizedTensor.from_state(with_meta(**wrong))
@@ -92,7 +92,6 @@ def test_equality_sees_values_and_not_padding():
     q = quantize_weight(torch.randn(70, 200), 4, 64)
     packed = q.packed.clone()
     packed[:, 70:] = -1  # rows that do not exist
-    packed[1, :, 4:] = packed[1, :, 4:] | ~0xFFFF << 8 & 0  # nothing
     assert change(q, packed=packed) == q
     packed = q.packed.clone()
     packed[1] |= torch.tensor(-(2**28), dtype=torch.int32)  # lanes 1, 3, .. of slab 3: columns from 224 on, past K
