@@ -1,4 +1,4 @@
-"""The guide's example runs, and its table of errors is what comes out: of normal numbers, and of a trained model where it is at hand."""
+"""The guide's example runs, and its table of errors is what comes out, for normal numbers and, where at hand, a trained model."""
 
 import importlib.util
 import re

@@ -32,7 +32,7 @@ def from_gptq(
 
     qweight: int32 [K * bits / 32, N]; codes down K end to end, lowest bits first (at 3 bits some cross a word's end).
     qzeros: int32 [groups, N * bits / 32]; zero points along N likewise; version 1 stores them minus one, modulo 2**bits; 2 as
-    they are.
+    they are.  Without g_idx, K is as many codes as qweight can hold.
     scales: [groups, N].  g_idx: integers [K], the group of each column; None, or a plain one, for neighbours.  With act-order it
     becomes `perm`: columns are stored group by group, and `dequantize` puts them back.  That needs groups of equal size (the last
     may be shorter), which is how act-order makes them; other g_idx are refused.  group: columns of a group, needed only if K is

@@ -91,22 +91,35 @@ def from_nf4(
         raise DtypeError(f"absmax must be uint8 where nested_absmax or nested_code is given, got {absmax.dtype}")
     table = torch.tensor(NF4_CODE, device=device) if code is None else code
     check_tensor("code", table, (torch.float32,), (16,), device)
+    return _record(packed.reshape(-1), absmax, table, (n, k), block, dtype)
+
+
+def _record(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    table: torch.Tensor,
+    shape: tuple[int, int],
+    block: int,
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    """The record of packed uint8 [ceil(N K / 2)] with fp32 absmax [blocks]: groups that lie in one row and one block."""
+    n, k = shape
     group = math.gcd(k, block)
     if group < min(LEAST_GROUP, k):
         raise Unsupported(
             f"blocksize = {block} and K = {k} share only {group} columns; give the weight in bf16 and quantise it anew"
         )
-    flat = packed.reshape(-1)
-    codes = torch.stack((flat >> 4, flat & 15), 1).flatten()[: n * k].view(n, k)
-    start = torch.arange(n, device=device)[None, :] * k + torch.arange(k // group, device=device)[:, None] * group
+    codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
+    rows, groups = (torch.arange(size, device=packed.device) for size in (n, k // group))
+    first = rows[None, :] * k + groups[:, None] * group
     words, _ = pack(codes, 4)
     return QuantizedTensor(
         packed=words,
-        scales=absmax[start // block].contiguous(),
+        scales=absmax[first // block].contiguous(),
         table=table,
         bits=4,
         group=group,
-        shape=(n, k),
+        shape=shape,
         scheme="table",
         dtype=dtype,
     )
