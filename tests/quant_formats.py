@@ -51,11 +51,13 @@ def awq(codes: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return pack(codes.t().tolist()), pack(zeros.tolist())
 
 
-def compressed(codes: torch.Tensor, zeros: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight_packed, weight_zero_point) of signed codes [N, K] and signed zeros [N, groups]."""
-    middle = 2 ** (bits - 1)
-    packed = words([whole(row, bits) for row in (codes + middle).tolist()])
-    return packed, words([whole(row, bits) for row in (zeros + middle).t().tolist()]).t().contiguous()
+def compressed(
+    codes: torch.Tensor, zeros: torch.Tensor, bits: int, dense: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight_packed, weight_zero_point) of signed codes [N, K] and signed zeros [N, groups]; dense: end to end."""
+    middle, lay = 2 ** (bits - 1), stream if dense else whole
+    packed = words([lay(row, bits) for row in (codes + middle).tolist()])
+    return packed, words([lay(row, bits) for row in (zeros + middle).t().tolist()]).t().contiguous()
 
 
 def nf4(codes: torch.Tensor) -> torch.Tensor:

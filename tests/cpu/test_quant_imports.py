@@ -103,7 +103,7 @@ def test_awq_of_one_word():
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
 @pytest.mark.parametrize("bits", BITS)
 def test_compressed_tensors(bits, strategy):
-    n, k, dtype = 45, 150, torch.bfloat16
+    n, k, dtype = 45, 155, torch.bfloat16
     groups, middle = (5 if strategy == "group" else 1), 2 ** (bits - 1)
     rows = 1 if strategy == "tensor" else n
     codes = torch.randint(-middle, middle, (n, k))
@@ -130,6 +130,27 @@ def test_compressed_tensors(bits, strategy):
         q = from_compressed_tensors(packed, scales, size, packed_zeros, order, bits)
         assert same(q, explicit(codes, zeros.t(), scales.t(), order, dtype))
         assert from_compressed_tensors(packed, scales, size, packed_zeros, -torch.ones_like(order), bits) == plain
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("k", [12, 20, 44, 152, 160, 2112])
+def test_compressed_tensors_of_three_bits_in_both_layouts(k, dense):
+    """End to end or ten to a word: told by the number of words where that differs, else by the argument; zero points alike."""
+    n = 45
+    codes, zeros = torch.randint(-4, 4, (n, k)), torch.randint(-4, 4, (n, 2))
+    scales = torch.rand(n, 2) + 0.5
+    packed, packed_zeros = compressed(codes, zeros, 3, dense)
+    wanted = explicit(codes, zeros.t(), scales.t(), torch.arange(k) // (k // 2), torch.float32)
+    told = None if k > 150 else dense
+    q = from_compressed_tensors(packed, scales, (n, k), packed_zeros, bits=3, dense=told)
+    assert same(q, wanted)
+    if k <= 150:
+        with pytest.raises(ValueRangeError, match="dense must be True or False"):
+            from_compressed_tensors(packed, scales, (n, k), packed_zeros, bits=3)
+        other, _ = compressed(codes, zeros, 3, not dense)
+        assert not same(
+            from_compressed_tensors(other, scales, (n, k), zeros.to(torch.int8), bits=3, dense=dense), wanted
+        )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +274,8 @@ def test_bad_compressed_tensors_are_refused():
         strategy="channel",
         group=32,
     )
+    refused(ShapeError, r"weight_packed must be \[16, 15\], got \[16, 8\]", call, packed, scales, (16, 160), bits=3)
+    refused(ValueRangeError, "dense must be True or False where K = 60", call, packed, scales, (16, 60), bits=3)
     refused(ShapeError, r"weight_shape must be \(N, K\)", call, packed, scales, (16,))
 
 
