@@ -26,9 +26,10 @@ def from_compressed_tensors(
 ) -> QuantizedTensor:
     """The weight [N, K] of a "pack-quantized" layer: W[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g], q signed.
 
-    weight_packed: int32 [N, words]; q + 2**(bits - 1) along K, lowest bits first, 32 // bits to a word.  weight_shape: (N, K).
+    weight_packed: int32 [N, words]; q + 2**(bits - 1) along K, lowest bits first, 32 // bits to a word.
+    weight_shape: (N, K).
     dense: at 3 bits, newer releases lay codes end to end, ceil(3 K / 32) words, some across a word's end (True), older ones ten to
-    a word, two bits unused, ceil(K / 10) words (False).  None: as the number of words says, which it does from K = 160 on.
+    a word, two bits unused, ceil(K / 10) words (False).  None: as the number of words says; it does for every K above 150.
     strategy: "tensor": weight_scale has one element; "channel": [N, 1]; "group": [N, groups], k // group or weight_g_idx[k] being
     the group of a column (all -1 means that there is none).
     weight_zero_point: None for 0, int8 like weight_scale, or int32 [words, groups], packed along N like the codes.
