@@ -1,9 +1,11 @@
 """QuantizedTensor: what construction refuses, moving, saving, loading, equality, size, and what a changed bit does to it."""
 
+import copy
 import dataclasses
 import importlib.util
 import io
 import json
+import pickle
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ def test_state_round_trip(name):
 @pytest.mark.parametrize("name", list(samples()))
 def test_files_round_trip(name, tmp_path):
     q = samples()[name]
+    assert copy.deepcopy(q) == pickle.loads(pickle.dumps(q)) == q
     file = io.BytesIO()
     torch.save(q.state(), file)
     file.seek(0)

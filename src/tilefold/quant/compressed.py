@@ -28,8 +28,8 @@ def from_compressed_tensors(
 
     weight_packed: int32 [N, words]; q + 2**(bits - 1) along K, lowest bits first, 32 // bits to a word.
     weight_shape: (N, K).
-    dense: at 3 bits, newer releases lay codes end to end, ceil(3 K / 32) words, some across a word's end (True), older ones ten to
-    a word, two bits unused, ceil(K / 10) words (False).  None: as the number of words says; it does for every K above 150.
+    dense: at 3 bits, newer releases lay codes end to end, ceil(3 K / 32) words, some across a word's end (True), older ones ten
+    to a word, two bits unused, ceil(K / 10) words (False).  None: as the words' number says, for every K above 150.
     strategy: "tensor": weight_scale has one element; "channel": [N, 1]; "group": [N, groups], k // group or weight_g_idx[k] being
     the group of a column (all -1 means that there is none).
     weight_zero_point: None for 0, int8 like weight_scale, or int32 [words, groups], packed along N like the codes.
