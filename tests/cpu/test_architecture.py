@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"errors", "types", "sparse"},
     "sparse": {"ops", "plan"} | LEAVES,
     "paged": {"ops"} | LEAVES,
+    "quant": {"errors"},
     "nn": WORK | {"sparse"},
     "parallel": WORK | {"sparse"},
     "compat": WORK | {"sparse", "nn"},
@@ -45,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "paged",
         "sparse",
         "plan",
+        "quant",
     }
     | LEAVES,
     "__main__": {"cli"},
@@ -56,6 +58,7 @@ OUTSIDE: dict[str, set[str]] = {
     "plan": set(),
     "device": {"triton"},
     "kernels": {"triton"},
+    "quant": {"torch"},
 }
 ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its version differences
 SHARED_BY_HOPPER = (
