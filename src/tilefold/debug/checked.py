@@ -21,7 +21,15 @@ from tilefold.errors import DtypeError, Unsupported, ValueRangeError
 __all__ = ["CheckedKernel", "check_kernel", "checked"]
 
 ORDER = ("raised", "store", "load", "input", "race", "guard", "unwritten", "mismatch")
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid", "enable_fp_fusion")
+LAUNCH_OPTIONS = (
+    "num_warps",
+    "num_stages",
+    "num_ctas",
+    "maxnreg",
+    "launch_pdl",
+    "launch_cooperative_grid",
+    "enable_fp_fusion",
+)
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
 
@@ -90,7 +98,10 @@ def _run(
     in_place: Sequence[str],
 ) -> _Run:
     """Copy, launch, and look at the memory around."""
-    copies = {name: Guarded(name, one, name in outputs, name not in outputs or name in in_place) for name, one in given.items()}
+    copies = {
+        name: Guarded(name, one, name in outputs, name not in outputs or name in in_place)
+        for name, one in given.items()
+    }
     trace = Trace(list(copies.values()))
     faults: list[Fault] = []
     started = False
@@ -137,7 +148,9 @@ def _interpreted(kernel: Any) -> Any:
     if isinstance(function, interpreter.InterpretedFunction):
         return function
     if hasattr(function, "configs"):
-        raise Unsupported("kernel is autotuned and would run once for each configuration; pass kernel.fn and one configuration's values")
+        raise Unsupported(
+            "kernel is autotuned and would run once for each configuration; pass kernel.fn and one configuration's values"
+        )
     if hasattr(function, "cache_key"):
         raise Unsupported(
             "kernel is compiled and its loads and stores cannot be watched; set TRITON_INTERPRET=1 before the module of the kernel is imported"
@@ -150,7 +163,9 @@ def _bind(kernel: Any, function: Any, args: Mapping[str, Any] | Sequence[Any]) -
     names = function.arg_names
     given = dict(args) if isinstance(args, Mapping) else dict(zip(names, args, strict=False))
     if len(given) < len(args):
-        raise ValueRangeError(f"args has {len(args)} values, {function.__name__} takes {len(names)}: {', '.join(names)}")
+        raise ValueRangeError(
+            f"args has {len(args)} values, {function.__name__} takes {len(names)}: {', '.join(names)}"
+        )
     options = {name: given.pop(name) for name in LAUNCH_OPTIONS if name in given and name not in names}
     for name in given:
         if name not in names:
@@ -164,7 +179,9 @@ def _bind(kernel: Any, function: Any, args: Mapping[str, Any] | Sequence[Any]) -
             raise ValueRangeError(f"args lacks {name!r}, which {function.__name__} takes without a default")
     for name, value in given.items():
         if type(value).__name__ == "TensorDescriptor":
-            raise Unsupported(f"{name} is a TensorDescriptor made on the host; make it in the kernel (tl.make_tensor_descriptor) to check it")
+            raise Unsupported(
+                f"{name} is a TensorDescriptor made on the host; make it in the kernel (tl.make_tensor_descriptor) to check it"
+            )
     return given, options
 
 
@@ -176,7 +193,9 @@ def _check_names(given: Mapping[str, torch.Tensor], outputs: Sequence[str], in_p
     for option, names, known in (("outputs", outputs, tuple(given)), ("in_place", in_place, tuple(outputs))):
         for name in names:
             if name not in known:
-                raise ValueRangeError(f"{option} names {name!r}, accepted: {', '.join(known) or 'none, there is no tensor'}")
+                raise ValueRangeError(
+                    f"{option} names {name!r}, accepted: {', '.join(known) or 'none, there is no tensor'}"
+                )
     for name, tensor in given.items():
         device = tensor.device if isinstance(tensor, torch.Tensor) else None
         check_tensors(**{"device": device, "contiguous": False, "aligned": 0}, **{name: tensor})  # type: ignore[arg-type]
@@ -195,7 +214,9 @@ class CheckedKernel:
         def launch(*args: Any, **named: Any) -> None:
             function = _interpreted(self.kernel)
             if len(args) > len(function.arg_names):
-                raise ValueRangeError(f"{len(args)} arguments given, {function.__name__} takes {len(function.arg_names)}")
+                raise ValueRangeError(
+                    f"{len(args)} arguments given, {function.__name__} takes {len(function.arg_names)}"
+                )
             positional = dict(zip(function.arg_names, args, strict=False))
             if twice := sorted(positional.keys() & named.keys()):
                 raise ValueRangeError(f"{twice[0]} is given twice, by place and by name")

@@ -71,7 +71,10 @@ def references(
 
 
 def _called(
-    reference: Callable[..., Any], bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    reference: Callable[..., Any],
+    bound: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor | None]:
     """The reference's results by output, on the CPU; its errors pass through."""
     parameters = inspect.signature(reference).parameters
@@ -79,7 +82,9 @@ def _called(
     named = [name for name, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     for name in named:
         if name not in bound and parameters[name].default is inspect.Parameter.empty:
-            raise ValueRangeError(f"reference takes {name!r}, which is no argument of the kernel; those are {', '.join(bound)}")
+            raise ValueRangeError(
+                f"reference takes {name!r}, which is no argument of the kernel; those are {', '.join(bound)}"
+            )
     chosen = {name: _taken(value, dtype) for name, value in bound.items() if everything or name in named}
     result = reference(**chosen)
     if isinstance(result, torch.Tensor) or result is None:
@@ -91,7 +96,9 @@ def _called(
         return {name: _result(name, result.get(name), out) for name, out in outputs.items()}
     if not isinstance(result, tuple) or len(result) != len(outputs):
         what = f"{len(result)} of them" if isinstance(result, tuple) else type(result).__name__
-        raise ShapeError(f"reference must return one tensor for each of {len(outputs)} outputs ({', '.join(outputs)}), got {what}")
+        raise ShapeError(
+            f"reference must return one tensor for each of {len(outputs)} outputs ({', '.join(outputs)}), got {what}"
+        )
     return {name: _result(name, one, out) for (name, out), one in zip(outputs.items(), result, strict=True)}
 
 
@@ -115,7 +122,9 @@ def _result(name: str, one: Any, output: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(one, torch.Tensor):
         raise DtypeError(f"reference must return tensors, got {type(one).__name__} for {name}")
     if one.shape != output.shape:
-        raise ShapeError(f"reference returned shape {tuple(one.shape)} for {name}, which has shape {tuple(output.shape)}")
+        raise ShapeError(
+            f"reference returned shape {tuple(one.shape)} for {name}, which has shape {tuple(output.shape)}"
+        )
     return one.detach().cpu()
 
 
@@ -135,7 +144,9 @@ def judge(copy: Guarded, wanted: Wanted | None, tolerance: Tolerance, trace: Tra
     return Outcome(copy.name, tuple(faults), words)
 
 
-def _wrong(view: torch.Tensor, wanted: Wanted, tolerance: Tolerance, missing: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
+def _wrong(
+    view: torch.Tensor, wanted: Wanted, tolerance: Tolerance, missing: torch.Tensor
+) -> tuple[np.ndarray[Any, Any], str]:
     """Which elements (flat) are wrong, unwritten ones left out, and the comparison in words."""
     got, exact = view.detach().clone().flatten(), wanted.exact.flatten()
     if tolerance.atol is None and not got.is_floating_point():

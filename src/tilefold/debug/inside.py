@@ -61,8 +61,8 @@ def print_if(condition: Any, *values: Any, _semantic: Any = None, **named: Any) 
     elif _holds("print_if", condition):
         frame = sys._getframe(1)
         own = [(_name_of(frame, value, place), value) for place, value in enumerate(values)]
-        lines = [f"{name}{_described(value)}" for name, value in (*own, *named.items())]
-        print(f"program {program()}: " + ("\n  " + "\n  ".join(lines) if len(lines) > 1 else "".join(lines)))
+        lines = [f"program {program()}", *(f"{name}{_described(value)}" for name, value in (*own, *named.items()))]
+        print("\n".join(lines).replace("\n", "\n  "))
 
 
 @_builtin

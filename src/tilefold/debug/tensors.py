@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from tilefold.debug.inside import interpreting
 from tilefold.debug.overlap import overlap, overlaps_itself
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ValueRangeError
 
@@ -12,7 +13,16 @@ __all__ = ["KERNEL_DTYPES", "check_tensors", "tensor_names"]
 KERNEL_DTYPES = tuple(
     getattr(torch, name)
     for name in (
-        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        *(
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+        ),
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 )  # what Triton makes pointers of
@@ -49,7 +59,9 @@ def check_tensors(
         _check_device(name, tensor, device)
         first = first or (name, tensor)
         if same_device and tensor.device != first[1].device:
-            raise DeviceError(f"{name} is on {tensor.device}, but {first[0]} is on {first[1].device}: one device is accepted")
+            raise DeviceError(
+                f"{name} is on {tensor.device}, but {first[0]} is on {first[1].device}: one device is accepted"
+            )
         if contiguous and not tensor.is_contiguous():
             raise LayoutError(
                 f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, accepted: contiguous; call "
@@ -75,7 +87,9 @@ def check_outputs(given: Mapping[str, torch.Tensor], outputs: Collection[str]) -
             shared = other != name and overlap(given[name], tensor)
             if shared is not False:
                 verb = "shares" if shared else "may share (their strides interlock)"
-                raise LayoutError(f"{name} is written and {verb} memory with {other}; accepted: outputs with memory of their own")
+                raise LayoutError(
+                    f"{name} is written and {verb} memory with {other}; accepted: outputs with memory of their own"
+                )
 
 
 def tensor_names(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -113,17 +127,19 @@ def _check_memory(name: str, tensor: object) -> None:
         raise LayoutError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
     if tensor.is_neg() or tensor.is_conj():
         what = "negation" if tensor.is_neg() else "conjugate"
-        raise LayoutError(f"{name} is a lazy {what}, its memory holds other numbers; call resolve_neg() or resolve_conj() first")
+        raise LayoutError(
+            f"{name} is a lazy {what}, its memory holds other numbers; call resolve_neg() or resolve_conj() first"
+        )
     if tensor.device.type == "meta":
         raise DeviceError(f"{name} is on the meta device and has no memory")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device | str | None) -> None:
     if device is None:
-        from tilefold.debug.inside import interpreting
-
         if tensor.device.type == "cpu" and not interpreting():
-            raise DeviceError(f"{name} is on the CPU, where kernels run with TRITON_INTERPRET=1 only; accepted here: a GPU's memory")
+            raise DeviceError(
+                f"{name} is on the CPU, where kernels run with TRITON_INTERPRET=1 only; accepted here: a GPU's memory"
+            )
         return
     wanted = torch.device(device)
     if tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index):

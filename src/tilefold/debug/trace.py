@@ -5,6 +5,7 @@ The interpreter's one builder makes all memory accesses, those of tensor descrip
 runs. Lanes that would go astray are masked off and recorded, so that a wrong kernel does not take the process with it.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,12 +38,17 @@ class Trace:
         builder: Any = interpreter.interpreter_builder
         missing = [name for name in METHODS if not hasattr(builder, name)]
         if missing:
-            raise Unsupported(f"the interpreter of this Triton has no {', '.join(missing)}; tested with triton 3.6 to 3.9")
+            raise Unsupported(
+                f"the interpreter of this Triton has no {', '.join(missing)}; tested with triton 3.6 to 3.9"
+            )
         for name, watched in zip(METHODS, (self._load, self._store, self._atomic_rmw, self._atomic_cas), strict=True):
             setattr(builder, name, self._bound(watched, getattr(builder, name)))
+        options = builder.options  # device_assert is heeded; arithmetic that wraps on purpose is not complained of
+        builder.options = dataclasses.replace(options, debug=True, sanitize_overflow=False)
         try:
             yield
         finally:
+            builder.options = options
             for name in METHODS:
                 delattr(builder, name)  # of the instance: its class's is visible again
 
@@ -83,7 +89,9 @@ class Trace:
             return original(pointers, mask, *rest, **named)
         loaded = original(pointers, _masked(live & ~astray), *rest, **named)
         raw = np.ascontiguousarray(loaded.data)
-        raw.view(np.uint8).reshape(*raw.shape, raw.itemsize)[astray] = 0xFF  # NaN, as nothing is known of what lies there
+        raw.view(np.uint8).reshape(*raw.shape, raw.itemsize)[astray] = (
+            0xFF  # NaN, as nothing is known of what lies there
+        )
         loaded.data = raw
         return loaded
 
@@ -92,7 +100,9 @@ class Trace:
         astray = self._split(pointers.data, live, value.data.itemsize, value.data)
         return original(pointers, value, _masked(live & ~astray) if astray.any() else mask, *rest, **named)
 
-    def _atomic_rmw(self, original: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def _atomic_rmw(
+        self, original: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
         live = _lanes(mask, pointers)
         astray = self._split(pointers.data, live, value.data.itemsize, value.data, atomic=True)
         mask = _masked(live & ~astray) if astray.any() else mask
@@ -147,7 +157,9 @@ class Trace:
             pass
         elif not one.written:
             self._into_input(one, int(places[kept][0]), int(kept.sum()))
-        elif atomic or bits.itemsize != one.itemsize:  # through a cast pointer values are not comparable with what lies there
+        elif (
+            atomic or bits.itemsize != one.itemsize
+        ):  # through a cast pointer values are not comparable with what lies there
             for part in range(max(1, bits.itemsize // one.itemsize)):
                 one.writer[places[kept] + part] = self._linear()
                 one.unordered[places[kept] + part] = True
@@ -191,8 +203,8 @@ class Trace:
         verb = "stored to" if kind == "store" else "loaded from"
         where = "behind the last" if past.any() else "before the first"
         words = (
-            f"program {as_ids(self.program)} {verb} {addresses.size} elements outside of {one.name} {list(one.shape)}, the nearest {away} "
-            f"{where}"
+            f"program {as_ids(self.program)} {verb} {one.name} {list(one.shape)} outside of it, {away} {where} element"
+            f"{f' and at {addresses.size - 1} places more' if addresses.size > 1 else ''}"
         )
         self.blame(kind, one.name, None, int(addresses.size), words)
 
@@ -204,7 +216,9 @@ class Trace:
 
     def _gap(self, one: Guarded, addresses: Any) -> None:
         place = (int(addresses[0]) - one.begin) // one.itemsize
-        text = f"program {as_ids(self.program)} stored between the rows of {one.name}, {place} elements behind its first"
+        text = (
+            f"program {as_ids(self.program)} stored between the rows of {one.name}, {place} elements behind its first"
+        )
         self.blame("store", one.name, None, int(addresses.size), text)
 
     def _into_input(self, one: Guarded, place: int, count: int) -> None:
