@@ -1,4 +1,4 @@
-"""Kernels that ask, print and stop, and their builders for ahead-of-time compilation; the tests also run the first interpreted."""
+"""Kernels that ask, print and stop, for the interpreter and, by their builders, for ahead-of-time compilation."""
 
 from typing import Any
 

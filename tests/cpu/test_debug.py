@@ -1,4 +1,4 @@
-"""tilefold.debug: conditions, printing and stopping inside kernels; planted faults are found, with the program that is to blame."""
+"""tilefold.debug: conditions, printing and stopping inside kernels; planted faults are found, with the program to blame."""
 
 import ctypes
 import io
@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import debug_cases
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from tilefold import debug
+import debug_cases
+import tilefold
+from tilefold import debug, reference
 from tilefold.aot import Job, newest_triton, run_jobs
 from tilefold.aot.cache import CACHE_VARIABLE
 from tilefold.aot.jobs import NEWEST_VARIABLE
@@ -241,7 +242,7 @@ def test_planted_off_by_one_mask():
 
 @interpreted
 def test_planted_store_past_the_end():
-    """One element past each row: into the next row (a race), in the last one into nobody's memory; into the gap where rows are padded."""
+    """One element past each row: into the next row (a race), from the last one into nobody's memory, or into the padding."""
     report = watched("long")
     assert found(report, "store") == (None, (2, 2), 1)
     assert "program (2, 2) stored to out [3, 70] outside of it, 1 behind the last element" in str(report)
@@ -336,8 +337,13 @@ def count_and_fill(x, total, wide, mask, n, BLOCK: tl.constexpr):
 def test_planted_nothing_in_atomics_casts_and_tuples():
     x = torch.randint(-5, 5, (N,), dtype=torch.int32).abs()
     args = {
-        **{"x": (x,), "total": torch.full((1,), 7, dtype=torch.int32), "wide": torch.empty(N, dtype=torch.int32)},
-        **{"mask": torch.empty(N, dtype=torch.bool), "n": N, "BLOCK": BLOCK, "num_warps": 2},
+        "x": (x,),
+        "total": torch.full((1,), 7, dtype=torch.int32),
+        "wide": torch.empty(N, dtype=torch.int32),
+        "mask": torch.empty(N, dtype=torch.bool),
+        "n": N,
+        "BLOCK": BLOCK,
+        "num_warps": 2,
     }
 
     def right(x, total):
@@ -367,6 +373,86 @@ def test_planted_fault_under_the_decorator():
     assert torch.equal(out, x + y) and add.report.ok
     with pytest.raises(ValueRangeError, match="n is given twice"):
         add[(3,)](x, y, out, N, n=N, BLOCK=BLOCK)
+
+
+@interpreted
+def test_planted_nothing_in_attention(monkeypatch):
+    """The library's own forward kernel, as `attention` launches it: strides, tuples of functions, ragged lengths."""
+    launches = []
+    monkeypatch.setattr(
+        type(scale_rows), "run", lambda kernel, *args, grid, **named: launches.append((kernel, grid, args, named))
+    )
+    q, k, v = torch.randn(2, 37, 4, 40), torch.randn(2, 53, 2, 40), torch.randn(2, 53, 2, 24)
+    tilefold.attention(q, k, v, causal=True)
+    monkeypatch.undo()
+    ((kernel, grid, args, named),) = launches
+    args = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+    args = {name: value for name, value in args.items() if name in kernel.arg_names}
+
+    def right(Q, K, V):
+        return reference.attention(Q, K, V, causal=True, dtype=Q.dtype)[0], None
+
+    report = debug.check_kernel(kernel, grid, args, right, ("Out", "Lse"))
+    assert report.ok, str(report)
+    assert report.kernel == "attention_forward" and [name for name, _ in report.outputs] == ["Out"]
+
+
+@triton.heuristics({"BLOCK": lambda args: 16})
+@triton.jit
+def negate(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, (-tl.load(x + at, at < n).to(tl.float32)).to(out.dtype.element_ty), at < n)
+
+
+@interpreted
+def test_planted_nothing_in_odd_tensors():
+    """Under heuristics: no element, one without dimensions, float8, a tensor with gradient; in place nothing need be written."""
+    for x in (
+        torch.empty(0, 3),
+        torch.tensor(2.0),
+        torch.randn(20).to(torch.float8_e4m3fn),
+        torch.randn(9, requires_grad=True),
+    ):
+        programs = triton.cdiv(x.numel(), 16)
+        args = {"x": x, "out": torch.empty_like(x), "n": x.numel()}
+        report = debug.check_kernel(negate, (programs,), args, lambda x: -x, ("out",))
+        assert report.ok and report.programs == programs, str(report)
+    kept = {"x": torch.ones(20), "out": -torch.ones(20), "n": 20}
+    assert debug.check_kernel(negate, (1,), kept, lambda x: -x, ("out",), in_place=("out",)).ok
+    kept["out"][18] = 3.0
+    report = debug.check_kernel(negate, (1,), kept, lambda x: -x, ("out",), in_place=("out",))
+    assert found(report, "mismatch") == ((18,), None, 1) and "is 3.0, wanted -1.0; no program wrote it" in str(report)
+
+
+COMPILED = """
+import torch, triton
+from tilefold import debug
+from tilefold.errors import DeviceError, Unsupported
+import debug_cases
+
+def fails(error, says, call):
+    try:
+        call()
+    except error as problem:
+        assert says in str(problem), problem
+    else:
+        raise AssertionError(says)
+
+options = {"reference": lambda: None, "outputs": ("out",)}
+for kernel in (debug_cases.ask, triton.heuristics({})(debug_cases.ask)):
+    assert debug.checked(**options)(kernel) is kernel
+    fails(Unsupported, "kernel is compiled", lambda: debug.check_kernel(kernel, (1,), (torch.zeros(1), "0"), **options))
+fails(DeviceError, "x is on the CPU, where kernels run with TRITON_INTERPRET=1 only", lambda: debug.check_tensors(x=torch.zeros(1)))
+fails(Unsupported, "inside kernels only", lambda: debug.when("0"))
+"""
+
+
+def test_where_kernels_are_compiled():
+    """Nothing is watched there, and nothing pretends to be."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])
+    ran = subprocess.run([sys.executable, "-c", COMPILED], env=own, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @interpreted
@@ -417,8 +503,11 @@ def test_newest_interpreter():
 def test_check_kernel_refuses(change, error, says):
     x, out, work = torch.randn(3, N), torch.empty(3, N), torch.empty(3, dtype=torch.int32)
     given = {
-        **{"kernel": scale_rows, "grid": (3, 3), "args": (x, out, work, 3, N, N, N, "", BLOCK)},
-        **{"reference": lambda x: x * 2, "outputs": ("out",)},
+        "kernel": scale_rows,
+        "grid": (3, 3),
+        "args": (x, out, work, 3, N, N, N, "", BLOCK),
+        "reference": lambda x: x * 2,
+        "outputs": ("out",),
     }
     with pytest.raises(error, match=says):
         debug.check_kernel(**{**given, **change})
@@ -512,12 +601,12 @@ def test_check_tensors_names_places():
 
 @interpreted
 @pytest.mark.no_poison
-def test_the_guide_runs(capsys, monkeypatch, tmp_path):
+def test_the_guide_runs(capsys, tmp_path):
     """Its kernels come from files, as the interpreter rewrites their source; what it shows is what is printed."""
     text = PAGE.read_text(encoding="utf-8")
     blocks = text.split("```python\n")[1:]
     assert len(blocks) == 4
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"__name__": "guide"}
     for place, block in enumerate(blocks):
         source, after = block.split("```", 1)
         path = tmp_path / f"example{place}.py"

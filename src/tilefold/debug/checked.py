@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Heuristics
 from triton.runtime.errors import InterpreterError
+from triton.runtime.jit import JITFunction
 
 from tilefold.debug.compare import Outcome, Tolerance, judge, references
 from tilefold.debug.guard import Guarded
@@ -48,17 +48,18 @@ def check_kernel(
 
     kernel: a @triton.jit function made under TRITON_INTERPRET=1 (also under @triton.heuristics; of an autotuned one pass `.fn`).
     grid: as in a launch. args: its arguments by name, or in order; tensors on any device, also in tuples, where they are called
-    `name[0]`. outputs: names of the tensors that it writes; they start as poison (NaN, or a pattern of bytes), but those also named in
-    in_place, which start with their values. Each tensor is copied with its strides and with poison around it and between its rows;
-    tensors that overlap may be read, but not written.
+    `name[0]`. outputs: names of the tensors that it writes; they start as poison (NaN, or a pattern of bytes), but those also
+    named in in_place, which start with their values. Each tensor is copied with its strides and with poison around it and between
+    its rows; tensors that overlap may be read, but not written.
 
-    reference: what is right, in torch: called with those arguments that its parameters name, it returns a tensor (one output), a tuple in
-    the order of outputs, or a mapping by name; None for an output is not compared (scratch memory). With atol or rtol (the other is 0)
-    an element is right if |got - wanted| <= atol + rtol * |wanted|. Without, the library's tolerance decides (tilefold.reference.compare):
-    reference is called with floating-point tensors in fp64, and as they are (float8 in fp32) for how far PyTorch itself is off.
-    Integers have to be equal then. NaN is right where the reference has NaN.
+    reference: what is right, in torch: called with those arguments that its parameters name, it returns a tensor (one output), a
+    tuple in the order of outputs, or a mapping by name; None for an output is not compared (scratch memory). With atol or rtol
+    (the other is 0) an element is right if |got - wanted| <= atol + rtol * |wanted|. Without, the library's tolerance decides
+    (tilefold.reference.compare): reference is called with floating-point tensors in fp64, and as they are (float8 in fp32) for
+    how far PyTorch itself is off. Integers have to be equal then. NaN is right where the reference has NaN.
 
-    Raises Unsupported outside of the interpreter, ValueRangeError, DtypeError, LayoutError or ShapeError for arguments that do not fit."""
+    Raises Unsupported outside of the interpreter; ValueRangeError, DtypeError, LayoutError, ShapeError for arguments that do not
+    fit."""
     function = _interpreted(kernel)
     bound, options = _bind(kernel, function, args)
     tolerance = Tolerance.of(atol, rtol)
@@ -140,20 +141,24 @@ def _replaced(name: str, value: Any, copies: Mapping[str, Guarded]) -> Any:
     return value
 
 
+def _under_heuristics(kernel: Any) -> Any:
+    while isinstance(kernel, Heuristics):
+        kernel = kernel.fn
+    return kernel
+
+
 def _interpreted(kernel: Any) -> Any:
     """The interpreter's function under the heuristics; Unsupported for anything else."""
-    function = kernel
-    while isinstance(function, Heuristics):
-        function = function.fn
+    function = _under_heuristics(kernel)
     if isinstance(function, interpreter.InterpretedFunction):
         return function
     if hasattr(function, "configs"):
         raise Unsupported(
-            "kernel is autotuned and would run once for each configuration; pass kernel.fn and one configuration's values"
+            "kernel is autotuned and would run once for each configuration; pass kernel.fn and the values of one"
         )
-    if hasattr(function, "cache_key"):
+    if isinstance(function, JITFunction):
         raise Unsupported(
-            "kernel is compiled and its loads and stores cannot be watched; set TRITON_INTERPRET=1 before the module of the kernel is imported"
+            "kernel is compiled, and its loads and stores cannot be watched; set TRITON_INTERPRET=1 before its module is imported"
         )
     raise DtypeError(f"kernel must be a @triton.jit function, got {type(kernel).__name__}")
 
@@ -180,7 +185,7 @@ def _bind(kernel: Any, function: Any, args: Mapping[str, Any] | Sequence[Any]) -
     for name, value in given.items():
         if type(value).__name__ == "TensorDescriptor":
             raise Unsupported(
-                f"{name} is a TensorDescriptor made on the host; make it in the kernel (tl.make_tensor_descriptor) to check it"
+                f"{name} is a TensorDescriptor made on the host; make it in the kernel, by tl.make_tensor_descriptor"
             )
     return given, options
 
@@ -198,7 +203,7 @@ def _check_names(given: Mapping[str, torch.Tensor], outputs: Sequence[str], in_p
                 )
     for name, tensor in given.items():
         device = tensor.device if isinstance(tensor, torch.Tensor) else None
-        check_tensors(**{"device": device, "contiguous": False, "aligned": 0}, **{name: tensor})  # type: ignore[arg-type]
+        check_tensors(device=device, contiguous=False, aligned=0, **{name: tensor})  # type: ignore[arg-type]
     check_outputs(given, outputs)
 
 
@@ -235,14 +240,14 @@ def checked(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> Callable[[Any], Any]:
-    """Decorator over @triton.jit: under TRITON_INTERPRET=1 every launch is checked first, by `check_kernel` with these arguments.
+    """Decorator over @triton.jit: under TRITON_INTERPRET=1 `check_kernel` with these arguments goes over every launch first.
 
-    A launch that fails raises KernelFault with the report and leaves the tensors as they were; one that passes runs the kernel on them.
-    Where kernels are compiled nothing can be watched, and the kernel is given back as it is."""
+    A launch that fails raises KernelFault with the report and leaves the tensors as they were; one that passes runs the kernel
+    on them. Where kernels are compiled nothing can be watched, and the kernel is given back as it is."""
     Tolerance.of(atol, rtol)
 
     def decorate(kernel: Any) -> Any:
-        if hasattr(kernel, "cache_key") and not isinstance(kernel, interpreter.InterpretedFunction):
+        if isinstance(_under_heuristics(kernel), JITFunction):
             return kernel
         _interpreted(kernel)
         return CheckedKernel(

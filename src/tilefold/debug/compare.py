@@ -35,7 +35,9 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an output should be. exact: fp64, or integers; plain: PyTorch's result in the output's dtype, None where limits are given."""
+    """What an output should be.
+
+    exact: fp64, or integers; plain: PyTorch's result in the output's dtype, None where limits are given."""
 
     exact: torch.Tensor
     plain: torch.Tensor | None
@@ -181,7 +183,8 @@ def _mismatch(copy: Guarded, wanted: Wanted, flat: int, here: Any, count: int, w
     program = trace.ids(writer) if writer >= 0 else None
     by = f"program {as_ids(program)} wrote it" if program is not None else "no program wrote it"
     got, want = copy.view.flatten()[flat].item(), wanted.exact.flatten()[flat].item()
-    text = f"{copy.name}{at_index(index)} is {got!r}, wanted {want!r}; {by}; {count} of {copy.view.numel()} elements differ ({words})"
+    many = f"{count} of {copy.view.numel()} elements differ ({words})"
+    text = f"{copy.name}{at_index(index)} is {got!r}, wanted {want!r}; {by}; {many}"
     return Fault("mismatch", copy.name, index, program, count, text)
 
 
@@ -190,7 +193,7 @@ def _unwritten(copy: Guarded, here: Any, missing: Any, trace: Trace) -> Fault:
     flat = int(np.argmax(missing))
     index = tuple(int(i) for i in np.unravel_index(flat, copy.shape)) if copy.shape else ()
     count = int(missing.sum())
-    text = f"no program wrote {copy.name}{at_index(index)}, nor {count - 1} more of its {copy.view.numel()} elements; "
+    text = f"no program wrote {copy.name}{at_index(index)}, one of {count} missing elements of {copy.view.numel()}; "
     skipped = int(copy.skipped[here[flat]])
     before = np.flatnonzero(~missing[:flat])
     program = None

@@ -2,8 +2,8 @@
 
     [ guard | first element ... gaps between rows ... last element | guard ]
 
-Each tensor gets memory of its own with its strides and its alignment kept. Poison is NaN for floating-point numbers, for integers a
-pattern of bytes that no one expects.
+Each tensor gets memory of its own with its strides and its alignment kept. Poison is NaN for floating-point numbers, for
+integers a pattern of bytes that no one expects.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ class Guarded:
 
     name: what reports call it. written: it is an output. keep: the copy starts with the tensor's values, else with poison.
     view: the copy, of the tensor's shape, strides and dtype. writer, skipped: int32 [extent], the linear id of the program that
-    wrote an element last, or first addressed it in a store with the mask off; -1 for none. unordered: written last by an atomic operation or through a cast
-    pointer, where another value from another program is no race."""
+    wrote an element last, or first addressed it in a store with the mask off; -1 for none. unordered: bool [extent], written last
+    by an atomic operation or through a cast pointer, where another value from another program is no race."""
 
     def __init__(self, name: str, tensor: torch.Tensor, written: bool, keep: bool) -> None:
         self.name, self.written, self.itemsize, self.shape = name, written, tensor.element_size(), tuple(tensor.shape)
@@ -56,7 +56,7 @@ class Guarded:
         for part in range(self.itemsize):
             self.around[start + places * self.itemsize + part] = False
         if keep:
-            self.view.copy_(tensor)
+            self.view.copy_(tensor.detach())
         self.bits = self.bytes[start : start + size].view(BITS[self.itemsize])
         self.writer = np.full(self.extent, -1, np.int32)
         self.skipped = np.full(self.extent, -1, np.int32)

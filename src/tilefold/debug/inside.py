@@ -128,7 +128,8 @@ def _no_condition(name: str, given: Any) -> TilefoldError:
 def _tile(name: str, shape: Any) -> TilefoldError:
     sizes = [int(_plain(size)) for size in shape]
     return ShapeError(
-        f"{name}: condition is a tile of shape {sizes}, a scalar is needed: reduce it, as in tl.max(tile.to(tl.int32), axis=None) > 0"
+        f"{name}: condition is a tile of shape {sizes}, a scalar is needed: reduce it, as in "
+        "tl.max(tile.to(tl.int32), axis=None) > 0"
     )
 
 
@@ -142,7 +143,7 @@ def _name_of(frame: FrameType, value: Any, place: int) -> str:
 
 
 def _described(value: Any) -> str:
-    """` [2, 4] fp32 = [[...]]`: shape, Triton's dtype and the elements, bfloat16 and float8 as the numbers that they stand for."""
+    """` [2, 4] fp32 = [[...]]`: shape, Triton's dtype and the elements, bfloat16 and float8 as numbers, not as bits."""
     given = _plain(value)
     if not isinstance(given, tl.tensor):
         return f" = {given!r}"

@@ -35,11 +35,11 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool | None:
     """Whether an element of a and one of b share memory; None where that is too hard to tell (interlocked strides)."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
-    views: list[np.ndarray[Any, Any]] = [np.asarray(_Layout(tensor)) for tensor in (a, b)]
-    if not np.may_share_memory(*views):
+    one, other = np.asarray(_Layout(a)), np.asarray(_Layout(b))
+    if not np.may_share_memory(one, other):
         return False
     try:
-        return bool(np.shares_memory(*views, max_work=EFFORT))
+        return bool(np.shares_memory(one, other, max_work=EFFORT))
     except np.exceptions.TooHardError:
         return None
 

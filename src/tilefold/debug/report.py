@@ -22,11 +22,11 @@ class KernelFault(TilefoldError, AssertionError):
 class Fault:
     """The first finding of one kind in one tensor, and how many there are.
 
-    kind: "raised" (an exception in the kernel), "store" (outside the tensor, or into a gap between its rows), "load" (outside of every
-    tensor), "input" (a store into what is no output), "race" (two programs, or two lanes of one, wrote different values), "guard"
-    (bytes around a tensor changed behind the interpreter's back), "unwritten", "mismatch". tensor: its name, "" where none is
-    near. index: in the tensor; None where no element is meant. program: ids of the program to blame, as many as the grid has axes;
-    None if none is. count: elements concerned. text: the finding in a sentence."""
+    kind: "raised" (an exception in the kernel), "store" (outside the tensor, or into a gap between its rows), "load" (outside of
+    every tensor), "input" (a store into what is no output), "race" (two programs, or two lanes of one, wrote different values),
+    "guard" (bytes around a tensor changed behind the interpreter's back), "unwritten", "mismatch". tensor: its name, "" where
+    none is near. index: in the tensor; None where no element is meant. program: ids of the program to blame, as many as the grid
+    has axes; None if none is. count: elements concerned. text: the finding in a sentence."""
 
     kind: str
     tensor: str

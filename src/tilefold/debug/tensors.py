@@ -137,9 +137,7 @@ def _check_memory(name: str, tensor: object) -> None:
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device | str | None) -> None:
     if device is None:
         if tensor.device.type == "cpu" and not interpreting():
-            raise DeviceError(
-                f"{name} is on the CPU, where kernels run with TRITON_INTERPRET=1 only; accepted here: a GPU's memory"
-            )
+            raise DeviceError(f"{name} is on the CPU, where kernels run with TRITON_INTERPRET=1 only; accepted: a GPU")
         return
     wanted = torch.device(device)
     if tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index):

@@ -1,8 +1,8 @@
 """Every load and store of Triton's interpreter, seen before it happens: who wrote what, and what would go astray.
 
 The interpreter's one builder makes all memory accesses, those of tensor descriptors and block pointers too, through four methods
-(triton 3.6 to 3.9: create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas); they are replaced while a kernel
-runs. Lanes that would go astray are masked off and recorded, so that a wrong kernel does not take the process with it.
+(triton 3.6 to 3.9: create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas); they are replaced while a
+kernel runs. Lanes that would go astray are masked off and recorded, so that a wrong kernel does not take the process with it.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Trace:
                 delattr(builder, name)  # of the instance: its class's is visible again
 
     @staticmethod
-    def _bound(watched: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound(watched: Any, original: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: watched(original, *args, **kwargs)
 
     @property
@@ -180,7 +180,7 @@ class Trace:
         if same.any():
             lane = int(order[int(np.argmax(same)) + 1])
             index = one.index(int(places[lane]))
-            words = f"program {as_ids(self.program)} wrote {one.name}{at_index(index)} in two lanes of one store, with different values"
+            words = f"program {as_ids(self.program)} wrote {one.name}{at_index(index)} in two lanes of one store, differently"
             self.blame("race", one.name, index, int(same.sum()), words)
         one.writer[places] = own
         one.unordered[places] = False
@@ -192,8 +192,8 @@ class Trace:
             one.name,
             index,
             count,
-            f"program {as_ids(self.program)} wrote {one.value(bits)} to {one.name}{at_index(index)}, where program {as_ids(first)} had written "
-            f"{one.value(one.bits[place])}",
+            f"program {as_ids(self.program)} wrote {one.value(bits)} to {one.name}{at_index(index)}, where program "
+            f"{as_ids(first)} had written {one.value(one.bits[place])}",
         )
 
     def _outside(self, one: Guarded, kind: str, addresses: Any) -> None:
@@ -211,7 +211,8 @@ class Trace:
     def _nowhere(self, kind: str, addresses: Any, lanes: Any) -> None:
         if lanes.any():
             verb = "stored to" if kind == "store" else "loaded from"
-            text = f"program {as_ids(self.program)} {verb} address {int(addresses[lanes][0]):#x}, far from every tensor it was given"
+            where = f"{int(addresses[lanes][0]):#x}, far from every tensor that it was given"
+            text = f"program {as_ids(self.program)} {verb} address {where}"
             self.blame(kind, "", None, int(lanes.sum()), text)
 
     def _gap(self, one: Guarded, addresses: Any) -> None:
@@ -233,7 +234,7 @@ def _lanes(mask: Any, pointers: Any) -> Any:
 
 
 def _masked(live: Any) -> Any:
-    return interpreter.TensorHandle(np.ascontiguousarray(live), tl.int1)
+    return interpreter.TensorHandle(np.array(live), tl.int1)
 
 
 def as_ids(program: tuple[int, ...]) -> str:
