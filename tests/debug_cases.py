@@ -1,5 +1,6 @@
-"""Kernels that ask, print and stop, for the interpreter and, by their builders, for ahead-of-time compilation."""
+"""Kernels that ask, print and stop, for the interpreter and, by their builders, for ahead-of-time compilation; faulty kernels."""
 
+import ctypes
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import triton.language as tl
 
 from tilefold import debug
 from tilefold.debug import when
+
+N, BLOCK = 70, 32  # 3 programs, the last one with 6 elements
 
 
 @triton.jit
@@ -62,6 +65,68 @@ def misspelt(out):
 @triton.jit
 def on_tile(out, BLOCK: tl.constexpr):
     debug.print_if(tl.arange(0, BLOCK) > 1, BLOCK)
+
+
+@triton.jit
+def scale_rows(x, out, work, rows, columns, stride_x, stride_out, FAULT: tl.constexpr, BLOCK: tl.constexpr):
+    """out[r, c] = 2 x[r, c], a program for each row and block of columns; work [rows] int32 takes 5."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    if FAULT == "short":
+        mask = at < columns - 1
+    if FAULT == "long":
+        mask = at <= columns
+    value = tl.load(x + row * stride_x + at, (at < columns) | (FAULT == "load")).to(tl.float32) * 2
+    if FAULT == "wrong":
+        value = tl.where((row == 2) & (at >= 33), value + 1, value)
+    if FAULT == "nan":
+        value = tl.where((row == 1) & (at == 40), float("nan"), value)
+    if FAULT == "input":
+        tl.store(x + row * stride_x + at, value, mask)
+    if FAULT == "race":
+        tl.store(out + at, value, mask)
+    elif FAULT == "lanes":
+        tl.store(out + row * stride_out + at // 2, value, mask)
+    elif FAULT == "far":
+        tl.store(out + row * stride_out + at + (1 << 40), value, mask)
+    elif FAULT == "below":
+        tl.store(out + row * stride_out + at - 3, value, mask)
+    else:
+        tl.store(out + row * stride_out + at, value, mask)
+    if FAULT == "raise":
+        tl.device_assert(row < 2, "no row 2")
+    tl.store(work + row, 5)
+
+
+def scribble(pointer):
+    """A write that the interpreter does not make."""
+    ctypes.memset(int(pointer.handle.data[0]) - 1, 0, 1)
+
+
+@triton.jit
+def goes_behind(out):
+    scribble(out)
+    tl.store(out, 1.0)
+
+
+@triton.jit
+def count_and_fill(x, total, wide, mask, n, BLOCK: tl.constexpr):
+    """total[0] += sum(x) in any order; wide, 4 bytes an element, is written by halves; mask = x > 0."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x[0] + at, at < n, other=0)
+    tl.atomic_add(total, tl.sum(value, 0))
+    halves = wide.to(tl.pointer_type(tl.int16))
+    tl.store(halves + 2 * at, value.to(tl.int16), at < n)
+    tl.store(halves + 2 * at + 1, tl.zeros([BLOCK], tl.int16), at < n)
+    tl.store(mask + at, value > 0, at < n)
+
+
+@triton.heuristics({"BLOCK": lambda args: 16})
+@triton.jit
+def negate(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, (-tl.load(x + at, at < n).to(tl.float32)).to(out.dtype.element_ty), at < n)
 
 
 def build(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -193,7 +193,7 @@ def _unwritten(copy: Guarded, here: Any, missing: Any, trace: Trace) -> Fault:
     flat = int(np.argmax(missing))
     index = tuple(int(i) for i in np.unravel_index(flat, copy.shape)) if copy.shape else ()
     count = int(missing.sum())
-    text = f"no program wrote {copy.name}{at_index(index)}, one of {count} missing elements of {copy.view.numel()}; "
+    text = f"no program wrote {copy.name}{at_index(index)} ({count} of {copy.view.numel()} elements are missing); "
     skipped = int(copy.skipped[here[flat]])
     before = np.flatnonzero(~missing[:flat])
     program = None

@@ -88,10 +88,9 @@ class Trace:
         if not astray.any():
             return original(pointers, mask, *rest, **named)
         loaded = original(pointers, _masked(live & ~astray), *rest, **named)
-        raw = np.ascontiguousarray(loaded.data)
-        raw.view(np.uint8).reshape(*raw.shape, raw.itemsize)[astray] = (
-            0xFF  # NaN, as nothing is known of what lies there
-        )
+        raw = np.array(loaded.data)
+        poison = 1 if raw.dtype == bool else 0xFF  # NaN in floats: nothing is known of what lies there
+        raw.reshape(-1).view(np.uint8).reshape(-1, raw.itemsize)[astray.reshape(-1)] = poison
         loaded.data = raw
         return loaded
 
