@@ -129,6 +129,14 @@ def negate(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, (-tl.load(x + at, at < n).to(tl.float32)).to(out.dtype.element_ty), at < n)
 
 
+@triton.jit
+def arrive(counter, LAST: tl.constexpr):
+    """Each program counts itself; the last one to come resets the counter, for the next launch."""
+    before = tl.atomic_add(counter, 1)
+    if before == LAST:
+        tl.store(counter, 0)
+
+
 def build(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """A kernel by name with example arguments."""
     words = torch.empty(64, dtype=torch.int32)

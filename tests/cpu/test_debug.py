@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 import debug_cases
 import tilefold
@@ -147,6 +148,17 @@ def test_planted_nothing_in_atomics_casts_and_tuples():
     assert args["total"] == 7
     poisoned = debug.check_kernel(debug_cases.count_and_fill, lambda meta: (3,), args, right, outputs)
     assert found(poisoned, "mismatch") == ((0,), (2,), 1)
+
+
+def test_planted_nothing_in_a_counter():
+    """A plain store over what others added atomically: whoever knows that it is the last may do that."""
+    args = {"counter": torch.zeros(1, dtype=torch.int32), "LAST": 2}
+    right = {"reference": lambda counter: counter, "outputs": ("counter",), "in_place": ("counter",)}
+    assert debug.check_kernel(debug_cases.arrive, (3,), args, **right).ok
+    assert found(debug.check_kernel(debug_cases.arrive, (2,), args, **right), "mismatch") == ((0,), (1,), 1)
+    assert not interpreter.interpreter_builder.options.debug and "create_masked_store" not in vars(
+        interpreter.interpreter_builder
+    )
 
 
 def test_planted_fault_under_the_decorator():

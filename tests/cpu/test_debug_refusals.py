@@ -118,6 +118,12 @@ WIDE = torch.empty(8, 16)
         ({"q": WIDE}, {"outputs": ("o",)}, ValueRangeError, "outputs names 'o', but the tensors are q"),
         ({"q": WIDE}, {"outputs": "q"}, DtypeError, "outputs must be a tuple"),
         (
+            {"out": torch.empty(64).as_strided((2, 3), (2, 1))},
+            {"outputs": ("out",), "contiguous": False},
+            LayoutError,
+            "out is written, but elements of it share memory",
+        ),
+        (
             {"out": torch.empty(64).unfold(0, 4, 2)},
             {"outputs": ("out",), "contiguous": False},
             LayoutError,

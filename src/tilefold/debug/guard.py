@@ -32,8 +32,7 @@ class Guarded:
 
     name: what reports call it. written: it is an output. keep: the copy starts with the tensor's values, else with poison.
     view: the copy, of the tensor's shape, strides and dtype. writer, skipped: int32 [extent], the linear id of the program that
-    wrote an element last, or first addressed it in a store with the mask off; -1 for none. unordered: bool [extent], written last
-    by an atomic operation or through a cast pointer, where another value from another program is no race."""
+    wrote an element last, or first addressed it in a store with the mask off; -1 for none."""
 
     def __init__(self, name: str, tensor: torch.Tensor, written: bool, keep: bool) -> None:
         self.name, self.written, self.itemsize, self.shape = name, written, tensor.element_size(), tuple(tensor.shape)
@@ -60,7 +59,6 @@ class Guarded:
         self.bits = self.bytes[start : start + size].view(BITS[self.itemsize])
         self.writer = np.full(self.extent, -1, np.int32)
         self.skipped = np.full(self.extent, -1, np.int32)
-        self.unordered = np.zeros(self.extent, bool)
 
     def index(self, offset: int) -> tuple[int, ...]:
         """Index in the tensor of the element at an offset from the first one."""

@@ -161,7 +161,6 @@ class Trace:
         ):  # through a cast pointer values are not comparable with what lies there
             for part in range(max(1, bits.itemsize // one.itemsize)):
                 one.writer[places[kept] + part] = self._linear()
-                one.unordered[places[kept] + part] = True
         else:
             self._record(one, places[kept], bits[kept].view(one.bits.dtype))
         return gaps & live
@@ -170,7 +169,7 @@ class Trace:
         """Who wrote these elements; a race if another program wrote another value before, or two lanes now do."""
         own = self._linear()
         before = one.writer[places]
-        clash = (before >= 0) & (before != own) & ~one.unordered[places] & (one.bits[places] != bits)
+        clash = (before >= 0) & (before != own) & (one.bits[places] != bits)
         if clash.any():
             lane = int(np.argmax(clash))
             self._race(one, int(places[lane]), bits[lane], int(clash.sum()))
@@ -182,7 +181,6 @@ class Trace:
             words = f"program {as_ids(self.program)} wrote {one.name}{at_index(index)} in two lanes of one store, differently"
             self.blame("race", one.name, index, int(same.sum()), words)
         one.writer[places] = own
-        one.unordered[places] = False
 
     def _race(self, one: Guarded, place: int, bits: Any, count: int) -> None:
         index, first = one.index(place), self.ids(int(one.writer[place]))
