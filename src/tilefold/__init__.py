@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
-    if name in ("compat", "nn", "paged", "plan", "quant", "reference", "sparse"):
+    if name in ("compat", "debug", "nn", "paged", "plan", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

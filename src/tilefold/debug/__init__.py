@@ -1,0 +1,27 @@
+"""Helpers for people who write Triton kernels: conditions on programs, printing, stopping, and kernels run under watch.
+
+`when`, `print_if` and `breakpoint_if` are called inside kernels; `check_tensors`, `check_kernel` and `checked` around them. Set
+TRITON_INTERPRET=1 before triton is imported to have all of it (docs/concepts/debugging.md says what a compiled kernel leaves).
+"""
+
+from tilefold.debug.checked import CheckedKernel, check_kernel, checked
+from tilefold.debug.conditions import AxisCondition, ProgramCondition, parse_condition
+from tilefold.debug.inside import breakpoint_if, print_if, when
+from tilefold.debug.report import Fault, KernelFault, KernelReport
+from tilefold.debug.tensors import check_tensors
+
+__all__ = [
+    "AxisCondition",
+    "CheckedKernel",
+    "Fault",
+    "KernelFault",
+    "KernelReport",
+    "ProgramCondition",
+    "breakpoint_if",
+    "check_kernel",
+    "check_tensors",
+    "checked",
+    "parse_condition",
+    "print_if",
+    "when",
+]
