@@ -8,6 +8,7 @@ import torch
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention import example_call, head_strides, kind_of
 from ..hopper import box_of, chosen_or_none
+from ..startup import beside
 from .hopper_backward import statistics_box, statistics_launch
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def bind(
         return bound_launches(scale, tensors, dout, call, plan)
 
     def compile(bound: ReduceBound) -> None:
-        bound.main.compile(arguments(bound, tensors, dout, scratch(bound, tensors, "meta")))
+        made = scratch(bound, tensors, "meta")
+        lse = torch.empty(made[0].shape, device="meta")
+        small = statistics_arguments(bound, tensors, dout, lse, None, made)
+        beside(lambda: bound.statistics.compile(small))  # while the other one takes longer
+        bound.main.compile(arguments(bound, tensors, dout, made))
 
     return chosen_or_none(plan, call.backward_plan, "dense", made, compile, "its backward pass")
 
@@ -60,11 +65,22 @@ def run(
 ) -> Tensors:
     """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
     made = scratch(bound, tensors, tensors[0].device)
-    statistics, progress, sums, dq = made[:4]
-    bound.statistics((tensors[3], dout, lse, dlse, None, statistics, progress, *bound.statistics_tail))
+    bound.statistics(statistics_arguments(bound, tensors, dout, lse, dlse, made))
     bound.main(arguments(bound, tensors, dout, made))
-    bound.last((sums, dq, *bound.last_tail))
+    bound.last((made[2], made[3], *bound.last_tail))
     return made[3:]
+
+
+def statistics_arguments(
+    bound: ReduceBound,
+    tensors: Tensors,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    made: Tensors,
+) -> tuple[Any, ...]:
+    """Of the kernel before it, in order."""
+    return (tensors[3], dout, lse, dlse, None, *made[:2], *bound.statistics_tail)
 
 
 def scratch(bound: ReduceBound, tensors: Tensors, device: Any) -> Tensors:
