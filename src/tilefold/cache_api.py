@@ -72,7 +72,7 @@ def attention_kvcache(
             multiplied with, as `quantize_kv` gives and `kvcache_append` takes them.  Needed for int8, 1 by default for e4m3.
             bfloat16 queries meet such keys in float16, scaled by a power of two so that none is out of range.
         num_splits: 0: the keys of all sequences are shared out evenly over the device; 1 to 128: each sequence and head is
-            cut into so many equal parts instead.
+            cut into so many equal parts instead, so that its bits do not depend on the other sequences of the batch.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: a `DecodePlan` to follow exactly, made by `attention_kvcache_plan` and perhaps changed by dataclasses.replace.
         check: first read the index tensors and the factors that are used, and raise ValueRangeError naming the entry that is out

@@ -41,6 +41,17 @@ def test_shares(device, splits):
     run(Case([70, 0, 5], heads=4, kv_heads=2), device, {"block_n": 16, "splits": splits})
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_splits_make_bits_independent_of_the_batch(device, splits):
+    q, k, v = (torch.randn(3, n, heads, 32, device=device) for n, heads in ((1, 4), (200, 2), (200, 2)))
+    lengths = torch.tensor([200, 3, 150], dtype=torch.int32, device=device)
+    together = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, num_splits=splits)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = tilefold.attention_kvcache(q[one], k[one], v[one], cache_seqlens=lengths[one], num_splits=splits)
+        assert torch.equal(alone, together[one])
+
+
 @pytest.mark.parametrize(("group", "seq_q"), [(1, 1), (8, 1), (4, 2), (7, 2), (1, 5), (7, 5)])
 def test_rows(device, group, seq_q):
     run(Case([40, 3, 65], seq_q, heads=2 * group, kv_heads=2, options={"causal": True}), device)
