@@ -16,7 +16,7 @@ class Comparison:
     """One request beside Transformers.
 
     same: how many tokens agree from the first on; gap: by how much, in fp32, Transformers' token is better than ours where they
-    part, and rounding: twice the most that the dtype changes in Transformers' logits up to there; None where all agree."""
+    part, and rounding: twice what the dtype's rounding changes in those logits; None where all agree."""
 
     number: int
     same: int
@@ -68,7 +68,6 @@ def _beside(one: Request, wanted: list[int], exact: Any, used: Any) -> Compariso
     if got == wanted or used is exact or same == min(len(got), len(wanted)):
         return Comparison(one.number, same, wanted, got)
     ids = torch.tensor([[*one.prompt, *wanted[:same]]], device=exact.device)
-    true, rounded = (model(ids).logits[0].float() for model in (exact, used))
-    gap = float(true[-1, wanted[same]] - true[-1, got[same]])
-    # over all positions: at one alone, Transformers' own rounding may happen to be nothing
+    true, rounded = (model(ids).logits[0, -1].float() for model in (exact, used))
+    gap = float(true[wanted[same]] - true[got[same]])
     return Comparison(one.number, same, wanted, got, abs(gap), 2 * float((true - rounded).abs().max()))
