@@ -2,14 +2,12 @@
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from tilefold.cli.bench_decode import EPILOG as DECODE_EPILOG
@@ -18,6 +16,7 @@ from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tilefold.cli.bench_startup import startup
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
+from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_errors, writable
 from tilefold.errors import ValueRangeError
 
@@ -184,22 +183,10 @@ def measure(
     """Run the cases under a progress bar; each one's cells are kept as soon as they are there, should a later one fail."""
     from tilefold.bench.run import run_cases
 
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(cases) * (len(implementations) + 1))
-
-        def step(case: "Case", what: str) -> None:
-            progress.update(task, description=f"{case.name}: {what}")
-            if log:
-                console.print(Text(f"{time.strftime('%H:%M:%S')} {case.name}: {what}", style="dim"), soft_wrap=True)
-            progress.advance(task)
-
-        cells = run_cases(cases, implementations, runtime.device, options, step, keep)
+    with measuring(console, len(cases) * (len(implementations) + 1), log) as step:
+        cells = run_cases(
+            cases, implementations, runtime.device, options, lambda case, what: step(case.name, what), keep
+        )
     reached = len({cell.case for cell in cells})
     if reached < len(cases):
         console.print(Text(f"{reached} of {len(cases)} cases were reached", style="yellow"))

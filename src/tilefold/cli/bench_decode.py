@@ -1,15 +1,14 @@
 """`tilefold bench decode`: one step of generation over a KV cache beside other libraries, each output checked first."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors, writable
 
 if TYPE_CHECKING:
@@ -122,23 +121,11 @@ def _measure(
     from tilefold.bench.decode_run import run_decode_cases
 
     rounds, budget, log = how
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(cases) * (len(peers) + 1))
-
-        def step(case: "DecodeCase", what: str) -> None:
-            progress.update(task, description=f"{case.name}: {what}")
-            if log:
-                console.print(Text(f"{time.strftime('%H:%M:%S')} {case.name}: {what}", style="dim"), soft_wrap=True)
-            progress.advance(task)
-
-        turns = rounds if runtime.gpu else min(rounds, 2)
-        rows = run_decode_cases(cases, peers, runtime.device, turns, step, keep, budget)
+    turns = rounds if runtime.gpu else min(rounds, 2)
+    with measuring(console, len(cases) * (len(peers) + 1), log) as step:
+        rows = run_decode_cases(
+            cases, peers, runtime.device, turns, lambda case, what: step(case.name, what), keep, budget
+        )
     if len(rows) < len(cases):
         console.print(Text(f"{len(rows)} of {len(cases)} cases were reached", style="yellow"))
     return rows

@@ -98,7 +98,7 @@ def slices(total, most, batch, each, programs, least):
 
     Even slices of all tiles; the last ones may be shorter, or empty.  But where all sequences are alike (total = batch * most)
     and no slice grows by more than a sixteenth, items are cut into the same shares, or slices are whole items: programs side by
-    side then read the heads of the same keys, which lie side by side in memory (4.45 instead of 4.27 TB/s on an H200)."""
+    side then read the heads of the same keys, which lie side by side in memory."""
     even = tl.maximum(tl.cdiv(total * each, programs), least)
     shares = programs // (batch * each)
     if shares > 0:

@@ -49,7 +49,7 @@ THREE_FROM = (
 )
 PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
 PACE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
-"""Scores an SM makes in a second beside its fastest version, by head dim and queries a block: with 2048 keys, all seen."""
+"""Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)

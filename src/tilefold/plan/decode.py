@@ -221,10 +221,9 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
     plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
-    waves = min(
-        MOST_WAVES, -(-plan.items // plan.programs)
-    )  # so that equal sequences have a program an item, in their order
-    plan = replace(plan, programs=plan.programs * max(1, waves), least=max(1, LEAST_KEYS // block_n))
+    # As many times the resident programs as give equal sequences one an item, in the order of items.
+    waves = max(1, min(MOST_WAVES, -(-plan.items // plan.programs)))
+    plan = replace(plan, programs=plan.programs * waves, least=max(1, LEAST_KEYS // block_n))
     parts = splits or min(plan.programs // max(1, plan.items), -(-a.seq_k // (plan.least * block_n)))
     if parts > MOST_PARTS:
         plan = replace(plan, merge="kernel")
@@ -232,8 +231,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
 
 
 def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, int, int, int]:
-    """(keys of a tile, warps, stages, programs an SM): two programs, one of which loads while the other's item ends, where both
-    find room for two tiles of 64 keys (32 where rows are wide) in flight, else one with as much as there is."""
+    """(keys of a tile, warps, stages, programs an SM): two programs, one of which loads while the other's item ends, where each
+    has room for two tiles in flight, of 128, 64 or 32 keys; else one, with as much as there is."""
     a, row = problem.attention, problem.row_bytes
     # else rows come through registers, element by element, or have four bytes an element
     whole = a.dtype != "float32" and a.descriptors
@@ -294,7 +293,8 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
             Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
             if plan.merge == "last"
             else Rejected(
-                "merging by the last to arrive", "One program would read all parts of an item one after the other."
+                "merging by the last to arrive",
+                "One program would read all parts of an item; so every row of it has a program.",
             )
         )
     return tuple(found)

@@ -66,6 +66,11 @@ class Device:
         """The number of a CUDA architecture (90 for sm_90), 0 for everything else."""
         return self.arch if self.backend == "cuda" and isinstance(self.arch, int) else 0
 
+    @property
+    def dependent_launches(self) -> bool:
+        """Whether a kernel can be launched before the one that it depends on is through (programmatic dependent launch)."""
+        return self.generation >= 90
+
     def matmul_rate(self, dtype: str) -> float:
         """Matrix-multiply roof for a dtype (FLOP/s): measured, else the datasheet's. DeviceError if there is none."""
         rates = dict(self.tensor_flops) | dict(self.measured_flops)

@@ -124,7 +124,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
         "PAIRS": pairs,
         "EVEN": plan.splits == 0,
         "FUSED": plan.merge == "last",
-        "EARLY": _early(plan.device),
+        "EARLY": plan.device.dependent_launches,
         "DIM_K": a.dim_v if p.shared else a.dim_qk,
         "DIM_REST": a.dim_qk - a.dim_v if p.shared else 0,
         "DIM_V": a.dim_v,
@@ -183,13 +183,9 @@ def bind_decode(
     return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
 
 
-def _early(device: "Device") -> bool:
-    """Whether kernels may be launched before those they depend on are through."""
-    return device.backend == "cuda" and device.generation >= 90
-
-
 def _dependent(device: "Device") -> dict[str, bool]:
-    return {"launch_pdl": True} if _early(device) else {}
+    """Launch options."""
+    return {"launch_pdl": True} if device.dependent_launches else {}
 
 
 def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:

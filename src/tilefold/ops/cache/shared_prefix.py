@@ -215,47 +215,13 @@ def attention_shared_prefix_op(
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` for those who trace or watch."""
-    given = SharedPrefix(
-        lengths,
-        block_table,
-        batch_index,
-        cu_q,
-        sinks,
-        prefix,
-        max_q,
-        causal,
-        scale,
-        softcap,
-        splits,
-        cascade,
-        k_scale,
-        v_scale,
-    )
+    given = SharedPrefix(lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade,
+                         k_scale, v_scale)  # fmt: skip
     return _forward(q, k_cache, v_cache, given)
 
 
 @attention_shared_prefix_op.register_fake
-def _(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None,
-    batch_index: torch.Tensor | None, cu_q: torch.Tensor | None, sinks: torch.Tensor | None, prefix: int, max_q: int,
-    causal: bool, scale: float | None, softcap: float, splits: int, cascade: bool | None,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    given = SharedPrefix(
-        lengths,
-        block_table,
-        batch_index,
-        cu_q,
-        sinks,
-        prefix,
-        max_q,
-        causal,
-        scale,
-        softcap,
-        splits,
-        cascade,
-        k_scale,
-        v_scale,
-    )
+def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = SharedPrefix(*rest)
     out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)

@@ -166,7 +166,7 @@ def _bind(
     box = plan.kernel == "sparse_forward_box"
     sides = ((k, n.block_qk), (v, n.block_v)) if box else ()
     emulate = interpreting() and q.dtype == torch.bfloat16
-    early = plan.splits > 1 and plan.device.backend == "cuda" and plan.device.generation >= 90
+    early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
     device = q.device.index or 0
