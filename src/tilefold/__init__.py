@@ -90,7 +90,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
-    if name in ("compat", "debug", "nn", "paged", "plan", "quant", "reference", "sparse"):
+    ops = importlib.import_module(".ops", __name__)
+    if name in ops.COLLECTION:
+        return getattr(ops, name)
+    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

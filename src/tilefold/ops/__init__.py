@@ -3,5 +3,22 @@
 dense     attention forward          backward  its gradients
 sparse    block-sparse attention and the stages of its pipeline
 cache     KV caches: attention over them, new keys into them, rotary embedding, merging
+matrix    the operator collection: add, matmul, bmm, transpose, conv2d, weights of few bits
 here      what all of them use: the call and its checks, the device, launches, operators, records of calls
 """
+
+import importlib
+from typing import Any
+
+# The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
+COLLECTION: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name in COLLECTION:
+        return getattr(importlib.import_module(f".matrix.{COLLECTION[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *COLLECTION])

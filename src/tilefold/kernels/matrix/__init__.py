@@ -1,0 +1,1 @@
+"""Matrix kernels: products, sums, transposes, convolutions, weights of few bits."""
