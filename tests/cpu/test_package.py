@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.resources
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,7 +46,10 @@ sys.exit(main())
 
 
 def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False, timeout=300)
+    """A fresh interpreter that keeps bytecode, as an installed package has it."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
 
 
 def report_import() -> dict[str, object]:
