@@ -8,7 +8,7 @@ import torch
 
 from continuous.engine import Request
 
-__all__ = ["Comparison", "compare_requests"]
+__all__ = ["Comparison", "compare_requests", "with_weights"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,22 @@ def compare_requests(requests: Sequence[Request], theirs: Any, dtype: torch.dtyp
 
     In fp32 nothing but equal tokens will do.  In 16 bits two tokens may be equally good but for rounding, and everything after
     them differs then; so at the first difference both are looked up in the logits of fp32."""
-    import copy
-
     used = exact = theirs
     if dtype != torch.float32:
-        used = copy.deepcopy(theirs).to(dtype)
-        exact = copy.deepcopy(used).float()  # the rounded weights, computed with exactly
+        used = with_weights(theirs, dtype)
+        exact = with_weights(used, torch.float32)  # the rounded weights, computed with exactly
     return [_beside(one, _greedy(used, one), exact, used) for one in requests]
+
+
+def with_weights(model: Any, dtype: torch.dtype) -> Any:
+    """A copy with its weights in a dtype and its buffers as they are: rotary frequencies rounded to 16 bits would be other ones,
+    0.03 rad off at position 100, as `model.to(dtype)` makes them."""
+    import copy
+
+    made = copy.deepcopy(model)
+    for one in made.parameters():
+        one.data = one.data.to(dtype)
+    return made
 
 
 def _greedy(model: Any, one: Request) -> list[int]:

@@ -226,6 +226,21 @@ def test_only_rounding_may_part_answers_in_16_bits():
     assert (wrong.same, wrong.ok) == (3, False) and wrong.gap > wrong.rounding > 0
 
 
+def test_rounded_weights_leave_the_rotary_frequencies_alone():
+    """In fp16 answers parted where none may, as the model compared with had been rounded in its frequencies, too."""
+    pytest.importorskip("transformers")
+    from continuous.compare import with_weights
+    from generation_cases import tiny
+
+    _, theirs = tiny("cpu")
+    for dtype in (torch.float16, torch.float32):
+        made = with_weights(with_weights(theirs, torch.float16), dtype)
+        assert {one.dtype for one in made.parameters()} == {dtype}
+        buffers = dict(made.named_buffers())
+        assert any("inv_freq" in name for name in buffers)
+        assert all(torch.equal(one, buffers[name]) for name, one in theirs.named_buffers())
+
+
 def test_shapes_that_the_model_does_not_compute_are_refused():
     transformers = pytest.importorskip("transformers")
     for changes, message in (

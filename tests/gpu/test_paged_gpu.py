@@ -127,7 +127,7 @@ def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
     seen = []
     with strictly():
         begin = time.perf_counter()
-        torch.cuda._sleep(2_000_000_000)  # about a second
+        torch.cuda._sleep(8_000_000_000)  # about four seconds: the host may be a slow one
         for _ in range(60):  # launches that wait are limited, to a thousand or so
             batch.next()
             seen.append((batch.cache_seqlens.clone(), batch.slot_mapping.clone(), batch.block_table.clone()))
@@ -285,10 +285,10 @@ def test_bytes_are_shared_copied_and_moved(dtype):
         rows.append(list(zip(*(x.split(counts) for x in codes_of(cache, layer, k, v)), strict=True)))
     torch.cuda.synchronize()
     cache.copy_pages([(0, 399)])
+    k, v = (rand(3, HEADS, DIM, device=DEVICE) for _ in range(2))  # drawn on the CPU: the copy waits
     with strictly():
         fork = cache.fork(ids[0])
         batch = cache.batch([fork], 3)
-        k, v = (rand(3, HEADS, DIM, device=DEVICE) for _ in range(2))
         cache.append(0, k, v, batch)
         cache.append(1, k, v, batch)
         cache.swap_out(ids[1])

@@ -221,6 +221,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
     plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
+    if not splits and a.batch == 1:
+        return _one_sequence(plan)
     # As many times the resident programs as give equal sequences one an item, in the order of items.
     waves = max(1, min(MOST_WAVES, -(-plan.items // plan.programs)))
     plan = replace(plan, programs=plan.programs * waves, least=max(1, LEAST_KEYS // block_n))
@@ -228,6 +230,17 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     if parts > MOST_PARTS:
         plan = replace(plan, merge="kernel")
     return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
+
+
+def _one_sequence(plan: DecodePlan) -> DecodePlan:
+    """All items are of one length: each in as many shares as give every SM a program, of LEAST_KEYS of a full cache at least.
+    A program then knows its share by its number, 3 us sooner than its slice by adding up lengths."""
+    splits = min(plan.device.sms // plan.items, -(-plan.problem.attention.seq_k // LEAST_KEYS), MAX_SPLITS)
+    if plan.num_warps == 4 and not plan.problem.page_size:
+        plan = replace(plan, num_stages=MOST_STAGES)  # an SM's memory is one program's, not two's
+    plan = replace(plan, splits=max(1, splits))
+    plan = replace(plan, merge="kernel" if plan.splits > MOST_PARTS else "last")
+    return replace(plan, reason=_reason(plan, 0), rejected=_rejected(plan, 0))
 
 
 def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, int, int, int]:
@@ -270,6 +283,11 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     packed = f"{p.rows} rows (query heads x tokens of a KV head) are {tiles}"
     if splits:
         return f"{packed}; the caller asked for {splits} splits."
+    if plan.splits:
+        return (
+            f"{packed}; one sequence, whose {plan.items} items in {plan.splits} share{'s' * (plan.splits > 1)} each are "
+            f"{plan.grid} programs for {plan.device.sms} SMs."
+        )
     return (
         f"{packed}; {plan.programs} programs on {plan.device.sms} SMs own equal numbers of tiles of {plan.block_n} keys, "
         f"at least {plan.least}, whatever the lengths."
@@ -284,7 +302,9 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
         found = [Rejected("attention_cached", "Splits by capacity, not by the keys that there are.")]
     if not splits:
         found.append(
-            Rejected(
+            Rejected("even slices of all tiles", "One length: fixed shares are as even, and need no sums over lengths.")
+            if plan.splits
+            else Rejected(
                 "fixed splits",
                 "Lengths are on the device: a long sequence among short ones would be few programs' work.",
             )

@@ -46,6 +46,10 @@ def _reason(plan: DecodePlan, given: int) -> str:
     who = "the last to arrive" if plan.merge == "last" else "decode_combine"
     if given:
         return f"The caller asked for {given}; {who} merges."
+    if plan.splits:
+        shares = f"{plan.splits} equal shares" if plan.splits > 1 else "one share"
+        merges = f", and {who} merges" if plan.splits > 1 else ""
+        return f"One sequence: the keys of each of its {plan.items} KV heads and row blocks in {shares}{merges}."
     return (
         f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, at least {plan.least}, "
         f"whosever they are, and {who} merges what several have of one KV head."
@@ -60,6 +64,8 @@ def _rejected(plan: DecodePlan, given: int) -> tuple[Rejected, ...]:
         else "Splits by the capacity, not by the keys that there are."
     )
     found = [Rejected("attention_cached", why)]
-    if not given:
+    if plan.splits and not given:
+        found.append(Rejected("even slices of all keys", "One length: fixed shares are as even, and sooner known."))
+    elif not given:
         found.append(Rejected("equal splits", "Lengths are on the device: a long sequence would be the work of few."))
     return tuple(found)
