@@ -1,4 +1,4 @@
-"""Matrix products against their fp64 oracle: layouts, odd sizes, batches, bias, activations, types, shares of k, what is refused."""
+"""Matrix products against their fp64 oracle: layouts, odd sizes, batches, bias, activations, types, shares of k, refusals."""
 
 import pytest
 import torch
@@ -165,8 +165,8 @@ REFUSED = [
     ({"a": Z(3, 4).double()}, DtypeError, "a has dtype float64, accepted: float16, bfloat16, float32, float8_e4m3fn"),
     ({"a": 3}, DtypeError, "a must be a torch.Tensor, got int"),
     ({"a": Z(6, 8)[::2, ::2]}, LayoutError,
-     "a needs rows or columns whose elements lie side by side (stride 1), got strides (16, 2) for shape (3, 4); call a.contiguous() "
-     "first if a copy is acceptable"),
+     "a needs rows or columns whose elements lie side by side (stride 1), got strides (16, 2) for shape (3, 4); call "
+     "a.contiguous() first if a copy is acceptable"),
     ({"bias": Z(5)}, ShapeError, "bias has shape (5,), expected [n|1]: dimension 0 (n) is 5, should be 6 or 1"),
     ({"bias": Z(6).double()}, DtypeError, "bias has dtype float64, accepted: float16, bfloat16, float32"),
     ({"activation": "tanh"}, ValueRangeError,

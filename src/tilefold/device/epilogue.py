@@ -14,7 +14,7 @@ FULL = tl.constexpr(3)
 
 @triton.jit
 def grouped_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """-> row and column of tile number `tile`.  GROUP rows of tiles are made together, column by column, so that the programs that
+    """-> row and column of tile number `tile`.  GROUP rows of tiles are made together, column by column, so that programs that
     run at the same time read few columns of B and few rows of A; GROUP 1 is the plain order, row by row."""
     if GROUP == 1:
         return tile // tiles_n, tile % tiles_n

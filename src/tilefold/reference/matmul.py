@@ -15,7 +15,7 @@ def matmul(
     scale_b: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """activation(scale_a a b scale_b + bias) as `tilefold.ops.matmul` defines it, computed in `dtype`; a, b of 2 or 3 dimensions."""
+    """activation(scale_a a b scale_b + bias) as `tilefold.ops.matmul` defines it, computed in `dtype`; of 2 or 3 dimensions."""
     z = a.to(dtype) @ b.to(dtype)
     if scale_a is not None:
         z = z * scale_a.to(dtype).reshape(-1, 1)

@@ -1,8 +1,8 @@
-"""Matrix products on sm_90, 16-bit operands: activation(A B + bias), for batches and with the sum shared out, over tiles 128 x 256 or
-128 x 128.
+"""Matrix products on sm_90, 16-bit operands: activation(A B + bias), for batches and with the sum shared out, over tiles of
+128 x 256 or 128 x 128.
 
-    producer     one warp: brings 128 x 64 of A and 64 x BLOCK_N of B at a time by the copy engine into a ring of SLOTS buffers, and
-                 goes on with the next tile while the others still finish theirs
+    producer     one warp: brings 128 x 64 of A and 64 x BLOCK_N of B at a time by the copy engine into a ring of SLOTS buffers,
+                 and goes on with the next tile while the others still finish theirs
     consumers    two warpgroups, 64 rows of the tile each: products from shared memory, bias, activation, store by the copy engine
 
 Programs stay: each makes the tiles pid, pid + programs, ... in grouped order.  The consumers meet only at the ring, so one may be
@@ -120,12 +120,12 @@ def matmul_hopper(
     ACTIVATION: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """a_desc [batch or 1, m, k] with boxes [1, 64, 64], or [.., k, m] if A_TURNED; b_desc [batch or 1, k, n] with boxes [1, 64, 64],
-    or [.., n, k] with boxes [1, BLOCK_N, 64] if B_TURNED.  BOXES: the result, and Pre, are stored through o_desc and p_desc [batch,
-    m, n] with boxes [1, 64, 64]; else straight to Out and Pre by their strides (o; columns side by side).  Pre: what the activation
-    is applied to, or None.  Bias by strides (c) and BIAS as of device.epilogue.  steps: tiles of 64 of the sum, tiles_k of each
-    batch entry with FOLD, which sums over the batch; splits > 1: Out is [splits, batch, m, n] fp32, a share of the steps each.
-    work = tiles_m * tiles_n * batch * splits.  Grid (min(work, SMs),)."""
+    """a_desc [batch or 1, m, k] with boxes [1, 64, 64], or [.., k, m] if A_TURNED; b_desc [batch or 1, k, n] with boxes
+    [1, 64, 64], or [.., n, k] with boxes [1, BLOCK_N, 64] if B_TURNED.  BOXES: the result, and Pre, are stored through o_desc and
+    p_desc [batch, m, n] with boxes [1, 64, 64]; else straight to Out and Pre by their strides (o; columns side by side).  Pre: what
+    the activation is applied to, or None.  Bias by strides (c) and BIAS as of device.epilogue.  steps: tiles of 64 of the sum,
+    tiles_k of each batch entry with FOLD, which sums over the batch; splits > 1: Out is [splits, batch, m, n] fp32, a share of
+    the steps each.  work = tiles_m * tiles_n * batch * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
     PANELS: gl.constexpr = panels_of(BLOCK_N, B_TURNED)
     ROWS: gl.constexpr = BLOCK_N if B_TURNED else 64

@@ -23,7 +23,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 SQRT_HALF = gl.constexpr(0.7071067811865476)
 TANH_1 = gl.constexpr(-2.302208198144325)  # -2 sqrt(2 / pi) log2(e), and 0.044715 times that
 TANH_3 = gl.constexpr(-0.10294323958002351)
-# log2 of the normal distribution's tail beyond t, 0 <= t <= FAR, as a polynomial: right to 6e-5, by a least-maximum fit of our own
+# log2 of the normal distribution's tail beyond t, 0 <= t <= FAR, as a polynomial: right to 6e-5, by a fit of our own
 FAR = gl.constexpr(6.0)
 TAIL_0, TAIL_1, TAIL_2 = gl.constexpr(-1.0000647306), gl.constexpr(-1.1501742601), gl.constexpr(-0.4612719119)
 TAIL_3, TAIL_4, TAIL_5 = gl.constexpr(-0.0511853434), gl.constexpr(0.0071955668), gl.constexpr(-0.0006111001)

@@ -4,8 +4,8 @@
     finish_splits        adds those shares up in their order, then bias and activation
     activation_gradient  dout * activation'(what it was applied to)
 
-Bound: 2 M N K operations on (M K + K N + M N) elements.  A tile reads BLOCK_M + BLOCK_N elements for each of K and makes BLOCK_M *
-BLOCK_N of the result, so large tiles and neighbours in L2 (grouped_place) keep the tensor cores fed.
+Bound: 2 M N K operations on (M K + K N + M N) elements.  A tile reads BLOCK_M + BLOCK_N elements for each of K and makes
+BLOCK_M * BLOCK_N of the result, so large tiles and neighbours in L2 (grouped_place) keep the tensor cores fed.
 """
 
 import triton
@@ -37,14 +37,15 @@ def multiply_tiles(a, b, acc, TF32: tl.constexpr, EMULATE: tl.constexpr):
 @triton.jit(do_not_specialize=RUNTIME)
 def matmul(
     A, B, Out, Pre, Bias, ScaleA, ScaleB, m, n, k, tiles_m, tiles_n, tiles_k, folds, splits,
-    stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_os, stride_cb, stride_cm, stride_cn,
-    stride_sa, stride_sb, EMULATE: tl.constexpr, TF32: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_os,
+    stride_cb, stride_cm, stride_cn, stride_sa, stride_sb, EMULATE: tl.constexpr, TF32: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     WIDE: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A [batch, m, k], B [batch, k, n] by strides (0: one for all); Out, Pre [batch, m, n], columns side by side; Bias by strides (c)
-    or None; ScaleA, ScaleB fp32, a factor a row and a column (stride 0: one), or None.  FOLD: the batch is summed over, `folds`
-    entries of it, and Out has one.  splits > 1: Out is [splits, batch, m, n], each with its share of the sum's tiles, nothing else.
+    """A [batch, m, k], B [batch, k, n] by strides (0: one for all); Out, Pre [batch, m, n], columns side by side; Bias by
+    strides (c) or None; ScaleA, ScaleB fp32, a factor a row and a column (stride 0: one), or None.  FOLD: the batch is summed
+    over, `folds` entries of it, and Out has one.  splits > 1: Out is [splits, batch, m, n], each a share of the sum's tiles, nothing else.
     WIDE: offsets inside a tile reach 2^31.  Grid (tiles_m * tiles_n * batch * splits,), tiles fastest."""
     pid = tl.program_id(0)
     tiles = tiles_m * tiles_n
@@ -97,8 +98,9 @@ def matmul(
 
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "splits"])
 def finish_splits(
-    Part, Out, Pre, Bias, m, n, tiles_m, tiles_n, splits, stride_ps, stride_pb, stride_pm, stride_ob, stride_om, stride_cb, stride_cm,
-    stride_cn, EMULATE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Part, Out, Pre, Bias, m, n, tiles_m, tiles_n, splits, stride_ps, stride_pb, stride_pm, stride_ob, stride_om,
+    stride_cb, stride_cm, stride_cn, EMULATE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Part [splits, batch, m, n] fp32 -> Out, Pre [batch, m, n] as of matmul.  Grid (tiles_m * tiles_n * batch,)."""
     pid = tl.program_id(0)

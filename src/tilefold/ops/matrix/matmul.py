@@ -38,8 +38,8 @@ def matmul(
 ) -> torch.Tensor:
     """activation(a b + bias) [M, N], summed in fp32.
 
-    a [M, K], b [K, N]: float16, bfloat16, float32 or float8_e4m3fn, the same of both; any strides with one dimension side by side,
-        so that `weight.t()` costs nothing.
+    a [M, K], b [K, N]: float16, bfloat16, float32 or float8_e4m3fn, the same of both; any strides with one dimension side by
+        side, so that `weight.t()` costs nothing.
     bias: float16, bfloat16 or float32, broadcast to [M, N].
     activation: None, "relu", "silu", "gelu" (exact, by erf) or "gelu_tanh"; applied in fp32 before the result is rounded.
     order: of the tiles, "grouped" for the L2 cache or "plain", row by row; the numbers are the same.
@@ -86,7 +86,8 @@ def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: An
     saved = wanted and activation not in (None, "relu")
     name = plan_name(plan)
     made = matmul_op(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
-    return made[0]
+    out: torch.Tensor = made[0]
+    return out
 
 
 # ---------------------------------------------------------------- checks
@@ -143,14 +144,16 @@ def _check_tensors(a: Any, b: Any, bias: Any, batched: bool) -> None:
     specs = [TensorSpec("a", forms[0], dtypes), TensorSpec("b", forms[1], dtypes, same_dtype_as="a")]
     found = bind(specs, {"a": a, "b": b})
     if batched and a.dim() == 2 and b.dim() == 2:
-        raise ShapeError(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: bmm needs a batch in one of them, [batch, m, k] or "
-                         "[batch, k, n]; matmul multiplies two matrices")  # fmt: skip
+        raise ShapeError(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: bmm needs a batch in one of them, [batch, m, k] or "
+            "[batch, k, n]; matmul multiplies two matrices"
+        )
     for name, t in (("a", a), ("b", b)):
         rows, columns = t.shape[-2:]
         if t.numel() and rows > 1 and columns > 1 and 1 not in t.stride()[-2:]:
             raise LayoutError(
-                f"{name} needs rows or columns whose elements lie side by side (stride 1), got strides {tuple(t.stride())} for shape "
-                f"{tuple(t.shape)}; call {name}.contiguous() first if a copy is acceptable"
+                f"{name} needs rows or columns whose elements lie side by side (stride 1), got strides {tuple(t.stride())} for "
+                f"shape {tuple(t.shape)}; call {name}.contiguous() first if a copy is acceptable"
             )
     whole = " / batch|1 m|1 n|1" if batched else ""
     bind(

@@ -1,4 +1,4 @@
-"""Gradients of a product: dz = dout * activation'(z), then da = dz b', db = a' dz and dbias, the sum of dz over what was broadcast.
+"""Gradients of a product: dz = dout * activation'(z), then da = dz b', db = a' dz and dbias, dz summed over what was broadcast.
 
 z was saved by the forward pass, one more store of the result's size, where the activation needs it (of ReLU the result itself
 serves): making it again would be a third product's work for each training step.  Where it was not saved (a compiled region whose
@@ -18,8 +18,8 @@ __all__ = ["gradient", "gradient_fake"]
 
 
 def gradient(
-    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str, order: str,
-    tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
+    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
+    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(da, db, dbias), empty where not wanted."""
     if activation == "none":
@@ -43,8 +43,8 @@ def gradient(
 
 
 def gradient_fake(
-    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str, order: str,
-    tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
+    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
+    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dbias: Any = a.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
     return a.new_empty(a.shape if want_a else 0), b.new_empty(b.shape if want_b else 0), dbias

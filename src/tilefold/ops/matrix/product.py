@@ -1,4 +1,4 @@
-"""One product and what follows it: checked operands -> plan -> launches.  Batches are strides, layouts are strides, nothing is copied."""
+"""One product and what follows it: checked operands -> plan -> launches.  Batches and layouts are strides, nothing is copied."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ TOO_LONG = 1 << 31
 class Epilogue(NamedTuple):
     """What follows the product, and how it is made; part of a call's key.
 
-    saved: also return what the activation is applied to; fold: sum over the batch as well; plan: the name of a constant, or ""."""
+    saved: also return what the activation is applied to; fold: sum over the batch as well; plan: a constant's name, or ""."""
 
     activation: str = "none"
     order: str = "grouped"
@@ -300,7 +300,8 @@ def bind_portable(
         0 if a.shape[0] == 1 else a.stride(0), *a.stride()[1:],
         0 if b.shape[0] == 1 else b.stride(0), *b.stride()[1:],
         m * n, n, problem.results * m * n,
-        *((0, 0, 0) if x.bias is None else x.bias), *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
+        *((0, 0, 0) if x.bias is None else x.bias),
+        *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
     )  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return Launch(matmul, plan.grid, constants, options, device.index or 0), scalars, None

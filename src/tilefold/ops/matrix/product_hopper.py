@@ -55,8 +55,8 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device) -> tuple[Any, tu
 
 
 def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
-    """The descriptor of [batch, rows, columns], of its transpose if turned, with boxes of `rows` if that is how it is brought, and of
-    64 columns.  The stride of a dimension of size 1 means nothing and may be invalid."""
+    """The descriptor of [batch, rows, columns], of its transpose if turned, with boxes of `rows` if it is brought so, and
+    of 64 columns.  The stride of a dimension of size 1 means nothing and may be invalid."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
 

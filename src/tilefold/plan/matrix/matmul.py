@@ -1,4 +1,4 @@
-"""The plan of a matrix product: kernel, tile, order of tiles, shares of the sum over k; rules over shape and device, no tuning."""
+"""The plan of a matrix product: kernel, tile, order of tiles, shares of the sum over k; rules, no tuning."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -181,7 +181,8 @@ def _rule(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
 def _portable_reason(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
     tiles = tile.tiles(problem)
     if tile.splits > 1:
-        return f"{tiles} tiles leave most of {device.sms} SMs idle; {tile.splits} shares of the sum over k use {tiles * tile.splits}."
+        used = tiles * tile.splits
+        return f"{tiles} tiles leave most of {device.sms} SMs idle; {tile.splits} shares of the sum over k use {used}."
     if tiles >= device.sms:
         return f"The least estimated time: {tiles} tiles on {device.sms} SMs."
     return f"{tiles} tiles on {device.sms} SMs; sharing the sum over k would not pay."

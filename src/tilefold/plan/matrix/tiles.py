@@ -54,11 +54,19 @@ class MatmulTile:
 
 
 # From large to small: rows, columns, k, warps, stages.
-_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (32, 64, 64, 4, 4),
-         (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))  # fmt: skip
-_HALF_AMPERE = ((128, 128, 32, 4, 4), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3),
+_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
+         (32, 64, 64, 4, 4), (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))  # fmt: skip
+_HALF_AMPERE = ((128, 128, 32, 8, 4), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3),
                 (16, 64, 64, 4, 4), (64, 16, 64, 4, 4))  # fmt: skip
 _SINGLE = ((128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (16, 64, 64, 4, 3), (64, 16, 64, 4, 3))
+_TF32 = (
+    (128, 128, 32, 8, 4),
+    (128, 64, 32, 4, 4),
+    (64, 64, 32, 4, 4),
+    (32, 64, 32, 4, 4),
+    (16, 64, 64, 4, 3),
+    (64, 16, 64, 4, 3),
+)
 _EIGHT = ((128, 128, 128, 8, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 3), (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))
 
 
@@ -66,14 +74,16 @@ def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...
     if device.backend == "interpreter":  # its cost is that of its steps
         return (MatmulTile(64, 64, 64, 4, 1),)
     if problem.dtype == "float32":
-        found = _SINGLE
+        found: tuple[tuple[int, ...], ...] = _TF32 if problem.tf32 else _SINGLE
     elif problem.dtype == "float8_e4m3fn":
         found = _EIGHT
     else:
         found = _HALF if device.generation >= 90 and device.generation < 120 else _HALF_AMPERE
     if device.backend == "hip":  # 64 KiB of shared memory
         found = tuple((m, n, min(k, 64), warps, 2) for m, n, k, warps, _ in found)
-    if problem.activation != "none" or problem.saved:  # 128 registers of sums and an epilogue do not fit a thread
+    if (
+        problem.activation != "none" or problem.saved or not problem.descriptors
+    ):  # 128 sums a thread leave no room for more
         found = tuple(numbers for numbers in found if numbers[1] < 256)
     tiles = (MatmulTile(*numbers) for numbers in found)
     return tuple(t for t in tiles if shared_bytes(problem, PORTABLE, t) <= device.smem_per_block)
@@ -97,7 +107,7 @@ def choose_portable(problem: MatmulProblem, device: Device, order: str) -> Matmu
 
 
 def portable_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
-    """Estimated time: waves of tiles at the share of the device's rate that a tile of its size reaches; a second launch for shares."""
+    """Estimated time: waves of tiles at the part of the device's rate that their size reaches, and a launch more for shares."""
     rate = device.matmul_rate("bfloat16" if problem.dtype == "float8_e4m3fn" else problem.rate)
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
     area = 2.0 * tile.block_m * tile.block_n * tile.block_k * device.sms / (rate * REACHED[tile.block_m * tile.block_n])
@@ -136,6 +146,9 @@ def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
 
 def hopper_slower(problem: MatmulProblem, device: Device) -> str | None:
     """Why the portable kernel is the better one, as a sentence, or None if it is not."""
+    tiles = MatmulTile(128, 128, 64, 4, 6).tiles(problem)
+    if 4 * tiles < 3 * device.sms:
+        return f"{tiles} tiles of 128 x 128 leave SMs idle, and smaller tiles of the portable kernel use them"
     if problem.m <= 32 or problem.n <= 32:
         return f"a side of {min(problem.m, problem.n)} leaves most of its 128 x 128 tiles empty"
     return None
