@@ -112,6 +112,19 @@ def test_gradients(shapes, activation, dtype):
     check_gradients(a, b, rand(264, dtype=dtype, device=DEVICE).requires_grad_(), activation=activation)
 
 
+def test_a_shared_operand_of_many_tiles():
+    """Gradients that the kernel for sm_90 sums over a batch which is no longer k: of A, whose tiles are enough for it."""
+    a = rand(2048, 512, dtype=torch.bfloat16, device=DEVICE).mT.contiguous().mT.requires_grad_()
+    b = rand(3, 512, 2040, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    check_gradients(a, b, None, activation="gelu")
+    wide = rand(1280, 2048, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    check_gradients(wide, rand(3, 2048, 264, dtype=torch.bfloat16, device=DEVICE).requires_grad_(), None)
+    folded = problem_of(operands(rand(3, 1280, 264, dtype=torch.bfloat16), rand(3, 264, 2048, dtype=torch.bfloat16), None, True),
+                        Epilogue(fold=True), False)  # fmt: skip
+    if HOPPER:
+        assert folded.fold and plan_matmul(folded, device_of(DEVICE)).kernel == "matmul_hopper"
+
+
 def test_the_same_bits_every_run():
     a, b = (
         rand(*shape, dtype=torch.bfloat16, device=DEVICE).requires_grad_() for shape in ((8, 500, 512), (512, 1000))

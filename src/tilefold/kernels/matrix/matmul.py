@@ -45,7 +45,8 @@ def matmul(
 ):  # fmt: skip
     """A [batch, m, k], B [batch, k, n] by strides (0: one for all); Out, Pre [batch, m, n], columns side by side; Bias by
     strides (c) or None; ScaleA, ScaleB fp32, a factor a row and a column (stride 0: one), or None.  FOLD: the batch is summed
-    over, `folds` entries of it, and Out has one.  splits > 1: Out is [splits, batch, m, n], each a share of the sum's tiles, nothing else.
+    over, `folds` entries of it, and Out has one.  splits > 1: Out is [splits, batch, m, n], each a share of the
+    sum's tiles, nothing else.
     WIDE: offsets inside a tile reach 2^31.  Grid (tiles_m * tiles_n * batch * splits,), tiles fastest."""
     pid = tl.program_id(0)
     tiles = tiles_m * tiles_n

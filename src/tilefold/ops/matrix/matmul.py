@@ -20,6 +20,7 @@ __all__ = ["bmm", "example_finish", "example_gradient", "example_launch", "matmu
 
 EIGHT = (torch.float8_e4m3fn,)
 ORDERS = ("grouped", "plain")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CHECKED: set[Any] = set()
 
 
@@ -98,7 +99,7 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
     """Everything that can be wrong with a call but its plan; what was right once is not looked at again."""
     tensors = (a, b, bias, scale_a, scale_b)
     key = None
-    if not torch.compiler.is_compiling() and all(t is None or type(t) is torch.Tensor for t in tensors):
+    if not torch.compiler.is_compiling() and all(t is None or type(t) in PLAIN for t in tensors):
         try:
             key = (
                 *((None if t is None else (facts(t), t.is_neg())) for t in tensors),
