@@ -124,8 +124,8 @@ def matmul_hopper(
     [1, 64, 64], or [.., n, k] with boxes [1, BLOCK_N, 64] if B_TURNED.  BOXES: the result, and Pre, are stored through o_desc and
     p_desc [batch, m, n] with boxes [1, 64, 64]; else straight to Out and Pre by their strides (o; columns side by side).  Pre:
     what the activation is applied to, or None.  Bias by strides (c) and BIAS as of device.epilogue.  steps: tiles of 64 of the
-    sum, tiles_k of each batch entry with FOLD, which sums over the batch; splits > 1: Out is [splits, batch, m, n] fp32, a share of
-    the steps each.  work = tiles_m * tiles_n * batch * splits.  Grid (min(work, SMs),)."""
+    sum, tiles_k of each batch entry with FOLD, which sums over the batch; splits > 1: Out is [splits, batch, m, n] fp32, a share
+    of the steps each.  work = tiles_m * tiles_n * batch * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
     PANELS: gl.constexpr = panels_of(BLOCK_N, B_TURNED)
     ROWS: gl.constexpr = BLOCK_N if B_TURNED else 64
