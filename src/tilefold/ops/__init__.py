@@ -11,7 +11,10 @@ import importlib
 from typing import Any
 
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
-COLLECTION: dict[str, str] = {}
+COLLECTION: dict[str, str] = {
+    "bmm": "matmul",
+    "matmul": "matmul",
+}
 
 
 def __getattr__(name: str) -> Any:

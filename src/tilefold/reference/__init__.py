@@ -4,6 +4,7 @@ from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
 from .fp8 import attention_fp8
 from .fuse import fuse
+from .matmul import bmm, matmul
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
@@ -15,10 +16,12 @@ __all__ = [
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "bmm",
     "coarse",
     "compare",
     "fuse",
     "gini",
+    "matmul",
     "project",
     "select",
     "sparse_attention",

@@ -1,0 +1,342 @@
+"""Matrix products with bias and activation, of two matrices or of batches: `matmul` and `bmm`, with first derivatives."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...check import FLOATS, TensorSpec, bind
+from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
+from ...types import Constant, constant
+from ..operator import Operator
+from ..watch import is_transformed, wants_gradient
+from .matmul_gradient import gradient, gradient_fake
+from .product import CODES, Epilogue, facts, product
+
+if TYPE_CHECKING:
+    from ...plan.matrix.matmul import MatmulPlan
+
+__all__ = ["bmm", "example_finish", "example_gradient", "example_launch", "matmul"]
+
+EIGHT = (torch.float8_e4m3fn,)
+ORDERS = ("grouped", "plain")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CHECKED: set[Any] = set()
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    order: str = "grouped",
+    tf32: bool = False,
+    out_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    plan: "MatmulPlan | Constant | None" = None,
+) -> torch.Tensor:
+    """activation(a b + bias) [M, N], summed in fp32.
+
+    a [M, K], b [K, N]: float16, bfloat16, float32 or float8_e4m3fn, the same of both; any strides with one dimension side by
+        side, so that `weight.t()` costs nothing.
+    bias: float16, bfloat16 or float32, broadcast to [M, N].
+    activation: None, "relu", "silu", "gelu" (exact, by erf) or "gelu_tanh"; applied in fp32 before the result is rounded.
+    order: of the tiles, "grouped" for the L2 cache or "plain", row by row; the numbers are the same.
+    tf32: round float32 factors to 10 bits, for the tensor cores; else their products are exact to fp32.
+    out_dtype: of the result: float16, bfloat16 or float32; by default that of a, bfloat16 for float8.
+    scale_a, scale_b: of float8 operands only: fp32, a number ([] or [1]), or one a row of a [M], a column of b [N].
+    plan: a MatmulPlan, which is followed exactly (inside torch.compile: `tilefold.constant(plan)`).
+
+    Gradients: of a, b and bias, by the same kernels; not of float8 operands, and no second derivatives.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError or Unsupported, naming the argument."""
+    check(a, b, bias, scale_a, scale_b, activation, order, tf32, out_dtype, False)
+    return _call(a, b, bias, scale_a, scale_b, activation, order, tf32, out_dtype, plan)
+
+
+def bmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    order: str = "grouped",
+    tf32: bool = False,
+    out_dtype: torch.dtype | None = None,
+    plan: "MatmulPlan | Constant | None" = None,
+) -> torch.Tensor:
+    """activation(a b + bias) [B, M, N] for a batch of products; everything else as of `matmul`.
+
+    a [B, M, K] or [M, K], b [B, K, N] or [K, N], one of them with a batch: the other serves all of it and is not copied, and its
+        gradient is summed over the batch in fp32 as it is made.  Any batch strides.
+    bias: broadcast to [B, M, N], so [N], [M, 1] or [B, 1, 1]."""
+    check(a, b, bias, None, None, activation, order, tf32, out_dtype, True)
+    return _call(a, b, bias, None, None, activation, order, tf32, out_dtype, plan)
+
+
+def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: Any, activation: str | None, order: str, tf32: bool,
+          out_dtype: torch.dtype | None, plan: Any) -> torch.Tensor:  # fmt: skip
+    tensors = (a, b, bias)
+    if torch.compiler.is_compiling():
+        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    else:
+        wanted = is_transformed() or (torch.is_grad_enabled() and wants_gradient((*tensors, scale_a, scale_b)))
+    if a.dtype in EIGHT and wanted:
+        _refuse_gradients({"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
+    saved = wanted and activation not in (None, "relu")
+    name = plan_name(plan)
+    made = matmul_op(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
+    out: torch.Tensor = made[0]
+    return out
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any, order: Any, tf32: Any, out_dtype: Any,
+          batched: bool) -> None:  # fmt: skip
+    """Everything that can be wrong with a call but its plan; what was right once is not looked at again."""
+    tensors = (a, b, bias, scale_a, scale_b)
+    key = None
+    if not torch.compiler.is_compiling() and all(t is None or type(t) in PLAIN for t in tensors):
+        try:
+            key = (
+                *((None if t is None else (facts(t), t.is_neg())) for t in tensors),
+                activation,
+                order,
+                tf32,
+                out_dtype,
+                batched,
+            )
+            if key in _CHECKED:
+                return
+        except (
+            TypeError,
+            RuntimeError,
+        ):  # an option that cannot be hashed is wrong, a tensor without an address is a wrapper
+            key = None
+    _check_options(activation, order, tf32, out_dtype)
+    _check_tensors(a, b, bias, batched)
+    _check_scales(a, b, scale_a, scale_b)
+    if key is not None:
+        if len(_CHECKED) > 4096:
+            _CHECKED.clear()
+        _CHECKED.add(key)
+
+
+def _check_options(activation: Any, order: Any, tf32: Any, out_dtype: Any) -> None:
+    known = [name for name in CODES if name != "none"]
+    if activation is not None and (not isinstance(activation, str) or activation not in known):
+        raise ValueRangeError(f"activation must be None or one of {', '.join(map(repr, known))}, got {activation!r}")
+    if order not in ORDERS:
+        raise ValueRangeError(f"order must be 'grouped' or 'plain', got {order!r}")
+    if not isinstance(tf32, bool):
+        raise DtypeError(f"tf32 must be a bool, got {tf32!r}")
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise DtypeError(
+            f"out_dtype must be None, float16, bfloat16 or float32, got {str(out_dtype).removeprefix('torch.')}"
+        )
+
+
+def _check_tensors(a: Any, b: Any, bias: Any, batched: bool) -> None:
+    dtypes = FLOATS if batched else (*FLOATS, *EIGHT)
+    forms = ("m k / batch m k", "k n / batch k n") if batched else ("m k", "k n")
+    specs = [TensorSpec("a", forms[0], dtypes), TensorSpec("b", forms[1], dtypes, same_dtype_as="a")]
+    found = bind(specs, {"a": a, "b": b})
+    if batched and a.dim() == 2 and b.dim() == 2:
+        raise ShapeError(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: bmm needs a batch in one of them, [batch, m, k] or "
+            "[batch, k, n]; matmul multiplies two matrices"
+        )
+    for name, t in (("a", a), ("b", b)):
+        rows, columns = t.shape[-2:]
+        if t.numel() and rows > 1 and columns > 1 and 1 not in t.stride()[-2:]:
+            raise LayoutError(
+                f"{name} needs rows or columns whose elements lie side by side (stride 1), got strides {tuple(t.stride())} for "
+                f"shape {tuple(t.shape)}; call {name}.contiguous() first if a copy is acceptable"
+            )
+    whole = " / batch|1 m|1 n|1" if batched else ""
+    bind(
+        [TensorSpec("bias", f"/ n|1 / m|1 n|1{whole}", FLOATS, optional=True)],
+        {"bias": bias},
+        known=found,
+        beside=("a", a),
+    )
+
+
+def _check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any) -> None:
+    for name, scale, t, dim in (("scale_a", scale_a, a, 0), ("scale_b", scale_b, b, 1)):
+        if scale is None:
+            continue
+        if t.dtype not in EIGHT:
+            given = str(t.dtype).removeprefix("torch.")
+            raise Unsupported(
+                f"{name} is for operands in float8_e4m3fn, {name[-1]} has {given}: multiply the result instead"
+            )
+        spec = TensorSpec(name, "/ size|1", (torch.float32,))
+        bind([spec], {name: scale}, known={"size": t.shape[dim]}, beside=("a", a))
+
+
+def _refuse_gradients(named: dict[str, Any]) -> None:
+    for name, t in named.items():
+        if t is not None and t.requires_grad:
+            raise Unsupported(f"{name} requires a gradient, but products in float8_e4m3fn have none: detach() it")
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(plan: Any) -> str:
+    return constant(plan).key
+
+
+def plan_name(plan: Any) -> str:
+    """What stands for a plan among an operator's arguments: the name of a constant, or ""."""
+    if plan is None:
+        return ""
+    if isinstance(plan, Constant):
+        return plan.key
+    from ...plan.matrix.matmul import MatmulPlan
+
+    if not isinstance(plan, MatmulPlan):
+        raise PlanError(f"plan must be a MatmulPlan or None, got {type(plan).__name__}")
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            "plan inside torch.compile must be tilefold.constant(plan), made outside the compiled function"
+        )
+    return _named(plan)
+
+
+# ---------------------------------------------------------------- the operator
+
+
+def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (torch.bfloat16 if a.dtype in EIGHT else a.dtype)
+
+
+def _forward(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    activation: str,
+    order: str,
+    tf32: bool,
+    out_dtype: torch.dtype | None,
+    plan: str,
+    saved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, what the activation is applied to, empty unless saved)."""
+    epilogue = Epilogue(activation, order, tf32, result_dtype(a, out_dtype), saved, False, plan)
+    out, pre = product(a, b, bias, scale_a, scale_b, epilogue)
+    return out, out.new_empty(0) if pre is None else pre
+
+
+def _fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    activation: str,
+    order: str,
+    tf32: bool,
+    out_dtype: torch.dtype | None,
+    plan: str,
+    saved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check(
+        a,
+        b,
+        bias,
+        scale_a,
+        scale_b,
+        None if activation == "none" else activation,
+        order,
+        tf32,
+        out_dtype,
+        a.dim() + b.dim() > 4,
+    )
+    batch = [t.shape[0] for t in (a, b) if t.dim() == 3][:1]
+    out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, out_dtype))
+    return out, out.new_empty(out.shape if saved else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    a, b, bias, _, _, activation, order, tf32, _, _, _ = inputs
+    ctx.rest = activation, order, tf32
+    ctx.save_for_backward(a, b, bias, output[0] if activation == "relu" else output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _arguments(ctx: Any, dout: torch.Tensor | None, dpre: None) -> tuple[Any, ...] | None:
+    return None if dout is None else (dout, *ctx.saved_tensors, *ctx.rest, *ctx.needs_input_grad[:3])
+
+
+def _give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
+    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), *(None,) * 8
+
+
+matmul_op = Operator("matmul", _forward, _fake, gradient, gradient_fake, _keep, _arguments, _give)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def _meta(plan: "MatmulPlan") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """a, b and bias of the plan's problem, without memory."""
+    n, dtype = plan.problem, getattr(torch, plan.problem.dtype)
+
+    def made(rows: int, columns: int, turned: bool, shared: bool) -> torch.Tensor:
+        batch = () if n.batch == 1 or shared else (n.batch,)
+        shape = (*batch, columns, rows) if turned else (*batch, rows, columns)
+        t = torch.empty(shape, dtype=dtype, device="meta")
+        return t.mT if turned else t
+
+    shapes = {"columns": (n.n,), "rows": (n.m, 1), "full": (n.m, n.n)}
+    bias = None if n.bias == "none" else torch.empty(shapes[n.bias], dtype=getattr(torch, n.out_dtype), device="meta")
+    return made(n.m, n.k, n.a_major == "m", n.a_shared), made(n.k, n.n, n.b_major == "k", n.b_shared), bias
+
+
+def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of the plan's first launch on tensors without memory: to compile ahead of time."""
+    from .product import bind_portable, operands
+
+    n = plan.problem
+    a, b, bias = _meta(plan)
+    scale_a, scale_b = (torch.empty(size, device="meta") if n.scaled else None for size in (n.m, n.n))
+    x = operands(a, b, bias, n.fold)
+    shared = plan.splits > 1
+    out = torch.empty(
+        (n.results, n.m, n.n), dtype=torch.float32 if shared else getattr(torch, n.out_dtype), device="meta"
+    )
+    pre = out if n.saved and not shared else None
+    if plan.kernel == "matmul_hopper":
+        from .product_hopper import arguments, bind
+
+        launch, scalars, boxes = bind(x, plan, a.device)
+        return launch.fn, arguments(boxes, a, b, out, pre, None if shared else bias, scalars), launch.keywords
+    launch, scalars, _ = bind_portable(x, plan, scale_a, scale_b, a.device)
+    return launch.fn, (a, b, out, pre, None if shared else bias, scale_a, scale_b, *scalars), launch.keywords
+
+
+def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The same of the launch that adds the shares of the sum up."""
+    from .product import bind_finish, operands
+
+    n = plan.problem
+    a, b, bias = _meta(plan)
+    launch, scalars = bind_finish(operands(a, b, bias, n.fold), plan, a.device)
+    out = torch.empty((n.results, n.m, n.n), dtype=getattr(torch, n.out_dtype), device="meta")
+    part = torch.empty((plan.splits, *out.shape), device="meta")
+    return launch.fn, (part, out, out if n.saved else None, bias, *scalars), launch.keywords
+
+
+def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The same of the activation's part of the gradient."""
+    from .product import bind_gradient
+
+    t = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
+    launch, scalars = bind_gradient(t, t, activation)
+    return launch.fn, (t, t, t, *scalars), launch.keywords

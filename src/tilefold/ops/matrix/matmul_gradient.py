@@ -1,0 +1,69 @@
+"""Gradients of a product: dz = dout * activation'(z), then da = dz b', db = a' dz and dbias, dz summed over what was broadcast.
+
+z was saved by the forward pass, one more store of the result's size, where the activation needs it (of ReLU the result itself
+serves): making it again would be a third product's work for each training step.  Where it was not saved (a compiled region whose
+inputs did not say that they want a gradient), it is made again.
+
+The gradient of an operand that serves a whole batch is one product that is summed over the batch as well: a batch that lies as a
+longer k would is one, any other is gone through inside the kernel, so nothing is copied and the sum stays in fp32.
+"""
+
+from typing import Any
+
+import torch
+
+from .product import Epilogue, activation_gradient, product
+
+__all__ = ["gradient", "gradient_fake"]
+
+
+def gradient(
+    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
+    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(da, db, dbias), empty where not wanted."""
+    if activation == "none":
+        dz = readable(dout if dout.dtype == a.dtype else dout.to(a.dtype))
+    else:
+        if saved.shape != dout.shape:
+            made = Epilogue("none", order, tf32, dout.dtype)
+            saved = product(a, b, bias, None, None, made)[0]
+        dz = activation_gradient(dout, saved, activation, a.dtype)
+    plain = Epilogue("none", order, tf32, a.dtype)
+    da = db = dbias = a.new_empty(0)
+    if want_a:
+        summed = a.dim() == 2 and dz.dim() == 3
+        da = product(dz, b.mT, None, None, None, plain._replace(fold=summed))[0]
+    if want_b:
+        summed = b.dim() == 2 and dz.dim() == 3
+        db = product(a.mT, dz, None, None, None, plain._replace(fold=summed))[0]
+    if want_bias and bias is not None:
+        dbias = summed_to(dout if activation == "none" else dz, bias)
+    return da, db, dbias
+
+
+def gradient_fake(
+    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
+    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dbias: Any = a.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
+    return a.new_empty(a.shape if want_a else 0), b.new_empty(b.shape if want_b else 0), dbias
+
+
+def readable(t: torch.Tensor) -> torch.Tensor:
+    """A gradient with rows or columns that lie side by side: after sum() every element is at one address."""
+    if not t.numel() or 1 in t.stride()[-2:]:
+        return t
+    return t.contiguous()
+
+
+def summed_to(dz: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """dz summed, in fp32, over the dimensions along which the bias is broadcast; in the bias's dtype and shape."""
+    shape = (1,) * (dz.dim() - bias.dim()) + tuple(bias.shape)
+    dims = [d for d, (n, size) in enumerate(zip(shape, dz.shape, strict=True)) if n == 1 and size != 1]
+    total = dz.sum(dims, keepdim=True, dtype=torch.float32) if dims else dz
+    return (
+        total.to(bias.dtype, copy=True).view(bias.shape)
+        if dims
+        else total.reshape(bias.shape).to(bias.dtype, copy=True)
+    )

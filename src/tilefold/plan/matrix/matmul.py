@@ -1,0 +1,253 @@
+"""The plan of a matrix product: kernel, tile, order of tiles, shares of the sum over k; rules, no tuning."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan import serialise
+from tilefold.plan.attention import Rejected
+from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.device import Device
+from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
+from tilefold.plan.matrix.tiles import (
+    HOPPER,
+    PORTABLE,
+    MatmulTile,
+    choose_hopper,
+    choose_portable,
+    hopper_refusal,
+    hopper_slower,
+    shared_bytes,
+    tile_violation,
+    traffic,
+)
+
+__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul"]
+
+ORDERS = ("grouped", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulPlan:
+    """The decision for one product on one device.  `print` it; keep it as JSON; change it with `with_tile`.
+
+    kernel: "matmul" (portable) or "matmul_hopper" (sm_90: one warp loads by the copy engine, two warpgroups multiply).
+    block_m, block_n, block_k: tile of the result, and how much of k at a time. num_warps: of a program (of a warpgroup with
+        "matmul_hopper"); num_stages: buffers of A and of B.
+    order: "grouped" (`group` rows of tiles are made together, column by column) or "plain" (row by row, group 1).
+    splits: shares of the sum over k, each a program's; their sums are added up in a fixed order by a second launch.
+    grid: programs; shared_bytes: an estimate for "matmul", exact but for barriers for "matmul_hopper".
+    rule, reason: what decided; rejected: what else there is, and why not; cost, bound: work, and the least time for it.
+
+    Raises PlanError, naming the field, if the fields contradict one another or a limit of the device.
+    """
+
+    problem: MatmulProblem
+    device: Device
+    kernel: str
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    order: str
+    group: int
+    splits: int
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    rule: str
+    reason: str
+    cost: Cost
+    bound: Bound
+    rejected: tuple[Rejected, ...] = ()
+
+    def __post_init__(self) -> None:
+        if fault := _violation(self.problem, self.device, self.kernel, self.tile, self.order):
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        grid = _grid(self.problem, self.device, self.kernel, self.tile)
+        if self.grid != grid:
+            raise PlanError(f"plan field grid must be {grid!r} for this problem and tile, got {self.grid!r}")
+
+    def __str__(self) -> str:
+        n, tile = self.problem, self.tile
+        lines = [
+            f"{self.kernel} on {self.device.title}: {n.batch} x [{n.m}, {n.k}] @ [{n.k}, {n.n}] {n.dtype}"
+            f"{', summed over the batch' if n.fold else ''}, bias {n.bias}, activation {n.activation}",
+            f"  tile {tile.block_m} x {tile.block_n} x {tile.block_k}, {tile.num_warps} warps, {tile.num_stages} stages, order "
+            f"{self.order} ({tile.group}), splits {tile.splits}, grid {self.grid[0]}, {self.shared_bytes / 1024:.0f} KiB shared",
+            f"  {self.rule}: {self.reason}",
+            f"  bound: {self.bound.resource}, {self.bound.seconds * 1e6:.1f} us for {self.cost.flops / 1e9:.1f} GFLOP and "
+            f"{self.cost.bytes / 1e6:.1f} MB",
+        ]
+        return "\n".join([*lines, *(f"  not {other.what}: {other.why}" for other in self.rejected)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
+    @property
+    def tile(self) -> MatmulTile:
+        """The tile as one value."""
+        return MatmulTile(
+            self.block_m, self.block_n, self.block_k, self.num_warps, self.num_stages, self.group, self.splits
+        )
+
+    def to_json(self) -> str:
+        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "MatmulPlan":
+        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
+        return serialise.from_json(cls, text)
+
+    def with_tile(
+        self,
+        *,
+        block_m: int | None = None,
+        block_n: int | None = None,
+        block_k: int | None = None,
+        num_warps: int | None = None,
+        num_stages: int | None = None,
+        group: int | None = None,
+        splits: int | None = None,
+        kernel: str | None = None,
+    ) -> "MatmulPlan":
+        """The plan with a chosen tile or kernel (None keeps the field, or takes the kernel's own); PlanError names the field
+        that does not fit."""
+        chosen = self.kernel if kernel is None else kernel
+        base = self.tile
+        if chosen != self.kernel:
+            base = (choose_hopper if chosen == HOPPER else choose_portable)(self.problem, self.device, self.order)
+        given = {
+            "block_m": block_m,
+            "block_n": block_n,
+            "block_k": block_k,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "group": group,
+            "splits": splits,
+        }
+        tile = replace(base, **{name: value for name, value in given.items() if value is not None})
+        if fault := _violation(self.problem, self.device, chosen, tile, self.order):
+            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        replaced = Rejected(self.kernel, f"Replaced by the caller; rule {self.rule} had chosen it.")
+        return _plan(
+            self.problem, self.device, chosen, tile, self.order, "override", "The caller chose this.", (replaced,)
+        )
+
+    def check(self, problem: MatmulProblem, device: Device, order: str) -> None:
+        """PlanError, naming the field, unless this plan serves exactly `problem` on `device` in this order."""
+        for name in MatmulProblem.__slots__:
+            made, asked = getattr(self.problem, name), getattr(problem, name)
+            if made != asked:
+                raise PlanError(f"plan was made for {name}={made!r}, this call has {name}={asked!r}")
+        for name in ("backend", "arch"):
+            made, asked = getattr(self.device, name), getattr(device, name)
+            if made != asked:
+                raise PlanError(f"plan was made for a device with {name}={made!r}, this device has {name}={asked!r}")
+        if self.order != order:
+            raise PlanError(f"plan was made for order={self.order!r}, this call has order={order!r}")
+
+
+@lru_cache(maxsize=4096)
+def plan_matmul(problem: MatmulProblem, device: Device, order: str = "grouped", portable: bool = False) -> MatmulPlan:
+    """The plan of one product: pure, no GPU needed.  portable: without the kernel for sm_90.  PlanError for an unknown order,
+    Unsupported where no kernel can serve."""
+    if order not in ORDERS:
+        raise PlanError(f"order must be 'grouped' or 'plain', got {order!r}")
+    _require_supported(problem, device)
+    refusal = "portable kernels were asked for" if portable else hopper_refusal(problem, device)
+    if refusal is None:
+        refusal = hopper_slower(problem, device)
+    if refusal is None:
+        tile = choose_hopper(problem, device, order)
+        reason = "Loads by the copy engine and products by two warpgroups run side by side, over tiles that stay in one launch."
+        other = Rejected(PORTABLE, "Its warps wait for loads and products in turn, and every tile pays for its start.")
+        return _plan(problem, device, HOPPER, tile, order, _rule(problem, device, tile), reason, (other,))
+    tile = choose_portable(problem, device, order)
+    reason = _portable_reason(problem, device, tile)
+    rejected = (Rejected(HOPPER, f"{refusal[0].upper()}{refusal[1:]}."),)
+    return _plan(problem, device, PORTABLE, tile, order, _rule(problem, device, tile), reason, rejected)
+
+
+def _rule(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
+    if tile.splits > 1:
+        return "split-k"
+    return "full" if tile.tiles(problem) >= device.sms else "few tiles"
+
+
+def _portable_reason(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
+    tiles = tile.tiles(problem)
+    if tile.splits > 1:
+        used = tiles * tile.splits
+        return f"{tiles} tiles leave most of {device.sms} SMs idle; {tile.splits} shares of the sum over k use {used}."
+    if tiles >= device.sms:
+        return f"The least estimated time: {tiles} tiles on {device.sms} SMs."
+    return f"{tiles} tiles on {device.sms} SMs; sharing the sum over k would not pay."
+
+
+def _require_supported(problem: MatmulProblem, device: Device) -> None:
+    if device.backend == "cuda" and device.generation < 80:
+        raise Unsupported(f"device must be sm_80 or newer, got {device.name} ({device.target})")
+    if device.backend not in ("cuda", "hip", "interpreter"):
+        raise Unsupported(f"device must have backend cuda, hip or interpreter, got {device.backend!r}")
+    if problem.dtype == "float8_e4m3fn" and (device.backend == "hip" or 0 < device.generation < 89):
+        raise Unsupported(f"a and b in float8_e4m3fn need sm_89 or newer, this is {device.target}; convert them first")
+
+
+def _violation(
+    problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile, order: str
+) -> tuple[str, str] | None:
+    """(field, sentence) of the first thing that does not fit, or None."""
+    if order not in ORDERS:
+        return "order", f"must be 'grouped' or 'plain', got {order!r}"
+    if kernel not in (PORTABLE, HOPPER):
+        return "kernel", f"must be {PORTABLE!r} or {HOPPER!r}, got {kernel!r}"
+    if kernel == HOPPER and (refusal := hopper_refusal(problem, device)):
+        return "kernel", f"{HOPPER} cannot be used: {refusal}"
+    if order == "plain" and tile.group != 1:
+        return "group", f"must be 1 in plain order, got {tile.group!r}"
+    return tile_violation(problem, device, kernel, tile)
+
+
+def _grid(problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile) -> tuple[int, int, int]:
+    programs = tile.tiles(problem) * tile.splits
+    return (min(programs, device.sms) if kernel == HOPPER else programs, 1, 1)
+
+
+def _plan(
+    problem: MatmulProblem,
+    device: Device,
+    kernel: str,
+    tile: MatmulTile,
+    order: str,
+    rule: str,
+    reason: str,
+    rejected: tuple[Rejected, ...],
+) -> MatmulPlan:
+    cost = replace(problem.cost, l2_bytes=traffic(problem, tile))
+    # no device lists a rate of bytes: twice that of 16 bits where there are such products
+    eight = ITEMSIZE[problem.dtype] == 1
+    timed = replace(cost, flops=cost.flops // 2) if eight and device.backend == "cuda" else cost
+    return MatmulPlan(
+        problem=problem,
+        device=device,
+        kernel=kernel,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        order=order,
+        group=tile.group,
+        splits=tile.splits,
+        grid=_grid(problem, device, kernel, tile),
+        shared_bytes=shared_bytes(problem, kernel, tile),
+        rule=rule,
+        reason=reason,
+        cost=cost,
+        bound=bound(timed, device, "bfloat16" if eight else problem.rate),
+        rejected=rejected,
+    )
