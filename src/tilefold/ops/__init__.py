@@ -11,7 +11,11 @@ import importlib
 from typing import Any
 
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
-COLLECTION: dict[str, str] = {}
+COLLECTION: dict[str, str] = {
+    "add": "add",
+    "conv2d": "conv",
+    "transpose": "transpose",
+}
 
 
 def __getattr__(name: str) -> Any:
