@@ -64,6 +64,7 @@ def conv_weight(
     o_x = c.to(tl.int64) * x_strides[3] if WIDE else c * x_strides[3]
     o_x += d_y * x_strides[1] + d_x * x_strides[2]
     begin, end = pixels_of_split(total, BLOCK_K)
+    tl.assume(begin < end)  # as in conv_implicit
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(begin, end):
         pixel = i * BLOCK_K + tl.arange(0, BLOCK_K)

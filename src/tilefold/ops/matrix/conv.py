@@ -371,11 +371,13 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple
     w = dense((n.out_channels, n.reduced, *n.taps), True, meta)
     a, b, c = map(strides_of, (x, y, w))
     tile = plan.tile(part)
-    parts = torch.empty(1, device="meta") if tile.splits > 1 else None
+    parts = torch.empty(1, device="meta") if plan.splits(part) > 1 else None
     if part == "weight":
         launch, scalars = weight_launch(plan, a, b, c, 0)
         return launch.fn, (x, y, w if parts is None else parts, *scalars), launch.keywords
     source, target = (x, y) if part == "forward" else (y, x)
     strides = map(strides_of, (source, w, target))
-    launch, scalars = launch_gemm(n, tile, *strides, transposed=part == "input", activation=activation, index=0)
+    launch, scalars = launch_gemm(
+        n, tile, plan.splits(part), *strides, transposed=part == "input", activation=activation, index=0
+    )
     return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords

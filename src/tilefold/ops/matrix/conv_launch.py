@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan.matrix.conv import DIRECT, FEW, IM2COL, ConvPlan, ConvProblem, ConvTile
+from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ..device import interpreting
 
 __all__ = [
@@ -91,6 +91,7 @@ def flat(high: int, wide: int, *strides: Numbers) -> bool:
 def launch_gemm(
     n: ConvProblem,
     tile: ConvTile,
+    splits: int,
     x: Numbers,
     w: Numbers,
     out: Numbers,
@@ -112,6 +113,7 @@ def launch_gemm(
         lines, line = 1, high * wide
         if n.batch == 1 or (x[0] == line * x[3] and out[0] == line * out[3]):
             line = total
+    sizes = (lines, line) if n.pointwise else (high, wide)  # of the result
     w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
     fold = reduced < FEW and n.taps != (1, 1)
     constants = {
@@ -119,6 +121,7 @@ def launch_gemm(
         "FOLD": fold,
         "INSIDE": n.pointwise if transposed else n.inside,
         "EVEN_K": reduced % tile.depth == 0,
+        "NEVER_EMPTY": phases == (1, 1),
         "X_PIXELS": pixels_nearer(x),
         "OUT_PIXELS": pixels_nearer(out),
         "ACTIVATION": activation,
@@ -129,11 +132,11 @@ def launch_gemm(
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,
     }
-    grid = (-(-total // tile.rows) * -(-columns // tile.columns), n.groups * phases[0] * phases[1], tile.splits)
-    part = n.batch * high * wide * columns * n.groups if tile.splits > 1 else 0
+    grid = (-(-total // tile.rows) * -(-columns // tile.columns), n.groups * phases[0] * phases[1], splits)
+    part = n.batch * high * wide * columns * n.groups if splits > 1 else 0
     scalars = (
-        total, lines, line, in_high, in_wide, high, wide, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
-        w_strides, order(out), n.columns * w[0], part,
+        total, lines, line, in_high, in_wide, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x), w_strides,
+        order(out), n.columns * w[0], part,
     )  # fmt: skip
     return Launch(conv_implicit, grid, constants, options(tile), index), scalars
 
@@ -208,16 +211,21 @@ def bind_result(plan: ConvPlan, tile: ConvTile, x: Numbers, w: Numbers, shape: N
     if plan.method == DIRECT:
         direct, scalars = launch_direct(n, tile, x, w, out, transposed=transposed, activation=activation, index=index)
         return lambda *tensors: direct((*tensors, *scalars))
-    if tile.splits == 1:
-        gemm, numbers = launch_gemm(n, tile, x, w, out, transposed=transposed, activation=activation, index=index)
+    splits = plan.splits("input" if transposed else "forward")
+    if splits == 1:
+        gemm, numbers = launch_gemm(
+            n, tile, splits, x, w, out, transposed=transposed, activation=activation, index=index
+        )
         return lambda *tensors: gemm((*tensors, *numbers))
     images, channels, high, wide = shape
     parts_strides = (high * wide * channels, 1, wide * channels, channels)
-    gemm, numbers = launch_gemm(n, tile, x, w, parts_strides, transposed=transposed, activation="none", index=index)
-    combine, rest = launch_combine(shape, tile.splits, out, n, activation, index)
+    gemm, numbers = launch_gemm(
+        n, tile, splits, x, w, parts_strides, transposed=transposed, activation="none", index=index
+    )
+    combine, rest = launch_combine(shape, splits, out, n, activation, index)
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
-        parts = torch.empty((tile.splits, images * high * wide * channels), dtype=torch.float32, device=x.device)
+        parts = torch.empty((splits, images * high * wide * channels), dtype=torch.float32, device=x.device)
         gemm((x, weight, None, parts, None, *numbers))
         combine((parts, bias, out, pre, *rest))
 
@@ -270,7 +278,7 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
         strides = (pixels * width, 1, n.out[1] * width, width)
         row = depth // n.groups
         gemm = bind_result(
-            ConvPlan(one, plan.device, "implicit", tile, tile, tile, plan.reason), tile, strides, (row, 1, 1, 1),
+            ConvPlan(one, plan.device, IMPLICIT, tile, tile, tile, plan.reason), tile, strides, (row, 1, 1, 1),
             (images, n.out_channels, *n.out), out, activation, False, index,
         )  # fmt: skip
         steps[images] = copy, numbers, gemm, (total, width)
@@ -299,7 +307,8 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     from ..launch import Launch
 
     n, tile = plan.problem, plan.weight
-    taps, split = n.taps[0] * n.taps[1], tile.splits > 1
+    taps, splits = n.taps[0] * n.taps[1], plan.splits("weight")
+    split = splits > 1
     target = (n.reduced * taps, 1, n.taps[1] * n.reduced, n.reduced) if split else dw
     part = n.out_channels * n.reduced * taps if split else 0
     numbers: tuple[Any, ...] = (n.pixels, *n.out, n.high, n.wide, *n.taps, *n.stride, *n.pad, *n.dilation)
@@ -307,12 +316,12 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     ends: tuple[Any, ...] = (order(x), order(dy), order(target), part)
     constants: dict[str, Any] = {"EMULATE": emulate(n), "WIDE": n.wide64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     if plan.method == DIRECT:
-        grid = (-(-n.out_channels // tile.columns), taps * n.reduced, tile.splits)
+        grid = (-(-n.out_channels // tile.columns), taps * n.reduced, splits)
         launch = Launch(conv_weight_direct, grid, constants, options(tile), index)
         return launch, (*numbers, n.out_channels, *ends)
     fold = n.reduced < FEW and taps > 1
     cols = n.reduced * taps if fold else n.reduced
-    grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), tile.splits)
+    grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
     constants |= {"FOLD": fold, "INSIDE": n.inside, "X_PIXELS": pixels_nearer(x), "Y_PIXELS": pixels_nearer(dy)}
     constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
     return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
@@ -320,7 +329,7 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
 
 def bind_weight(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> Run:
     """-> run(x, dy, dw); dw: strides [K, C / groups, R, S]."""
-    n, splits = plan.problem, plan.weight.splits
+    n, splits = plan.problem, plan.splits("weight")
     launch, numbers = weight_launch(plan, x, dy, dw, index)
     if splits == 1:
         return lambda *tensors: launch((*tensors, *numbers))

@@ -26,7 +26,7 @@ class ConvProblem:
     """batch x channels x high x wide with weight [out_channels, channels / groups, taps_h, taps_w] -> out_high x out_wide.
 
     pad: zeros above and to the left (below and right follow from the size of the result).  x_last, y_last: whether the
-    channels of the input, of the result, are contiguous.  tf32: fp32 factors are rounded to tf32.  wide64: offsets need 64 bits."""
+    channels of the input, of the result, are contiguous.  tf32: of fp32, round factors to tf32.  wide64: offsets need 64 bits."""
 
     batch: int
     channels: int
@@ -137,6 +137,19 @@ class ConvPlan:
         """The tile of "forward", "input" (gradient) or "weight" (gradient)."""
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[part]
 
+    def splits(self, part: str) -> int:
+        """Splits of a part, none of which is empty: at most the tile's."""
+        n, tile = self.problem, self.tile(part)
+        if part == WEIGHT:
+            steps = -(-n.pixels // (tile.rows if self.method == DIRECT else tile.depth))
+        elif part == INPUT and n.stride != (1, 1):
+            return 1
+        else:
+            channels, taps = n.columns if part == INPUT else n.reduced, n.taps[0] * n.taps[1]
+            one_axis = self.method == IM2COL or (channels < FEW and taps > 1)
+            steps = -(-channels * taps // tile.depth) if one_axis else -(-channels // tile.depth) * taps
+        return -(-steps // -(-steps // tile.splits))
+
     def with_tile(self, part: str, **changes: int) -> "ConvPlan":
         """The same plan with another tile for one part."""
         return replace(self, **{part: replace(self.tile(part), **changes)})  # type: ignore[arg-type]
@@ -175,7 +188,7 @@ class ConvPlan:
 
 @lru_cache(maxsize=4096)
 def plan_conv(problem: ConvProblem, device: Device, method: str = "auto") -> ConvPlan:
-    """The plan: pure, the same every time.  ValueRangeError for an unknown method, Unsupported for more than a launch can make."""
+    """The plan: pure, the same every time.  ValueRangeError for an unknown method, Unsupported for too large a grid."""
     if method not in ("auto", *METHODS):
         raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
     chosen, reason, rejected = _method(problem, method)
@@ -240,6 +253,8 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
         tile = _tensor_tile(n, device, rows, columns, few)
     if part == WEIGHT and tile.rows > 64 and rows <= 64:
         tile = replace(tile, rows=64, num_warps=4)
+    if part == WEIGHT and n.reduced < FEW and n.taps != (1, 1) and device.backend != "interpreter":
+        tile = ConvTile(64, min(64, tile.columns), min(32, tile.depth), 4, 2)  # an address and a mask an element
     programs = -(-rows // tile.rows) * -(-columns // tile.columns) * many
     if part == INPUT and n.stride != (1, 1):
         return tile
