@@ -1,4 +1,4 @@
-"""Convolutions: where a tap of an output pixel lies in the input, forwards and backwards; activations; the last step of a result."""
+"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; activations; the last step of a result."""
 
 import triton
 import triton.language as tl
@@ -30,9 +30,10 @@ def taps_of(phase, taps, stride, pad, dilation, inverse, common, TRANSPOSED: tl.
     """Along one axis -> how many taps meet a place, the first of them, their step; and of the input coordinate, which is
     place * scale + shift + i * step at the i-th of them: scale, shift, step.
 
-    Forwards a place is an output pixel, and all taps meet it.  TRANSPOSED a place stands for pixel place * stride + phase of the
-    input that gets the gradient, and tap t meets it where pixel + pad - t * dilation is a multiple of the stride: where
-    pixel + pad is one of common = gcd(stride, dilation), every (stride / common)-th tap.  inverse: of dilation / common modulo that."""
+    Forwards a place is an output pixel, and all taps meet it.  TRANSPOSED a place stands for pixel place * stride + phase of
+    the input that gets the gradient, and tap t meets it where pixel + pad - t * dilation is a multiple of the stride: where
+    pixel + pad is one of common = gcd(stride, dilation), every (stride / common)-th tap.  inverse: of dilation / common modulo
+    that."""
     if TRANSPOSED:
         every = stride // common
         far = phase + pad

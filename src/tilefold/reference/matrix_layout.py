@@ -1,5 +1,7 @@
 """Oracles of add, transpose and conv2d in plain torch, fp64."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -54,7 +56,7 @@ def conv2d(
     return found[0] if x.dim() == 3 else found
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda t: t,
     "relu": F.relu,
     "silu": F.silu,

@@ -5,8 +5,6 @@ import triton.language as tl
 
 from ...device.tile import narrow, widen
 
-RUNTIME = ["rows", "columns"]
-
 
 @triton.jit
 def sum_of(x, y, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
@@ -22,12 +20,16 @@ def add_flat(X, Y, Out, elements, EMULATE: tl.constexpr, BLOCK: tl.constexpr):
     """X, Y, Out: as many elements, one behind the other.  Grid (cdiv(elements, BLOCK),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     o = tl.arange(0, BLOCK)
-    m = o < elements - first
-    x, y = tl.load(X + first + o, mask=m), tl.load(Y + first + o, mask=m)
-    tl.store(Out + first + o, sum_of(x, y, Out.dtype.element_ty, EMULATE), mask=m)
+    if first + BLOCK <= elements:  # no mask, which would have to be as aligned as the loads are wide
+        x, y = tl.load(X + first + o), tl.load(Y + first + o)
+        tl.store(Out + first + o, sum_of(x, y, Out.dtype.element_ty, EMULATE))
+    else:
+        m = o < elements - first
+        x, y = tl.load(X + first + o, mask=m), tl.load(Y + first + o, mask=m)
+        tl.store(Out + first + o, sum_of(x, y, Out.dtype.element_ty, EMULATE), mask=m)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=["rows"])
 def add_strided(
     X, Y, Out, rows, columns, x_strides, y_strides, o_strides, EMULATE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

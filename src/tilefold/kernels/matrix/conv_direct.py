@@ -76,7 +76,7 @@ def conv_direct(
     )
 
 
-@triton.jit(do_not_specialize=["total", "high", "wide", "channels", "splits"])
+@triton.jit(do_not_specialize=["total", "high", "wide", "splits"])
 def conv_combine(
     Parts, Bias, Out, Pre, total, high, wide, channels, splits, split_stride, o_strides, ACTIVATION: tl.constexpr,
     EMULATE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -85,7 +85,9 @@ def conv_combine(
     SPLITS: how many are read at once.  Grid (tiles, channels fastest)."""
     tiles_n = tl.cdiv(channels, BLOCK_N)
     o_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDE:
+        row = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     image, y, x, live = place_of(row, total, high, wide)
     m = live[:, None] & (o_n < channels)[None, :]
     o = row[:, None] * channels + o_n[None, :]
@@ -95,7 +97,8 @@ def conv_combine(
         p = Parts + (i.to(tl.int64) * split_stride)[:, None, None] + o[None, :, :]
         acc += tl.sum(tl.load(p, mask=(i < splits)[:, None, None] & m[None, :, :], other=0.0), 0)
     p = image * o_strides[0] + y * o_strides[1] + x * o_strides[2]
-    p = p[:, None] + (o_n.to(tl.int64) * o_strides[3])[None, :]
+    o_c = o_n.to(tl.int64) if WIDE else o_n
+    p = p[:, None] + (o_c * o_strides[3])[None, :]
     finish(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE)
 
 

@@ -29,7 +29,7 @@ def load_tile(
     return tl.load(p, mask=m), m
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit
 def transpose_registers(
     X, Out, rows, columns, strides, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def transpose_registers(
     tl.store(p, tl.trans(b), mask=m)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit
 def transpose_strides(
     X, Out, rows, columns, strides, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -192,8 +192,9 @@ def settings_of(plan: ConvPlan) -> Numbers:
 def planned(problem: ConvProblem, call: Call, device: torch.device) -> ConvPlan:
     if not call.settings:
         return plan_conv(problem, device_of(device), call.method)
-    tiles = (ConvTile(*call.settings[i : i + 6]) for i in (1, 7, 13))
-    return ConvPlan(problem, device_of(device), (*METHODS, "direct")[call.settings[0]], *tiles, "the caller's")
+    tiles = [ConvTile(*call.settings[i : i + 6]) for i in (1, 7, 13)]
+    method = (*METHODS, "direct")[call.settings[0]]
+    return ConvPlan(problem, device_of(device), method, tiles[0], tiles[1], tiles[2], "the caller's")
 
 
 # ---------------------------------------------------------------- forward and backward
@@ -302,7 +303,8 @@ def _forward(
 
 
 def _call_of(stride: Any, pad: Any, size: Any, dilation: Any, *rest: Any) -> Call:
-    return Call(*map(tuple, (stride, pad, size, dilation)), *rest[:-1], tuple(rest[-1]))
+    *options, settings = rest
+    return Call(tuple(stride), tuple(pad), tuple(size), tuple(dilation), *options, tuple(settings))  # type: ignore[call-arg]
 
 
 def _forward_fake(

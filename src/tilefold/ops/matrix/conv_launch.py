@@ -50,7 +50,7 @@ def dense(shape: Numbers, channels_last: bool, like: torch.Tensor, dtype: torch.
 
 def pixels_nearer(strides: Numbers) -> bool:
     """Whether neighbouring pixels lie closer together than neighbouring channels; strides of [N, C, H, W]."""
-    return strides[1] > strides[3]
+    return strides[1] > strides[3] > 0
 
 
 def order(strides: Numbers) -> Numbers:
@@ -100,13 +100,13 @@ def launch_gemm(
     activation: str,
     index: int,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """conv_implicit (forward, or TRANSPOSED the input's gradient): x, out: strides [N, C, H, W]; w: of the weight [K, C, R, S]."""
+    """conv_implicit, forward or TRANSPOSED: x, out: strides of [N, C, H, W]; w: of the weight [K, C, R, S]."""
     from ...kernels.matrix.conv import conv_implicit
     from ..launch import Launch
 
     (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
     reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
-    phases = n.stride if transposed else (1, 1)
+    phases: tuple[int, int] = n.stride if transposed else (1, 1)
     places = (n.batch, -(-high // phases[0]), -(-wide // phases[1]))
     total, (lines, line) = math.prod(places), places[1:]
     if n.pointwise and flat(high, wide, x, out):
@@ -135,8 +135,8 @@ def launch_gemm(
     grid = (-(-total // tile.rows) * -(-columns // tile.columns), n.groups * phases[0] * phases[1], splits)
     part = n.batch * high * wide * columns * n.groups if splits > 1 else 0
     scalars = (
-        total, lines, line, in_high, in_wide, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x), w_strides,
-        order(out), n.columns * w[0], part,
+        total, lines, line, in_high, in_wide, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
+        w_strides, order(out), n.columns * w[0], part,
     )  # fmt: skip
     return Launch(conv_implicit, grid, constants, options(tile), index), scalars
 
@@ -158,11 +158,11 @@ def launch_direct(
 
     (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
     reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
-    phases = n.stride if transposed else (1, 1)
+    phases: tuple[int, int] = n.stride if transposed else (1, 1)
     lines, line = -(-high // phases[0]), -(-wide // phases[1])
     total = n.batch * lines * line
     w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
-    constants = {
+    constants: dict[str, Any] = {
         "TRANSPOSED": transposed,
         "ACTIVATION": activation,
         "EMULATE": emulate(n),
@@ -186,21 +186,26 @@ def launch_combine(
     from ..launch import Launch
 
     images, channels, high, wide = shape
-    small = interpreting()
+    total = images * high * wide
     block_n = min(64, 1 << (channels - 1).bit_length())
     at_once = min(1 << (splits - 1).bit_length(), 32)
-    block_m = max(1, (256 if small else 4096) // (block_n * at_once))
-    total = images * high * wide
+    block_m = max(1, (256 if interpreting() else 2048) // (block_n * at_once))
+    lines, line, strides = high, wide, order(out)
+    one = (high * wide, 1, wide, 1)  # strides by channels, if the result is dense and channels are inside
+    if channels > 1 and all(
+        n == 1 or s == w * (1 if i == 1 else channels) for i, (n, s, w) in enumerate(zip(shape, out, one, strict=True))
+    ):
+        lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
     constants = {
         "ACTIVATION": activation,
         "EMULATE": emulate(n),
-        "WIDE": True,
+        "WIDE": n.wide64 or total * channels >= 2**31,
         "SPLITS": at_once,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
     grid = (-(-total // block_m) * -(-channels // block_n), 1, 1)
-    scalars = (total, high, wide, channels, splits, total * channels, order(out))
+    scalars = (total, lines, line, channels, splits, total * channels, strides)
     return Launch(conv_combine, grid, constants, {"num_warps": 4}, index), scalars
 
 
@@ -242,7 +247,8 @@ def repacked(weight: torch.Tensor, n: ConvProblem) -> torch.Tensor:
 
 
 def strides_of(t: torch.Tensor) -> Numbers:
-    return tuple(t.stride())
+    """0 where there is one element: any number is right there, and 0 spoils the alignment of no address."""
+    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activation: str, index: int) -> Run:
@@ -278,7 +284,7 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
         strides = (pixels * width, 1, n.out[1] * width, width)
         row = depth // n.groups
         gemm = bind_result(
-            ConvPlan(one, plan.device, IMPLICIT, tile, tile, tile, plan.reason), tile, strides, (row, 1, 1, 1),
+            ConvPlan(one, plan.device, IMPLICIT, tile, tile, tile, plan.reason), tile, strides, (row, 1, 0, 0),
             (images, n.out_channels, *n.out), out, activation, False, index,
         )  # fmt: skip
         steps[images] = copy, numbers, gemm, (total, width)

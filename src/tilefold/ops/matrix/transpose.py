@@ -15,8 +15,8 @@ __all__ = ["example_launch", "transpose"]
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 _CACHE: dict[Any, Any] = {}
 
@@ -33,7 +33,7 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
         found: torch.Tensor = transpose_op(x, method)
         return found
     if torch.is_grad_enabled() and wants_gradient((x,)):
-        return Transpose.apply(x, method)  # type: ignore[no-any-return]
+        return Transpose.apply(x, method)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(x, method)
 
 
