@@ -31,11 +31,13 @@ def conv_implicit(
     X, Weight, Bias, Out, Pre, total, high, wide, in_high, in_wide, out_high, out_wide, taps_h, taps_w, stride_h, stride_w, pad_h,
     pad_w, dilation_h, dilation_w, inverse_h, inverse_w, common_h, common_w, phases_w, groups, reduced, columns, x_strides,
     w_strides, o_strides, w_group, split_stride, TRANSPOSED: tl.constexpr, FOLD: tl.constexpr, INSIDE: tl.constexpr,
-    EVEN_K: tl.constexpr, NEVER_EMPTY: tl.constexpr, X_PIXELS: tl.constexpr, OUT_PIXELS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, NEVER_EMPTY: tl.constexpr, X_PIXELS: tl.constexpr, OUT_PIXELS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X, Out: strides (image, line, column, channel); Weight: (reduced channel, column channel, line, column), w_group between
-    groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None or the result before its activation.
+    groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None, or for the result before its
+    activation.
     INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring pixels
     are nearer than neighbouring channels.  Grid (tiles, columns fastest; groups x phases; splits of the reduction, each of which
     writes to Out + split * split_stride).  NEVER_EMPTY: every program has a step to make.  WIDE: offsets take 64 bits."""

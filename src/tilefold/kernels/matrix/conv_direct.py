@@ -105,8 +105,8 @@ def conv_combine(
 @triton.jit(do_not_specialize=["total", "high", "wide", "in_high", "in_wide", "taps_h", "taps_w", "stride_h", "stride_w",
                                "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"])  # fmt: skip
 def im2col(
-    X, Columns, total, high, wide, in_high, in_wide, taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups,
-    reduced, x_strides, width, X_PIXELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    X, Columns, total, high, wide, in_high, in_wide, taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
+    groups, reduced, x_strides, width, X_PIXELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Columns [pixels of the result, width], contiguous: a row has, group by group, all taps x channels of its pixel; what lies
     outside the input, and what lies beyond the last of them, is 0.  Grid (cdiv(total, BLOCK_M), cdiv(width, BLOCK_K))."""

@@ -36,8 +36,8 @@ def conv2d(
 ) -> torch.Tensor:
     """activation(conv(x, weight) + bias), a cross-correlation as torch's, in one pass, with fp32 sums.
 
-    x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides, read as they
-    lie (a weight with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
+    x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides, read as
+    they lie (a weight with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
     weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
     method: "implicit" (no columns are written), "im2col" (columns, then a GEMM), "auto": by the plan; groups of few channels take
     a kernel without tensor cores.  activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.

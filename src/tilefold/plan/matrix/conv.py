@@ -18,7 +18,9 @@ NARROW = 4  # channels of several groups up to which tensor cores have nothing t
 WORKSPACE = 1 << 30  # bytes of columns that im2col writes at once
 STEPS_PER_SPLIT = 8  # at least: a shorter sum costs more to add up than it saves
 MAX_SPLITS = 256
-MOST_OF_RESULT = 4
+LONG = (
+    48  # steps: where SMs would idle, two splits of longer sums are fastest, and smaller, deeper tiles of shorter ones
+)
 LARGEST_SECOND = 65535  # programs along the second axis of a grid
 
 
@@ -243,7 +245,7 @@ def _shape(n: ConvProblem, part: str) -> tuple[int, int, int, int]:
 
 
 def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
-    """The largest tile that its columns fill, then splits where there are too few programs."""
+    """The largest tile that its columns fill; where its programs are too few, two splits or a smaller tile."""
     rows, columns, depth, many = _shape(n, part)
     few = (n.columns if part == INPUT else n.reduced) < FEW and part != WEIGHT
     if device.backend == "interpreter":
@@ -259,7 +261,14 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     programs = -(-rows // tile.rows) * -(-columns // tile.columns) * many
     if part == INPUT and n.stride != (1, 1):
         return tile
-    return replace(tile, splits=_splits(programs, -(-depth // tile.depth), device, part))
+    steps = -(-depth // tile.depth)
+    if part == WEIGHT:
+        return replace(tile, splits=_splits(programs, steps, device))
+    if device.backend == "interpreter" or programs > 0.7 * device.sms or steps < 2 * STEPS_PER_SPLIT:
+        return tile
+    if steps < LONG and device.generation >= 90 and n.itemsize == 2 and columns >= 128:
+        return ConvTile(64, 128, 128, 4, 3)
+    return replace(tile, splits=2)
 
 
 def _tensor_tile(n: ConvProblem, device: Device, rows: int, columns: int, few: bool) -> ConvTile:
@@ -272,19 +281,16 @@ def _tensor_tile(n: ConvProblem, device: Device, rows: int, columns: int, few: b
             64, min(64, 1 << (columns - 1).bit_length()), deep, 4, 4
         )  # measured: 245 us where 128 rows took 271
     if columns <= 64:
-        return ConvTile(128, 64, deep, 4, 4 if device.generation >= 90 else 3)
+        return ConvTile(128, 64, deep, 4, 3)
     if device.generation >= 90:
         return ConvTile(128, 128, deep, 8, 3)
     return ConvTile(128, 128, 32, 8, 3 if device.backend == "cuda" else 2)
 
 
-def _splits(programs: int, steps: int, device: Device, part: str) -> int:
-    """Fewest splits that come near the best use of the SMs; the sum over them is made in a fixed order."""
+def _splits(programs: int, steps: int, device: Device) -> int:
+    """Of a weight's gradient: fewest that come near the best use of the SMs, two programs on each."""
     if device.backend == "interpreter":  # two, so that short tests see the sum
-        return min(2, max(1, steps)) if part == WEIGHT else 1
-    if part != WEIGHT:  # a result's own sum over splits is as large as the result: only where SMs would idle
-        most = min(MOST_OF_RESULT, steps // STEPS_PER_SPLIT)
-        return 1 if programs > 0.7 * device.sms else max(1, min(most, -(-device.sms // programs)))
+        return min(2, max(1, steps))
     slots = 2 * device.sms
     most = max(1, min(MAX_SPLITS, steps // STEPS_PER_SPLIT))
     if programs >= slots:
@@ -301,4 +307,4 @@ def _splits(programs: int, steps: int, device: Device, part: str) -> int:
 def _pixel_splits(n: ConvProblem, device: Device, tile: ConvTile) -> int:
     """Of the direct weight gradient: a program has a block of channels and one tap."""
     programs = -(-n.out_channels // tile.columns) * n.reduced * n.taps[0] * n.taps[1]
-    return _splits(programs, -(-n.pixels // tile.rows), device, WEIGHT)
+    return _splits(programs, -(-n.pixels // tile.rows), device)
