@@ -14,6 +14,9 @@ from typing import Any
 COLLECTION: dict[str, str] = {
     "bmm": "matmul",
     "matmul": "matmul",
+    "add": "add",
+    "conv2d": "conv",
+    "transpose": "transpose",
 }
 
 

@@ -1,0 +1,385 @@
+"""2-D convolution: check, plan, launch, and the operator with its gradients."""
+
+from typing import Any
+
+import torch
+
+from ...check import FLOATS, TensorSpec, bind
+from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
+from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, plan_conv
+from ..call import check_integer, keyed
+from ..device import device_of
+from ..operator import Operator
+from ..records import remember
+from ..watch import wants_gradient
+from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight, dense, repacked, strides_of
+
+__all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
+
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+_CACHE: dict[Any, Any] = {}
+
+
+def conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    *,
+    method: str = "auto",
+    activation: str | None = None,
+    tf32: bool = False,
+    plan: ConvPlan | None = None,
+) -> torch.Tensor:
+    """activation(conv(x, weight) + bias), a cross-correlation as torch's, in one pass, with fp32 sums.
+
+    x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides, read as
+    they lie (a weight with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
+    weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
+    method: "implicit" (no columns are written), "im2col" (columns, then a GEMM), "auto": by the plan; groups of few channels take
+    a kernel without tensor cores.  activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
+    plan: of `conv_plan`.  First derivatives of x, weight and bias.  The same bits in every run.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported.
+    """
+    batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
+    call = _call(batched, weight, bias, stride, padding, dilation, groups, method, activation, tf32, plan)
+    keep = call.activation in ACTIVATIONS[2:] and torch.is_grad_enabled() and wants_gradient((x, weight, bias))
+    out, _ = conv_op(batched, weight, bias, *map(list, call[:4]), *call[4:8], keep, list(call.settings))
+    return out[0] if x.dim() == 3 else out  # type: ignore[no-any-return]
+
+
+def conv_plan(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    *,
+    method: str = "auto",
+    tf32: bool = False,
+) -> ConvPlan:
+    """The plan that conv2d makes for this call: print it, or change a tile and pass it as plan=."""
+    batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
+    call = _call(batched, weight, None, stride, padding, dilation, groups, method, None, tf32, None)
+    return plan_conv(problem_of(batched, weight, call), device_of(x.device), method)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, method: Any,
+          activation: Any, tf32: Any, plan: ConvPlan | None) -> Call:  # fmt: skip
+    """Every check, and the arguments in one form."""
+    steps, dilations = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    check_integer("groups", groups)
+    if groups < 1:
+        raise ValueRangeError(f"groups must be at least 1, got {groups}")
+    kind = "none" if activation is None else activation
+    if kind not in ACTIVATIONS:
+        raise ValueRangeError(f"activation must be None or one of {', '.join(ACTIVATIONS[1:])}, got {activation!r}")
+    if method not in ("auto", *METHODS):
+        raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
+    if not isinstance(tf32, bool):
+        raise DtypeError(f"tf32 must be a bool, got {tf32!r}")
+    if plan is not None and not isinstance(plan, ConvPlan):
+        raise DtypeError(f"plan must be a ConvPlan or None, got {type(plan).__name__}")
+    _check_tensors(x, weight, bias, groups)
+    if tf32 and x.dtype != torch.float32:
+        raise ValueRangeError(f"tf32 is for float32, but x has dtype {str(x.dtype).removeprefix('torch.')}")
+    reach = [d * (t - 1) for d, t in zip(dilations, weight.shape[2:], strict=True)]
+    before, both = _padding(padding, steps, reach)
+    out = [(n + p - r - 1) // s + 1 for n, p, r, s in zip(x.shape[2:], both, reach, steps, strict=True)]
+    if min(out) < 1:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}: with padding {padding!r} it is smaller than the filter, which spans "
+            f"{reach[0] + 1} x {reach[1] + 1}"
+        )
+    call = Call(steps, before, tuple(out), dilations, groups, method, kind, tf32, False, ())
+    if plan is None:
+        return call
+    if plan.problem != problem_of(x, weight, call):
+        raise PlanError(f"plan is for another problem: {plan.problem}, this call is {problem_of(x, weight, call)}")
+    return call._replace(settings=settings_of(plan))
+
+
+def _check_tensors(x: Any, weight: Any, bias: Any, groups: int) -> None:
+    specs = (
+        TensorSpec("x", "batch channels high wide", FLOATS),
+        TensorSpec("weight", "out_channels group_channels taps_h taps_w", FLOATS, same_dtype_as="x"),
+        TensorSpec("bias", "out_channels", FLOATS, optional=True, same_dtype_as="x"),
+    )
+    n = bind(specs, {"x": x, "weight": weight, "bias": bias})
+    for name, size in (("group_channels", 1), ("taps_h", 1), ("taps_w", 1), ("out_channels", 1)):
+        if n[name] < size:
+            raise ShapeError(f"weight has shape {tuple(weight.shape)}: {name} must be at least 1")
+    if n["channels"] != n["group_channels"] * groups:
+        raise ShapeError(
+            f"x has {n['channels']} channels, but weight has {n['group_channels']} for each of {groups} groups"
+        )
+    if n["out_channels"] % groups:
+        raise ShapeError(f"weight has {n['out_channels']} output channels, not a multiple of {groups} groups")
+
+
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    both = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(both) != 2:
+        raise DtypeError(f"{name} must be an int or a pair of them, got {value!r}")
+    for one in both:
+        check_integer(name, one)
+        if one < least:
+            raise ValueRangeError(f"{name} must be at least {least}, got {value!r}")
+    return both
+
+
+def _padding(padding: Any, stride: Numbers, reach: list[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """-> zeros above and to the left; zeros of both sides."""
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueRangeError(f"padding must be integers, 'same' or 'valid', got {padding!r}")
+        if padding == "valid":
+            return (0, 0), (0, 0)
+        if stride != (1, 1):
+            raise ValueRangeError(f"padding 'same' needs stride 1, got {stride}")
+        return (reach[0] // 2, reach[1] // 2), (reach[0], reach[1])
+    top, left = _pair("padding", padding, 0)
+    return (top, left), (2 * top, 2 * left)
+
+
+def lies_channels_last(t: torch.Tensor) -> bool:
+    """Whether [N, C, H, W] ascends in memory as (C, W, H, N); a tensor that also ascends as (W, H, C, N) is channels-first."""
+    if 0 in t.shape or t.stride(1) == 0:
+        return False
+    least = 0
+    for i in (1, 3, 2, 0):
+        if t.stride(i) < least or (i == 0 and least == t.stride(1)):
+            return False
+        least = t.stride(i) * max(1, t.shape[i])
+    return True
+
+
+def result_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the result is channels-last."""
+    return lies_channels_last(x) or lies_channels_last(weight)
+
+
+def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call) -> ConvProblem:
+    def span(shape: Any, strides: Any) -> int:
+        return sum((n + 64) * abs(s) for n, s in zip(shape, strides, strict=True))
+
+    last = result_last(x, weight)
+    result = x.shape[0] * weight.shape[0] * call.out[0] * call.out[1]
+    wide = max(span(x.shape, x.stride()), result, weight.numel()) >= 2**31
+    return ConvProblem(
+        x.shape[0], x.shape[1], x.shape[2], x.shape[3], weight.shape[0], tuple(weight.shape[2:]), call.out, call.stride,  # type: ignore[arg-type]
+        call.pad, call.dilation, call.groups, str(x.dtype).removeprefix("torch."), x.stride(1) == 1, last, call.tf32, wide,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def settings_of(plan: ConvPlan) -> Numbers:
+    """A plan's choices as numbers, which pass through torch's dispatcher."""
+    names = (*METHODS, "direct")
+    tiles = (plan.tile(part) for part in PARTS)
+    return (
+        names.index(plan.method),
+        *(v for t in tiles for v in (t.rows, t.columns, t.depth, t.num_warps, t.num_stages, t.splits)),
+    )
+
+
+def planned(problem: ConvProblem, call: Call, device: torch.device) -> ConvPlan:
+    if not call.settings:
+        return plan_conv(problem, device_of(device), call.method)
+    tiles = [ConvTile(*call.settings[i : i + 6]) for i in (1, 7, 13)]
+    method = (*METHODS, "direct")[call.settings[0]]
+    return ConvPlan(problem, device_of(device), method, tiles[0], tiles[1], tiles[2], "the caller's")
+
+
+# ---------------------------------------------------------------- forward and backward
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> the result, and what was there before the activation if call.keep, else an empty tensor."""
+    key = keyed((x, weight, bias, call))
+    found = None if key is None else _CACHE.get(key)
+    if found is None:
+        found = remember(_CACHE, key, _prepare(x, weight, call))
+    run, problem, last = found
+    out = dense((x.shape[0], weight.shape[0], *call.out), last, x)
+    pre = torch.empty_like(out) if call.keep else out.new_empty(0)
+    if run is not None:
+        run(x, repacked(weight, problem), bias, out, pre if call.keep else None)
+    return out, pre
+
+
+def _prepare(x: torch.Tensor, weight: torch.Tensor, call: Call) -> tuple[Any, ConvProblem, bool]:
+    problem, last = problem_of(x, weight, call), result_last(x, weight)
+    device = device_of(x.device)
+    if x.shape[0] == 0:
+        return None, problem, last
+    plan = planned(problem, call, x.device)
+    out = strides_of(
+        dense((x.shape[0], weight.shape[0], *call.out), last, torch.empty(0, dtype=x.dtype, device="meta"))
+    )
+    packed = strides_of(repacked(torch.empty_strided(weight.shape, weight.stride(), device="meta"), problem))
+    assert plan.device == device
+    run = bind_forward(plan, strides_of(x), packed, out, call.activation, x.device.index or 0)
+    return run, problem, last
+
+
+def gradients(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    call: Call,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of x, weight and bias; saved: the result (relu) or what was there before the activation."""
+    dy = slope(dout, saved, call.activation)
+    dx = dw = None
+    key = "backward", keyed((dy, x, weight, call)), wanted
+    found = _CACHE.get(key) or remember(_CACHE, key, _prepare_backward(dy, x, weight, call, wanted))
+    run_input, run_weight, problem = found
+    if wanted[0]:
+        dx = dense(tuple(x.shape), lies_channels_last(x), x)
+        if run_input is not None:
+            run_input(dy, repacked(weight, problem), None, dx, None)
+    if wanted[1]:
+        dw = dense(tuple(weight.shape), lies_channels_last(weight), weight)
+        if run_weight is None:
+            dw.zero_()
+        else:
+            run_weight(x, dy, dw)
+    db = dy.sum((0, 2, 3), dtype=torch.float32).to(dy.dtype) if wanted[2] else None
+    return dx, dw, db
+
+
+def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Tensor:
+    """The gradient before the activation."""
+    aten = torch.ops.aten
+    if activation == "none":
+        return dout
+    if activation == "relu":
+        found: torch.Tensor = aten.threshold_backward(dout, saved, 0)
+    elif activation == "silu":
+        found = aten.silu_backward(dout, saved)
+    else:
+        found = aten.gelu_backward(dout, saved, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return found
+
+
+def _prepare_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool, bool]
+) -> tuple[Any, Any, ConvProblem]:
+    problem = problem_of(x, weight, call)
+    if x.shape[0] == 0:
+        return None, None, problem
+    plan, index = planned(problem, call, x.device), x.device.index or 0
+    meta = torch.empty(0, device="meta")
+    dx = strides_of(dense(tuple(x.shape), lies_channels_last(x), meta))
+    dw = strides_of(dense(tuple(weight.shape), lies_channels_last(weight), meta))
+    packed = strides_of(repacked(torch.empty_strided(weight.shape, weight.stride(), device="meta"), problem))
+    run_input = bind_input(plan, strides_of(dy), packed, dx, index) if wanted[0] else None
+    run_weight = bind_weight(plan, strides_of(x), strides_of(dy), dw, index) if wanted[1] else None
+    return run_input, run_weight, problem
+
+
+# ---------------------------------------------------------------- the operator
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], pad: list[int], size: list[int],
+    dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The result, and what was there before the activation."""
+    return forward(
+        x, weight, bias, _call_of(stride, pad, size, dilation, groups, method, activation, tf32, keep, settings)
+    )
+
+
+def _call_of(stride: Any, pad: Any, size: Any, dilation: Any, *rest: Any) -> Call:
+    *options, settings = rest
+    return Call(tuple(stride), tuple(pad), tuple(size), tuple(dilation), *options, tuple(settings))  # type: ignore[call-arg]
+
+
+def _forward_fake(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], pad: list[int], size: list[int],
+    dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out = dense((x.shape[0], weight.shape[0], *size), result_last(x, weight), x)
+    return out, torch.empty_like(out) if keep else out.new_empty(0)
+
+
+def _gradient(
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, saved: torch.Tensor, stride: list[int], pad: list[int],
+    size: list[int], dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
+    want_x: bool, want_weight: bool, want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of x, weight and bias; empty where not wanted."""
+    call = _call_of(stride, pad, size, dilation, groups, method, activation, tf32, keep, settings)
+    found = gradients(dout, x, weight, saved, call, (want_x, want_weight, want_bias))
+    a, b, c = (dout.new_empty(0) if g is None else g for g in found)
+    return a, b, c
+
+
+def _gradient_fake(dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    want_x, want_weight, want_bias = rest[-3:]
+    empty = dout.new_empty(0)
+    dx = dense(tuple(x.shape), lies_channels_last(x), x) if want_x else empty
+    dw = dense(tuple(weight.shape), lies_channels_last(weight), weight) if want_weight else dout.new_empty(0)
+    return dx, dw, dout.new_empty(weight.shape[0] if want_bias else 0)
+
+
+def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, _, *ctx.rest = inputs
+    activation = ctx.rest[6]
+    saved = output[0] if activation == "relu" else output[1]
+    ctx.save_for_backward(x, weight, saved if activation != "none" else None)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _arguments(ctx: Any, dout: torch.Tensor | None, _: Any = None) -> tuple[Any, ...] | None:
+    if dout is None:
+        return None
+    x, weight, saved = ctx.saved_tensors
+    return dout, x, weight, dout.new_empty(0) if saved is None else saved, *ctx.rest, *ctx.needs_input_grad[:3]
+
+
+def _give(ctx: Any, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    given = (g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False))
+    return (*given, *(None,) * 10)
+
+
+conv_op = Operator("conv2d", _forward, _forward_fake, _gradient, _gradient_fake, _keep_context, _arguments, _give)
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of the GEMM of one part of a plan, on tensors without memory: to compile ahead of time."""
+    from .conv_launch import launch_gemm, weight_launch
+
+    n = plan.problem
+    meta = torch.empty(0, dtype=getattr(torch, n.dtype), device="meta")
+    x = dense((n.batch, n.channels, n.high, n.wide), n.x_last, meta)
+    y = dense((n.batch, n.out_channels, *n.out), n.y_last, meta)
+    w = dense((n.out_channels, n.reduced, *n.taps), True, meta)
+    a, b, c = map(strides_of, (x, y, w))
+    tile = plan.tile(part)
+    parts = torch.empty(1, device="meta") if plan.splits(part) > 1 else None
+    if part == "weight":
+        launch, scalars = weight_launch(plan, a, b, c, 0)
+        return launch.fn, (x, y, w if parts is None else parts, *scalars), launch.keywords
+    source, target = (x, y) if part == "forward" else (y, x)
+    strides = map(strides_of, (source, w, target))
+    launch, scalars = launch_gemm(
+        n, tile, plan.splits(part), *strides, transposed=part == "input", activation=activation, index=0
+    )
+    return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords

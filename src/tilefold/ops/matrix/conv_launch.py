@@ -1,0 +1,350 @@
+"""The launches of a convolution: from a plan to kernels, grids and arguments, for the forward pass and both gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
+from ..device import interpreting
+
+__all__ = [
+    "Call",
+    "bind_forward",
+    "bind_input",
+    "bind_weight",
+    "dense",
+    "launch_gemm",
+    "pixels_nearer",
+    "repacked",
+    "strides_of",
+    "weight_launch",
+]
+
+Numbers = tuple[int, ...]
+Run = Callable[..., None]
+
+
+class Call(NamedTuple):
+    """What beside the tensors decides a call; pad: above and to the left; out: height and width of the result; settings: of a
+    plan that the caller gave, or empty."""
+
+    stride: Numbers
+    pad: Numbers
+    out: Numbers
+    dilation: Numbers
+    groups: int
+    method: str
+    activation: str
+    tf32: bool
+    keep: bool
+    settings: Numbers
+
+
+def dense(shape: Numbers, channels_last: bool, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Fresh memory for [N, C, H, W]."""
+    kind = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=kind)
+
+
+def pixels_nearer(strides: Numbers) -> bool:
+    """Whether neighbouring pixels lie closer together than neighbouring channels; strides of [N, C, H, W]."""
+    return strides[1] > strides[3] > 0
+
+
+def order(strides: Numbers) -> Numbers:
+    """Strides of [N, C, H, W] -> (image, line, column, channel)."""
+    n, c, h, w = strides
+    return n, h, w, c
+
+
+def rounded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def precision(n: ConvProblem) -> str:
+    return "tf32" if n.tf32 else "ieee"
+
+
+def emulate(n: ConvProblem) -> bool:
+    return interpreting() and n.dtype == "bfloat16"
+
+
+def options(tile: ConvTile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def axis_numbers(n: ConvProblem, transposed: bool) -> Numbers:
+    """taps, strides, pads, dilations, inverses and common divisors of both axes, phases of the second."""
+    common = [math.gcd(s, d) for s, d in zip(n.stride, n.dilation, strict=True)]
+    inverse = [pow(d // g, -1, s // g) if s > g else 0 for s, d, g in zip(n.stride, n.dilation, common, strict=True)]
+    phases = n.stride[1] if transposed else 1
+    return (*n.taps, *n.stride, *n.pad, *n.dilation, *inverse, *common, phases)
+
+
+def flat(high: int, wide: int, *strides: Numbers) -> bool:
+    """Whether lines follow one another at a pixel's distance in all of them."""
+    return all(s[2] == wide * s[3] or high == 1 for s in strides)
+
+
+def launch_gemm(
+    n: ConvProblem,
+    tile: ConvTile,
+    splits: int,
+    x: Numbers,
+    w: Numbers,
+    out: Numbers,
+    *,
+    transposed: bool,
+    activation: str,
+    index: int,
+) -> tuple[Any, tuple[Any, ...]]:
+    """conv_implicit, forward or TRANSPOSED: x, out: strides of [N, C, H, W]; w: of the weight [K, C, R, S]."""
+    from ...kernels.matrix.conv import conv_implicit
+    from ..launch import Launch
+
+    (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
+    reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
+    phases: tuple[int, int] = n.stride if transposed else (1, 1)
+    places = (n.batch, -(-high // phases[0]), -(-wide // phases[1]))
+    total, (lines, line) = math.prod(places), places[1:]
+    if n.pointwise and flat(high, wide, x, out):
+        lines, line = 1, high * wide
+        if n.batch == 1 or (x[0] == line * x[3] and out[0] == line * out[3]):
+            line = total
+    sizes = (lines, line) if n.pointwise else (high, wide)  # of the result
+    w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
+    fold = reduced < FEW and n.taps != (1, 1)
+    constants = {
+        "TRANSPOSED": transposed,
+        "FOLD": fold,
+        "INSIDE": n.pointwise if transposed else n.inside,
+        "EVEN_K": reduced % tile.depth == 0,
+        "NEVER_EMPTY": phases == (1, 1),
+        "X_PIXELS": pixels_nearer(x),
+        "OUT_PIXELS": pixels_nearer(out),
+        "ACTIVATION": activation,
+        "PRECISION": precision(n),
+        "EMULATE": emulate(n),
+        "WIDE": n.wide64,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+    }
+    grid = (-(-total // tile.rows) * -(-columns // tile.columns), n.groups * phases[0] * phases[1], splits)
+    part = n.batch * high * wide * columns * n.groups if splits > 1 else 0
+    scalars = (
+        total, lines, line, in_high, in_wide, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
+        w_strides, order(out), n.columns * w[0], part,
+    )  # fmt: skip
+    return Launch(conv_implicit, grid, constants, options(tile), index), scalars
+
+
+def launch_direct(
+    n: ConvProblem,
+    tile: ConvTile,
+    x: Numbers,
+    w: Numbers,
+    out: Numbers,
+    *,
+    transposed: bool,
+    activation: str,
+    index: int,
+) -> tuple[Any, tuple[Any, ...]]:
+    """conv_direct, as launch_gemm."""
+    from ...kernels.matrix.conv_direct import conv_direct
+    from ..launch import Launch
+
+    (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
+    reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
+    phases: tuple[int, int] = n.stride if transposed else (1, 1)
+    lines, line = -(-high // phases[0]), -(-wide // phases[1])
+    total = n.batch * lines * line
+    w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
+    constants: dict[str, Any] = {
+        "TRANSPOSED": transposed,
+        "ACTIVATION": activation,
+        "EMULATE": emulate(n),
+        "WIDE": n.wide64,
+        "BLOCK_M": tile.columns if pixels_nearer(out) else tile.rows,
+        "BLOCK_N": tile.rows if pixels_nearer(out) else tile.columns,
+    }
+    blocks = -(-total // constants["BLOCK_M"]) * -(-columns * n.groups // constants["BLOCK_N"])
+    scalars = (
+        total, lines, line, in_high, in_wide, high, wide, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
+        w_strides, order(out), n.columns * w[0],
+    )  # fmt: skip
+    return Launch(conv_direct, (blocks, phases[0] * phases[1], 1), constants, options(tile), index), scalars
+
+
+def launch_combine(
+    shape: Numbers, splits: int, out: Numbers, n: ConvProblem, activation: str, index: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """conv_combine: partial sums [splits, N, H, W, C] -> [N, C, H, W] by strides out."""
+    from ...kernels.matrix.conv_direct import conv_combine
+    from ..launch import Launch
+
+    images, channels, high, wide = shape
+    total = images * high * wide
+    block_n = min(64, 1 << (channels - 1).bit_length())
+    at_once = min(1 << (splits - 1).bit_length(), 32)
+    block_m = max(1, (256 if interpreting() else 2048) // (block_n * at_once))
+    lines, line, strides = high, wide, order(out)
+    one = (high * wide, 1, wide, 1)  # strides by channels, if the result is dense and channels are inside
+    if channels > 1 and all(
+        n == 1 or s == w * (1 if i == 1 else channels) for i, (n, s, w) in enumerate(zip(shape, out, one, strict=True))
+    ):
+        lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
+    constants = {
+        "ACTIVATION": activation,
+        "EMULATE": emulate(n),
+        "WIDE": n.wide64 or total * channels >= 2**31,
+        "SPLITS": at_once,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    grid = (-(-total // block_m) * -(-channels // block_n), 1, 1)
+    scalars = (total, lines, line, channels, splits, total * channels, strides)
+    return Launch(conv_combine, grid, constants, {"num_warps": 4}, index), scalars
+
+
+def bind_result(plan: ConvPlan, tile: ConvTile, x: Numbers, w: Numbers, shape: Numbers, out: Numbers, activation: str,
+                transposed: bool, index: int) -> Run:  # fmt: skip
+    """-> run(x, weight, bias, out, pre): one launch, or with splits two."""
+    n = plan.problem
+    if plan.method == DIRECT:
+        direct, scalars = launch_direct(n, tile, x, w, out, transposed=transposed, activation=activation, index=index)
+        return lambda *tensors: direct((*tensors, *scalars))
+    splits = plan.splits("input" if transposed else "forward")
+    if splits == 1:
+        gemm, numbers = launch_gemm(
+            n, tile, splits, x, w, out, transposed=transposed, activation=activation, index=index
+        )
+        return lambda *tensors: gemm((*tensors, *numbers))
+    images, channels, high, wide = shape
+    parts_strides = (high * wide * channels, 1, wide * channels, channels)
+    gemm, numbers = launch_gemm(
+        n, tile, splits, x, w, parts_strides, transposed=transposed, activation="none", index=index
+    )
+    combine, rest = launch_combine(shape, splits, out, n, activation, index)
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
+        parts = torch.empty((splits, images * high * wide * channels), dtype=torch.float32, device=x.device)
+        gemm((x, weight, None, parts, None, *numbers))
+        combine((parts, bias, out, pre, *rest))
+
+    return run
+
+
+def repacked(weight: torch.Tensor, n: ConvProblem) -> torch.Tensor:
+    """The weight as the kernels read it fast: channels next to one another; of few channels, output channels."""
+    if n.reduced < FEW and n.groups == 1 and n.taps != (1, 1):
+        return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+    if weight.stride(1) == 1 or n.taps == (1, 1) or n.reduced == 1:
+        return weight
+    return weight.contiguous(memory_format=torch.channels_last)
+
+
+def strides_of(t: torch.Tensor) -> Numbers:
+    """0 where there is one element: any number is right there, and 0 spoils the alignment of no address."""
+    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activation: str, index: int) -> Run:
+    """-> run(x, weight, bias, out, pre); x, w, out: strides, w of the repacked weight."""
+    n = plan.problem
+    shape = (n.batch, n.out_channels, *n.out)
+    if plan.method == IM2COL:
+        return bind_columns(plan, x, out, activation, index)
+    return bind_result(plan, plan.forward, x, w, shape, out, activation, False, index)
+
+
+def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, index: int) -> Run:
+    """im2col, then the columns' convolution with one tap, which is a plain GEMM: some images at a time."""
+    from ...kernels.matrix.conv_direct import im2col
+    from ..launch import Launch
+
+    n, tile = plan.problem, plan.forward
+    depth = n.channels * n.taps[0] * n.taps[1]
+    width, most = rounded(depth, 16), plan.images_at_once
+    steps = {}
+    for images in {most, n.batch % most or most}:
+        total = images * n.out[0] * n.out[1]
+        block_m, block_k = (64, 64) if interpreting() else ((128, 32) if pixels_nearer(x) else (32, 128))
+        constants = {"X_PIXELS": pixels_nearer(x), "BLOCK_M": block_m, "BLOCK_K": block_k}
+        grid = (-(-total // block_m), -(-width // block_k), 1)
+        copy = Launch(im2col, grid, constants, {"num_warps": 4}, index)
+        numbers = (
+            total, *n.out, n.high, n.wide, *n.taps, *n.stride, *n.pad, *n.dilation, n.groups, n.reduced, order(x), width,
+        )  # fmt: skip
+        pixels = n.out[0] * n.out[1]
+        one = ConvProblem(images, depth, *n.out, n.out_channels, (1, 1), n.out, groups=n.groups, dtype=n.dtype, tf32=n.tf32,
+                          wide64=n.wide64 or total * width >= 2**31)  # fmt: skip
+        strides = (pixels * width, 1, n.out[1] * width, width)
+        row = depth // n.groups
+        gemm = bind_result(
+            ConvPlan(one, plan.device, IMPLICIT, tile, tile, tile, plan.reason), tile, strides, (row, 1, 0, 0),
+            (images, n.out_channels, *n.out), out, activation, False, index,
+        )  # fmt: skip
+        steps[images] = copy, numbers, gemm, (total, width)
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
+        taps_inside = weight.permute(0, 2, 3, 1).contiguous()  # [K, R, S, C / groups]
+        for first in range(0, n.batch, most):
+            last = min(first + most, n.batch)
+            copy, numbers, gemm, room = steps[last - first]
+            columns = torch.empty(room, dtype=x.dtype, device=x.device)
+            copy((x[first:last], columns, *numbers))
+            gemm(columns, taps_inside, bias, out[first:last], None if pre is None else pre[first:last])
+
+    return run
+
+
+def bind_input(plan: ConvPlan, dy: Numbers, w: Numbers, dx: Numbers, index: int) -> Run:
+    """-> run(dy, weight, None, dx, None)."""
+    n = plan.problem
+    return bind_result(plan, plan.input, dy, w, (n.batch, n.channels, n.high, n.wide), dx, "none", True, index)
+
+
+def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> tuple[Any, tuple[Any, ...]]:
+    """conv_weight, or conv_weight_direct: writes the splits' sums [splits, K, R, S, C / groups], or the gradient itself."""
+    from ...kernels.matrix.conv_weight import conv_weight, conv_weight_direct
+    from ..launch import Launch
+
+    n, tile = plan.problem, plan.weight
+    taps, splits = n.taps[0] * n.taps[1], plan.splits("weight")
+    split = splits > 1
+    target = (n.reduced * taps, 1, n.taps[1] * n.reduced, n.reduced) if split else dw
+    part = n.out_channels * n.reduced * taps if split else 0
+    numbers: tuple[Any, ...] = (n.pixels, *n.out, n.high, n.wide, *n.taps, *n.stride, *n.pad, *n.dilation)
+    numbers += (n.reduced, n.columns)
+    ends: tuple[Any, ...] = (order(x), order(dy), order(target), part)
+    constants: dict[str, Any] = {"EMULATE": emulate(n), "WIDE": n.wide64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    if plan.method == DIRECT:
+        grid = (-(-n.out_channels // tile.columns), taps * n.reduced, splits)
+        launch = Launch(conv_weight_direct, grid, constants, options(tile), index)
+        return launch, (*numbers, n.out_channels, *ends)
+    fold = n.reduced < FEW and taps > 1
+    cols = n.reduced * taps if fold else n.reduced
+    grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
+    constants |= {"FOLD": fold, "INSIDE": n.inside, "X_PIXELS": pixels_nearer(x), "Y_PIXELS": pixels_nearer(dy)}
+    constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
+    return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
+
+
+def bind_weight(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> Run:
+    """-> run(x, dy, dw); dw: strides [K, C / groups, R, S]."""
+    n, splits = plan.problem, plan.splits("weight")
+    launch, numbers = weight_launch(plan, x, dy, dw, index)
+    if splits == 1:
+        return lambda *tensors: launch((*tensors, *numbers))
+    combine, rest = launch_combine((n.out_channels, n.reduced, *n.taps), splits, dw, n, "none", index)
+    part = n.out_channels * n.reduced * n.taps[0] * n.taps[1]
+
+    def run(x: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor) -> None:
+        parts = torch.empty((splits, part), dtype=torch.float32, device=x.device)
+        launch((x, dy, parts, *numbers))
+        combine((parts, None, dw, None, *rest))
+
+    return run

@@ -1,0 +1,129 @@
+"""[M, N] -> [N, M]: check, plan, launch, and the operator for torch's dispatcher."""
+
+from typing import Any
+
+import torch
+
+from ...check import TensorSpec, bind
+from ...plan.matrix.transpose import DESCRIPTORS, REGISTERS, TransposePlan, TransposeProblem, plan_transpose
+from ..call import keyed
+from ..device import device_of
+from ..records import remember
+from ..watch import is_transformed, is_watched, wants_gradient
+
+__all__ = ["example_launch", "transpose"]
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+_CACHE: dict[Any, Any] = {}
+
+
+def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
+    """x [M, N], any strides, 1, 2, 4 or 8 bytes an element -> [N, M], contiguous; the bits are copied.
+
+    method: "registers" (a tile is loaded, turned and stored in rows), "strides" (stored by swapped offsets), "descriptors" (the
+    tensor memory accelerator loads and stores; sm_90 and newer, rows at multiples of 16 bytes), "auto": by the plan's rule.
+    Differentiable any number of times.  Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError for another
+    method, Unsupported, saying why, for descriptors that are not possible.
+    """
+    if torch.compiler.is_compiling() or is_transformed() or is_watched((x,)):
+        found: torch.Tensor = transpose_op(x, method)
+        return found
+    if torch.is_grad_enabled() and wants_gradient((x,)):
+        return Transpose.apply(x, method)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward(x, method)
+
+
+def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
+    key = keyed((x, method))
+    found = None if key is None else _CACHE.get(key)
+    if found is None:
+        found = remember(_CACHE, key, _prepare(x, method))
+    launch, boxes, scalars = found
+    out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
+    if launch is not None:
+        bits = INTEGERS[x.element_size()]
+        tensors = x.view(bits), out.view(bits)
+        launch((*(tensors if boxes is None else (b.over(t) for b, t in zip(boxes, tensors, strict=True))), *scalars))
+    return out
+
+
+def _check(x: torch.Tensor) -> None:
+    bind((TensorSpec("x", "m n", DTYPES),), {"x": x})
+    if not torch.compiler.is_compiling() and x.is_conj():
+        from ...errors import LayoutError
+
+        raise LayoutError("x is a lazy conjugate; call x.resolve_conj() first")
+
+
+def _problem(x: torch.Tensor) -> TransposeProblem:
+    aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
+    return TransposeProblem(x.shape[0], x.shape[1], x.element_size(), (x.stride(0), x.stride(1)), aligned)
+
+
+def _prepare(x: torch.Tensor, method: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    _check(x)
+    return _bind(x, plan_transpose(_problem(x), device_of(x.device), method))
+
+
+def _bind(x: torch.Tensor, plan: TransposePlan) -> tuple[Any, Any, tuple[Any, ...]]:
+    from ...kernels.matrix.transpose import transpose_descriptors, transpose_registers, transpose_strides
+    from ..launch import Box, Launch
+
+    if x.numel() == 0:
+        return None, None, ()
+    (rows, columns), (m, n) = x.shape, plan.tile
+    grid, options, index = (plan.programs, 1, 1), {"num_warps": plan.num_warps}, x.device.index or 0
+    tile = {"BLOCK_M": m, "BLOCK_N": n}
+    if plan.method == DESCRIPTORS:
+        bits = x.view(INTEGERS[x.element_size()])
+        out = torch.empty((columns, rows), dtype=bits.dtype, device=x.device)
+        boxes = Box(bits, [rows, columns], [x.stride(0), 1], [m, n]), Box(out, [columns, rows], [rows, 1], [n, m])
+        return Launch(transpose_descriptors, grid, tile, options, index), boxes, (rows, columns)
+    kernel = transpose_registers if plan.method == REGISTERS else transpose_strides
+    return Launch(kernel, grid, {"WIDE": plan.problem.wide, **tile}, options, index), None, (rows, columns, x.stride())
+
+
+class Transpose(torch.autograd.Function):
+    """Its gradient is the transpose of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, method: str) -> torch.Tensor:
+        return _forward(x, method)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return transpose(dout), None
+
+
+@torch.library.custom_op("tilefold::transpose", mutates_args=())
+def transpose_op(x: torch.Tensor, method: str) -> torch.Tensor:
+    """`transpose` for those who trace or watch."""
+    return _forward(x, method)
+
+
+@transpose_op.register_fake
+def _(x: torch.Tensor, method: str) -> torch.Tensor:
+    _check(x)
+    return x.new_empty((x.shape[1], x.shape[0]))
+
+
+transpose_op.register_autograd(lambda ctx, dout: (transpose(dout), None))
+
+
+def example_launch(dtype: str, plan: TransposePlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a plan's launch on tensors without content: to compile ahead of time."""
+    n = plan.problem
+    boxed = plan.method == DESCRIPTORS
+    x = torch.empty_strided(
+        (n.rows, n.columns), n.strides, dtype=getattr(torch, dtype), device="cpu" if boxed else "meta"
+    )
+    out = torch.empty((n.columns, n.rows), dtype=x.dtype, device=x.device)
+    launch, boxes, scalars = _bind(x, plan)
+    bits = INTEGERS[x.element_size()]
+    tensors = [t.view(bits) for t in (x, out)]
+    given = tensors if boxes is None else [b.over(t) for b, t in zip(boxes, tensors, strict=True)]
+    return launch.fn, (*given, *scalars), launch.keywords

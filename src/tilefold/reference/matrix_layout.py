@@ -1,0 +1,69 @@
+"""Oracles of add, transpose and conv2d in plain torch, fp64."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["add", "conv2d", "transpose"]
+
+
+def add(x: torch.Tensor, y: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """x + y, computed in `dtype`."""
+    return x.to(dtype) + y.to(dtype)
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """[M, N] -> [N, M], contiguous."""
+    return torch.stack([x[:, i] for i in range(x.shape[1])]) if x.shape[1] else x.new_empty((0, x.shape[0]))
+
+
+def conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Cross-correlation as `tilefold.ops.conv2d` defines it, a sum over the filter's taps of shifted inputs, in `dtype`."""
+    batched = x[None] if x.dim() == 3 else x
+    (sh, sw), (dh, dw) = (pair(v) for v in (stride, dilation))
+    rows, columns = weight.shape[2:]
+    if padding == "same":
+        (top, bottom), (left, right) = ((t // 2, t - t // 2) for t in (dh * (rows - 1), dw * (columns - 1)))
+    else:
+        top, left = bottom, right = (0, 0) if padding == "valid" else pair(padding)  # type: ignore[arg-type]
+    padded = F.pad(batched.to(dtype), (left, right, top, bottom))
+    high = (padded.shape[2] - dh * (rows - 1) - 1) // sh + 1
+    wide = (padded.shape[3] - dw * (columns - 1) - 1) // sw + 1
+    n, out_channels = batched.shape[0], weight.shape[0]
+    w = weight.to(dtype).reshape(groups, out_channels // groups, *weight.shape[1:])
+    out = batched.new_zeros((n, groups, out_channels // groups, high, wide), dtype=dtype)
+    for r in range(rows):
+        for s in range(columns):
+            seen = padded[:, :, r * dh : r * dh + (high - 1) * sh + 1 : sh, s * dw : s * dw + (wide - 1) * sw + 1 : sw]
+            seen = seen.reshape(n, groups, -1, high, wide)
+            out = out + torch.einsum("ngchw,gkc->ngkhw", seen, w[..., r, s])
+    found = out.reshape(n, out_channels, high, wide)
+    if bias is not None:
+        found = found + bias.to(dtype)[:, None, None]
+    found = ACTIVATIONS[activation](found)
+    return found[0] if x.dim() == 3 else found
+
+
+ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda t: t,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+}
+
+
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value

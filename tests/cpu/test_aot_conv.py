@@ -1,0 +1,64 @@
+"""The kernels of conv2d, add and transpose, as planned for real devices, compile for their targets under two Tritons."""
+
+import pytest
+
+from aot_cases import DEVICES, Results, compiled
+from tilefold.aot import Job
+from tilefold.plan import device_named
+from tilefold.plan.matrix.conv import ConvProblem, plan_conv
+from tilefold.plan.matrix.transpose import TransposeProblem, plan_transpose
+
+PROBLEMS = {
+    "3x3": ConvProblem(32, 256, 14, 14, 256, (3, 3), (14, 14), pad=(1, 1)),
+    "3x3 stride 2": ConvProblem(32, 128, 56, 56, 128, (3, 3), (28, 28), stride=(2, 2), pad=(1, 1)),
+    "1x1": ConvProblem(32, 256, 56, 56, 64, (1, 1), (56, 56)),
+    "first": ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), stride=(2, 2), pad=(3, 3)),
+}
+TENSOR = {
+    (f"{part} {name}", target): Job(
+        "tilefold.ops.matrix.conv:example_launch", {"plan": plan_conv(made, device_named(device)), "part": part}, target
+    )
+    for name, made in PROBLEMS.items()
+    for part in ("forward", "input", "weight")
+    for target, device in DEVICES.items()
+    if (target == "sm_90" and (part != "input" or name != "first")) or (name == "3x3" and part == "forward")
+}
+MOVED = TransposeProblem(4096, 4096, 2, (4096, 1))
+STREAMING = {
+    (f"transpose {method}", "sm_90"): Job(
+        "tilefold.ops.matrix.transpose:example_launch",
+        {"dtype": "bfloat16", "plan": plan_transpose(MOVED, device_named("h200"), method)},
+        "sm_90",
+    )
+    for method in ("registers", "strides", "descriptors")
+}
+STREAMING |= {
+    (f"add {strided}", "sm_90"): Job(
+        "tilefold.ops.matrix.add:example_launch", {"dtype": "bfloat16", "strided": strided == "strided"}, "sm_90"
+    )
+    for strided in ("flat", "strided")
+}
+NEWEST = ("forward 3x3", "weight 3x3", "transpose descriptors")
+pytestmark = pytest.mark.xdist_group("test_aot_conv")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    return compiled(TENSOR | STREAMING, request.param, NEWEST)
+
+
+@pytest.mark.parametrize(("name", "target"), TENSOR)
+def test_products(results: Results, name: str, target: str) -> None:
+    """The target's own tensor instructions, nothing spilled (on sm_100 two registers before the loop, whose tile is sm_90's), no
+    product made to wait for another by the assembler."""
+    spills = "outside loops" if target == "sm_100" else "none"
+    assert results.of(name, target).problems(spills=spills) == ()
+
+
+@pytest.mark.parametrize(("name", "target"), STREAMING)
+def test_streaming_kernels(results: Results, name: str, target: str) -> None:
+    """Wide loads and stores: 16 bytes a thread, or a whole box; beside them the flat sum has its last block's, one by one."""
+    found = results.of(name, target)
+    assert found.problems(tensor="none") == ()
+    assert found.report is not None
+    assert sum(found.report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= (54 if name == "add flat" else 16)

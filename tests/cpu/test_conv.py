@@ -1,0 +1,192 @@
+"""conv2d against its oracle, forward and backward: options in pairs, layouts, groups, dtypes, methods, plans, what is refused."""
+
+import pytest
+import torch
+
+from cases import rand
+from conv_cases import held
+from tilefold import ops
+from tilefold.errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
+from tilefold.ops.matrix.conv import conv_plan
+from tilefold.plan import device_named
+from tilefold.plan.matrix.conv import ConvProblem, plan_conv
+
+FIRST, LAST = torch.contiguous_format, torch.channels_last
+CASES = [  # channels, size, output channels, taps, options, memory format
+    (20, (6, 5), 12, (3, 3), {"padding": 1, "activation": "relu"}, LAST),
+    (20, (6, 5), 12, (3, 2), {"stride": (2, 1), "padding": (2, 1), "activation": "silu"}, FIRST),
+    (17, (7, 5), 33, (3, 1), {"dilation": 2, "padding": "same", "activation": "gelu"}, LAST),
+    (16, (5, 9), 16, (1, 1), {"activation": "gelu_tanh"}, FIRST),
+    (3, (9, 9), 12, (4, 3), {"stride": 2, "padding": "valid"}, LAST),
+    (3, (6, 6), 12, (3, 3), {"padding": 1, "stride": (2, 3), "dilation": (3, 2)}, FIRST),
+    (16, (6, 5), 3, (1, 1), {"stride": 2}, LAST),
+]
+
+
+@pytest.mark.parametrize(("channels", "size", "out", "taps", "options", "memory"), CASES)
+def test_options(channels, size, out, taps, options, memory, device):
+    x = rand(2, channels, *size, device=device).contiguous(memory_format=memory)
+    got = held(x, rand(out, channels, *taps, device=device) / 8, rand(out, device=device), **options)
+    assert got.is_contiguous(memory_format=memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits(dtype, device):
+    x = rand(1, 16, 5, 4, dtype=dtype, device=device).contiguous(memory_format=LAST)
+    held(
+        x,
+        (rand(16, 16, 3, 3, device=device) / 12).to(dtype),
+        rand(16, dtype=dtype, device=device),
+        padding=1,
+        activation="silu",
+    )
+
+
+@pytest.mark.parametrize(("channels", "out", "groups"), [(6, 6, 6), (4, 8, 4), (32, 34, 2)])
+def test_groups(channels, out, groups, device):
+    """Depthwise, with two results a channel, and groups for tensor cores."""
+    x = rand(2, channels, 5, 6, device=device).contiguous(memory_format=LAST)
+    w = rand(out, channels // groups, 3, 2, device=device) / 3
+    held(x, w, rand(out, device=device), groups=groups, stride=2, padding=1, activation="relu")
+    held(x.contiguous(), w, groups=groups, padding="same")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("memory", [FIRST, LAST])
+def test_im2col(memory, groups, device):
+    x = rand(3, 6, 5, 6, device=device).contiguous(memory_format=memory)
+    w = rand(10, 6 // groups, 3, 2, device=device)
+    held(
+        x,
+        w,
+        rand(10, device=device),
+        method="im2col",
+        groups=groups,
+        stride=(1, 2),
+        padding=1,
+        activation="silu",
+        backward=False,
+    )
+
+
+def test_im2col_some_images_at_a_time(device, monkeypatch):
+    monkeypatch.setattr("tilefold.plan.matrix.conv.WORKSPACE", 2 * 6 * 4 * 4 * 9 * 4)
+    x, w = rand(3, 6, 4, 4, device=device), rand(8, 6, 3, 3, device=device)
+    assert conv_plan(x, w, padding=1, method="im2col").images_at_once == 2
+    held(x, w, method="im2col", padding=1, backward=False)
+
+
+def test_splits(device):
+    """A plan of the caller's; the parts are added in a fixed order."""
+    x, w = rand(1, 40, 5, 5, device=device), rand(16, 40, 3, 3, device=device) / 20
+    plan = conv_plan(x, w, padding=1)
+    for part, splits in (("forward", 3), ("input", 2), ("weight", 1)):
+        plan = plan.with_tile(part, splits=splits)
+    held(x, w, rand(16, device=device), plan=plan, padding=1, activation="gelu")
+    with pytest.raises(PlanError, match="plan is for another problem"):
+        ops.conv2d(x, w, plan=plan)
+    with pytest.raises(PlanError, match="plan field forward: rows must be a power of two and at least 16, got 24"):
+        plan.with_tile("forward", rows=24)
+
+
+def test_wide_offsets_give_the_same(device, monkeypatch):
+    x, w = rand(1, 16, 5, 5, device=device), rand(16, 16, 3, 3, device=device) / 12
+    one = held(x, w, padding=1)
+    from tilefold.ops.matrix import conv
+
+    monkeypatch.setattr(conv, "_CACHE", {})
+    problem_of = conv.problem_of
+    monkeypatch.setattr(
+        conv, "problem_of", lambda *args: __import__("dataclasses").replace(problem_of(*args), wide64=True)
+    )
+    assert torch.equal(one, held(x, w, padding=1))
+
+
+def test_strides_and_rank(device):
+    x = rand(2, 9, 7, 16, device=device).permute(0, 3, 1, 2)[:, :, ::2, 1:]
+    w = rand(3, 3, 16, 8, device=device).permute(3, 2, 0, 1)
+    held(x, w, padding=1)
+    one = ops.conv2d(x[0], w, padding=1)
+    assert one.dim() == 3 and torch.equal(one, ops.conv2d(x[:1], w, padding=1)[0])
+
+
+def test_empty_batch(device):
+    x, w = (
+        torch.ones(0, 4, 5, 5, device=device).requires_grad_(),
+        torch.ones(6, 4, 3, 3, device=device).requires_grad_(),
+    )
+    out = ops.conv2d(x, w)
+    assert out.shape == (0, 6, 3, 3)
+    dx, dw = torch.autograd.grad(out.sum(), (x, w))
+    assert dx.shape == x.shape and not dw.any()
+
+
+@pytest.mark.no_poison
+def test_compiled(device):
+    x, w = rand(1, 4, 4, 4, device=device).requires_grad_(), rand(4, 4, 3, 3, device=device).requires_grad_()
+
+    def block(x, w):
+        return ops.conv2d(x, w, padding=1, activation="silu")
+
+    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x, w)
+    want = block(x, w)
+    assert torch.equal(got, want) and got.stride() == want.stride()
+    given, made = (torch.autograd.grad(t.sum(), (x, w)) for t in (want, got))
+    assert all(torch.equal(a, b) for a, b in zip(given, made, strict=True))
+
+
+def test_second_derivatives_are_refused(device):
+    x, w = rand(1, 4, 3, 3, device=device).requires_grad_(), rand(4, 4, 1, 1, device=device)
+    (dx,) = torch.autograd.grad(ops.conv2d(x, w).sum(), x, create_graph=True)
+    with pytest.raises(Unsupported, match="first derivatives only"):
+        dx.sum().backward()
+
+
+REFUSED = [
+    ({"x": torch.ones(4, 5)}, ShapeError, "x has 2 dimensions, shape (4, 5); expected [batch, channels, high, wide]"),
+    ({"weight": torch.ones(6, 3, 3, 3)}, ShapeError, "x has 4 channels, but weight has 3 for each of 1 groups"),
+    ({"groups": 2, "weight": torch.ones(5, 2, 3, 3)}, ShapeError, "weight has 5 output channels, not a multiple of 2 groups"),
+    ({"bias": torch.ones(5)}, ShapeError,
+     "bias has shape (5,), expected [out_channels]: dimension 0 (out_channels) is 5, should be 6 as in weight"),
+    ({"weight": torch.ones(6, 4, 3, 3).half()}, DtypeError,
+     "weight has dtype float16, but x has float32: they must be the same (nothing is converted silently)"),
+    ({"stride": 0}, ValueRangeError, "stride must be at least 1, got 0"),
+    ({"stride": (1, 2, 3)}, DtypeError, "stride must be an int or a pair of them, got (1, 2, 3)"),
+    ({"padding": -1}, ValueRangeError, "padding must be at least 0, got -1"),
+    ({"padding": "full"}, ValueRangeError, "padding must be integers, 'same' or 'valid', got 'full'"),
+    ({"padding": "same", "stride": 2}, ValueRangeError, "padding 'same' needs stride 1, got (2, 2)"),
+    ({"dilation": 3}, ShapeError,
+     "x has shape (1, 4, 5, 5): with padding 0 it is smaller than the filter, which spans 7 x 7"),
+    ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
+    ({"activation": "tanh"}, ValueRangeError, "activation must be None or one of relu, silu, gelu, gelu_tanh, got 'tanh'"),
+    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', got 'fft'"),
+    ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
+    ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,
+     "tf32 is for float32, but x has dtype float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
+def test_refusals(changes, error, text, device):
+    given = {"x": torch.ones(1, 4, 5, 5), "weight": torch.ones(6, 4, 3, 3), **changes}
+    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    with pytest.raises(error) as caught:
+        ops.conv2d(**given)
+    assert str(caught.value) == text
+
+
+def test_plan():
+    h200 = device_named("h200")
+    wide = plan_conv(ConvProblem(32, 256, 14, 14, 256, (3, 3), (14, 14), pad=(1, 1)), h200)
+    assert wide.method == "implicit" and dict(wide.rejected)["im2col"].startswith("writes and reads 57.8 MB")
+    assert wide.problem.flops == 2 * 32 * 14 * 14 * 256 * 256 * 9
+    assert wide.bound_s == pytest.approx(wide.problem.flops / 760e12)
+    small = plan_conv(ConvProblem(32, 512, 7, 7, 512, (3, 3), (7, 7), pad=(1, 1)), h200)
+    assert small.forward.splits > 1 and small.weight.splits >= 1
+    assert "1x1" not in str(small) and "at least" in str(small)
+    depthwise = plan_conv(ConvProblem(8, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1), groups=64), h200)
+    assert depthwise.method == "direct" and "tensor cores nothing to do" in depthwise.reason
+    im2col = plan_conv(wide.problem, h200, "im2col")
+    assert im2col.bytes > wide.bytes and im2col.images_at_once == 32
+    with pytest.raises(Unsupported, match="more than one launch can make"):
+        plan_conv(ConvProblem(1, 1024, 900, 900, 1024, (1, 1), (3, 3), stride=(300, 300)), h200)

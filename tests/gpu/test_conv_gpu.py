@@ -1,0 +1,106 @@
+"""conv2d on a GPU: ResNet-50's layers, options in pairs, dtypes, layouts, splits, the same bits, graphs, many elements."""
+
+import pytest
+import torch
+
+from cases import rand
+from conv_cases import RESNET50, held, layer
+from tilefold import ops
+from tilefold.ops.matrix.conv import conv_plan
+
+DEVICE = torch.device("cuda")
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """Plain PyTorch, by which results are judged, works in the dtype that it is given."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", RESNET50)
+def test_resnet_layers(name):
+    x, w, options = layer(name, batch=3)
+    held(x, w, rand(w.shape[0], dtype=x.dtype, device=DEVICE), activation="relu", **options)
+
+
+OPTIONS = [
+    {"padding": 1},
+    {"stride": 2, "padding": (2, 1), "activation": "silu"},
+    {"stride": (2, 3), "dilation": (3, 2), "padding": 3},
+    {"dilation": 2, "padding": "same", "activation": "gelu"},
+    {"stride": 4, "padding": 1, "dilation": 2, "activation": "gelu_tanh"},
+]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["implicit", "im2col"])
+def test_options(method, dtype, memory_format):
+    x = rand(3, 40, 29, 23, dtype=dtype, device=DEVICE).contiguous(memory_format=memory_format)
+    w = rand(72, 40, 3, 3, device=DEVICE).div(19).to(dtype)
+    for options in OPTIONS:
+        held(x, w, rand(72, dtype=dtype, device=DEVICE), method=method, **options)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "groups"), [(48, 48, 48), (48, 96, 48), (64, 96, 4), (12, 6, 3), (6, 12, 1)]
+)
+def test_groups(channels, out_channels, groups, memory_format):
+    x = rand(2, channels, 31, 30, dtype=torch.float16, device=DEVICE).contiguous(memory_format=memory_format)
+    w = rand(out_channels, channels // groups, 3, 5, device=DEVICE).div((15 * channels // groups) ** 0.5).half()
+    for options in ({"padding": "same"}, {"stride": 2, "padding": 1, "activation": "relu"}):
+        held(x, w, rand(out_channels, dtype=x.dtype, device=DEVICE), groups=groups, **options)
+
+
+def test_tf32():
+    x, w = rand(2, 32, 14, 14, device=DEVICE), rand(64, 32, 3, 3, device=DEVICE).div(17)
+    exact = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
+    got = ops.conv2d(x, w, padding=1, tf32=True)
+    error = float((got - exact).norm() / exact.norm())
+    assert 1e-5 < error < 1e-3
+    held(x, w, padding=1)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_splits_and_the_same_bits(splits):
+    x, w, options = layer("3x3 512->512 @7", batch=2)
+    plan = conv_plan(x, w, **options)
+    for part in ("forward", "input", "weight"):
+        plan = plan.with_tile(part, splits=splits)
+    bias = rand(512, dtype=x.dtype, device=DEVICE)
+    first = held(x, w, bias, plan=plan, activation="silu", **options)
+    assert all(torch.equal(first, ops.conv2d(x, w, bias, plan=plan, activation="silu", **options)) for _ in range(3))
+
+
+@pytest.mark.no_poison
+def test_compiled_and_captured():
+    x, w, options = layer("3x3 64->64 @56", batch=2)
+    x.requires_grad_()
+    want = ops.conv2d(x, w, **options, activation="gelu")
+    got = torch.compile(lambda a, b: ops.conv2d(a, b, **options, activation="gelu"), fullgraph=True)(x, w)
+    assert torch.equal(got, want)
+    got.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(want.sum(), x)[0])
+    y = x.detach()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.conv2d(y, w, **options)
+    y.mul_(2)
+    graph.replay()
+    assert torch.equal(out, ops.conv2d(y, w, **options))
+
+
+@pytest.mark.large
+@pytest.mark.no_poison
+def test_more_than_two_to_the_31_elements():
+    x = torch.randn(1, 64, 64, 64, device=DEVICE).bfloat16().contiguous(memory_format=torch.channels_last)
+    w = torch.randn(64, 64, 3, 3, device=DEVICE).bfloat16() / 24
+    many = x.expand(8200, 64, 64, 64).contiguous(memory_format=torch.channels_last)
+    want = ops.conv2d(x.expand(64, 64, 64, 64), w, padding=1)
+    got = ops.conv2d(many, w, padding=1)
+    assert all(torch.equal(got[i], want[0]) for i in (0, 4096, 8191, 8199))
