@@ -1,28 +1,10 @@
-"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; activations; the last step of a result."""
+"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; the last step of a result."""
 
 import triton
 import triton.language as tl
 
+from .activation import activate
 from .tile import narrow
-
-SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
-TANH_SCALE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-TANH_CUBE: tl.constexpr = tl.constexpr(0.044715)
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """fp32 -> fp32; ACTIVATION: "none", "relu", "silu", "gelu", "gelu_tanh"."""
-    if ACTIVATION == "relu":
-        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    elif ACTIVATION == "silu":
-        return x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
-    elif ACTIVATION == "gelu_tanh":
-        return x / (1.0 + tl.exp(-TANH_SCALE * (x + TANH_CUBE * x * x * x)))
-    else:
-        return x
 
 
 @triton.jit

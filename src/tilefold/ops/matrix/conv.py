@@ -12,11 +12,11 @@ from ..device import device_of
 from ..operator import Operator
 from ..records import remember
 from ..watch import wants_gradient
+from .activations import NAMES
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight, dense, repacked, strides_of
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 _CACHE: dict[Any, Any] = {}
 
 
@@ -46,7 +46,7 @@ def conv2d(
     """
     batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
     call = _call(batched, weight, bias, stride, padding, dilation, groups, method, activation, tf32, plan)
-    keep = call.activation in ACTIVATIONS[2:] and torch.is_grad_enabled() and wants_gradient((x, weight, bias))
+    keep = call.activation in NAMES[2:] and torch.is_grad_enabled() and wants_gradient((x, weight, bias))
     out, _ = conv_op(batched, weight, bias, *map(list, call[:4]), *call[4:8], keep, list(call.settings))
     return out[0] if x.dim() == 3 else out  # type: ignore[no-any-return]
 
@@ -79,8 +79,8 @@ def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: A
     if groups < 1:
         raise ValueRangeError(f"groups must be at least 1, got {groups}")
     kind = "none" if activation is None else activation
-    if kind not in ACTIVATIONS:
-        raise ValueRangeError(f"activation must be None or one of {', '.join(ACTIVATIONS[1:])}, got {activation!r}")
+    if kind not in NAMES:
+        raise ValueRangeError(f"activation must be None or one of {', '.join(NAMES[1:])}, got {activation!r}")
     if method not in ("auto", *METHODS):
         raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
     if not isinstance(tf32, bool):

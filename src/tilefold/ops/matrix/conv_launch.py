@@ -8,6 +8,7 @@ import torch
 
 from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ..device import interpreting
+from .activations import CODES
 
 __all__ = [
     "Call",
@@ -124,7 +125,7 @@ def launch_gemm(
         "NEVER_EMPTY": phases == (1, 1),
         "X_PIXELS": pixels_nearer(x),
         "OUT_PIXELS": pixels_nearer(out),
-        "ACTIVATION": activation,
+        "ACTIVATION": CODES[activation],
         "PRECISION": precision(n),
         "EMULATE": emulate(n),
         "WIDE": n.wide64,
@@ -164,7 +165,7 @@ def launch_direct(
     w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
     constants: dict[str, Any] = {
         "TRANSPOSED": transposed,
-        "ACTIVATION": activation,
+        "ACTIVATION": CODES[activation],
         "EMULATE": emulate(n),
         "WIDE": n.wide64,
         "BLOCK_M": tile.columns if pixels_nearer(out) else tile.rows,
@@ -197,7 +198,7 @@ def launch_combine(
     ):
         lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
     constants = {
-        "ACTIVATION": activation,
+        "ACTIVATION": CODES[activation],
         "EMULATE": emulate(n),
         "WIDE": n.wide64 or total * channels >= 2**31,
         "SPLITS": at_once,

@@ -10,8 +10,9 @@ from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupporte
 from ...types import Constant, constant
 from ..operator import Operator
 from ..watch import is_transformed, wants_gradient
+from .activations import NAMES
 from .matmul_gradient import gradient, gradient_fake
-from .product import CODES, Epilogue, facts, product
+from .product import Epilogue, facts, product
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
@@ -126,7 +127,7 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
 
 
 def _check_options(activation: Any, order: Any, tf32: Any, out_dtype: Any) -> None:
-    known = [name for name in CODES if name != "none"]
+    known = NAMES[1:]
     if activation is not None and (not isinstance(activation, str) or activation not in known):
         raise ValueRangeError(f"activation must be None or one of {', '.join(map(repr, known))}, got {activation!r}")
     if order not in ORDERS:

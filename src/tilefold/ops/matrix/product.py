@@ -9,13 +9,13 @@ from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..device import device_of, interpreting
 from ..records import remember
+from .activations import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
 
 __all__ = [
     "BIAS",
-    "CODES",
     "Epilogue",
     "Operands",
     "activation_gradient",
@@ -26,7 +26,6 @@ __all__ = [
     "product",
 ]
 
-CODES = {"none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # of device.activation
 BIAS = {"none": 0, "columns": 1, "rows": 2, "full": 3}  # of device.epilogue
 FINISH = 16, 128  # rows and columns that a program of the second launches has
 TOO_LONG = 1 << 31

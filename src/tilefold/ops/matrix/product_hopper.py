@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..hopper import require
-from .product import BIAS, CODES, Operands
+from .activations import CODES
+from .product import BIAS, Operands
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
