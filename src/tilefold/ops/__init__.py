@@ -11,7 +11,9 @@ import importlib
 from typing import Any
 
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
-COLLECTION: dict[str, str] = {}
+COLLECTION: dict[str, str] = {
+    "lowbit_matmul": "lowbit",
+}
 
 
 def __getattr__(name: str) -> Any:
