@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tilefold.nn import LowBitLinear, QuantizeReport
 from tilefold.quant import quantize_weight
 
 D, HIDDEN, WORDS = 128, 192, 160
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "lowbit_linear.md"
 
 
 class Block(nn.Module):
@@ -160,7 +163,7 @@ def test_layers_that_cannot_or_should_not():
         ("normed", "class of its own"),
     ):
         assert text in why[name]
-    assert len(why) == 9  # linear2 and out_proj of the layer
+    assert len(why) == 10  # linear2 and the out_proj of the layer, too
 
 
 def test_refusals_change_nothing():
@@ -386,3 +389,15 @@ def test_what_does_not_fit_says_so(tmp_path):
     with pytest.raises(ValueRangeError, match="existing file"):
         tilefold.load_quantized(Model(), tmp_path / "none.safetensors")
     assert issubclass(ShapeError, TilefoldError)
+
+
+@pytest.mark.no_poison
+def test_the_guide_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
+    assert len(examples) == 1
+    names: dict[str, object] = {}
+    exec(examples[0], names)
+    with torch.no_grad():
+        x = torch.randn(2, 512, dtype=torch.bfloat16)
+        assert torch.equal(names["fresh"](x), names["model"](x))
