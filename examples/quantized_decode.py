@@ -1,13 +1,13 @@
-"""Decode with a Qwen2-shaped model in bfloat16 and in few bits, batch 1: tokens a second, memory, and whether the logits are right.
+"""Decode with a Qwen2-shaped model in bfloat16 and in few bits, batch 1: tokens a second, memory, logits.
 
     python examples/quantized_decode.py                    # tiny without a GPU; with one Qwen2-7B's shape, random weights
     python examples/quantized_decode.py --bits 8 --layers 4 --json run.json
 
 The model is Transformers' (random weights, made on the device); one step of it over a static KV cache is written out here, on
-`kvcache_append` and `attention_kvcache`, for both alike: projections of one input are one layer, what lies between them is compiled
-into single kernels.  Steps run eagerly and as a CUDA graph, the two models in turns.  Each one's logits are compared with the same
-weights, dequantised, in fp32, beside what PyTorch makes of them in bfloat16 (bfloat16: beside Transformers itself).  Exit code 1
-if one is wrong.  Needs `pip install "tilefold[transformers]"`."""
+`kvcache_append` and `attention_kvcache`, for both alike: projections of one input are one layer, what lies between them is
+compiled into single kernels.  Steps run eagerly and as a CUDA graph, the two models in turns.  Each one's logits are compared
+with the same weights, dequantised, in fp32, beside what PyTorch makes of them in bfloat16 (bfloat16: beside Transformers
+itself).  Exit code 1 if one is wrong.  Needs `pip install "tilefold[transformers]"`."""
 
 import argparse
 import copy
@@ -165,7 +165,7 @@ class Decoder:
             q, k, v = self.heads_of(linear(layer.self_attn.qkv_proj, h))
             keys, values = self.cache[i]
             places = {"cache_seqlens": self.past, "rotary_cos": self.cos, "rotary_sin": self.sin}
-            turned = tilefold.kvcache_append(k, v, keys, values, q=q, **places)
+            turned: Any = tilefold.kvcache_append(k, v, keys, values, q=q, **places)
             out = tilefold.attention_kvcache(turned, keys, values, cache_seqlens=now)
             more = linear(layer.self_attn.o_proj, out.flatten(1))
             x, h = self.add_norm(x, more, layer.post_attention_layernorm.weight, self.epsilon)
@@ -221,7 +221,7 @@ def by_torch(dtype: torch.dtype) -> Linear:
 
 
 def judged(model: Any, got: Tensor, tokens: Tensor, plain: Tensor | None = None) -> Any:
-    """The logits after `tokens` beside the same weights in fp32; plain: by other means in the model's dtype (by torch if None)."""
+    """The logits after `tokens` beside the same weights in fp32; plain: by other means in the model's dtype (None: torch)."""
     from tilefold import reference
 
     def logits(dtype: torch.dtype) -> Tensor:
