@@ -38,7 +38,7 @@ def lowbit_matmul(
         plan: what `lowbit_matmul_plan` made for such a call, perhaps changed; by default the planner's own.
 
     Returns:
-        [..., N] in x's dtype; sums are fp32.  16-bit x meets weights as `weight.dequantize(x.dtype)` has them, or more exact ones;
+        [..., N] in x's dtype; sums are fp32.  x meets weights as `weight.dequantize(x.dtype)` has them, or more exact;
         fp32 x is multiplied by torch with the dequantised weight.
         The gradient for x is g @ W; weights and their scales have none.
 
