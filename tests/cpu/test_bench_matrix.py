@@ -119,7 +119,7 @@ def test_peers_are_judged_and_wrong_ones_found(family, case, stand_ins):
             assert judge.verdict(out).ok, name
             assert not judge.verdict(out * 1.1).ok and not judge.verdict(out.flip(-1)).ok
             broken = out.clone()
-            broken.flatten()[3] = float("nan")
+            broken[(-1,) * broken.dim()] = float("nan")
             assert not judge.verdict(broken).finite
         assert not torch.equal(*outs)
     assert family.peers["tilefold"].ours and not family.peers[family.defaults["cpu"][0]].ours
