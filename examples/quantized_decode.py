@@ -195,6 +195,7 @@ class Decoder:
 
     def captured(self) -> Callable[[], Any]:
         """The step as a CUDA graph."""
+        self.past.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
