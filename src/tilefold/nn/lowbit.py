@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
+from ..ops.matrix.lowbit import lowbit_matmul
 from ..quant import QuantizedTensor, quantize_weight
 
 __all__ = ["LowBitLinear", "holds_weight"]
@@ -72,13 +73,21 @@ class LowBitLinear(nn.Module):
     @property
     def weight(self) -> QuantizedTensor:
         """The weight: the buffers, with what they mean.  It has shape, dtype and device as a tensor has, and `dequantize`."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        if torch.compiler.is_compiling():
-            return QuantizedTensor(**tensors, **dict(self._plain))
-        kept = self._kept
-        if kept is None or any(getattr(kept, name) is not tensor for name, tensor in tensors.items()):
-            kept = self._kept = QuantizedTensor(**tensors, **dict(self._plain))
-        return kept
+        if not torch.compiler.is_compiling():
+            kept, held = self._kept, self._buffers
+            if kept is not None and (
+                kept.packed is held["packed"]
+                and kept.packed_high is held["packed_high"]
+                and kept.scales is held["scales"]
+                and kept.zeros is held["zeros"]
+                and kept.table is held["table"]
+                and kept.perm is held["perm"]
+            ):  # written out: this is a good part of what an eager call costs the host
+                return kept
+        made = QuantizedTensor(**{name: getattr(self, name) for name in TENSORS}, **dict(self._plain))
+        if not torch.compiler.is_compiling():
+            self._kept = made
+        return made
 
     @property
     def out_features(self) -> int:
@@ -91,10 +100,7 @@ class LowBitLinear(nn.Module):
         return int(dict(self._plain)["shape"][1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from .. import ops
-
-        out: torch.Tensor = ops.lowbit_matmul(x, self.weight, self.bias)
-        return out
+        return lowbit_matmul(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         weight = self.weight
