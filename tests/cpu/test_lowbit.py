@@ -1,10 +1,13 @@
 """Products with weights of few bits: exact recovery of the weight, fp64, gradients, operators, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cases import judge, rand
 from tilefold import ops, quant, reference
+from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,26 +35,88 @@ def random_weight(n, k, bits, group=None, zeros="integer", dtype=torch.float16, 
     return made.to(device)
 
 
-def assert_recovers(weight, dtype, device="cpu", **options):
-    """Rows of the identity give the dequantised weight's columns, bit for bit."""
+def planned(x, weight, deterministic=True, **changes):
+    """The planner's plan of a call with other fields; path="tile" tests the kernel that the interpreter can run."""
+    plan = ops.lowbit_matmul_plan(x, weight, deterministic=deterministic)
+    return replace(plan, **changes) if changes else plan
+
+
+def recovered(weight, dtype, device="cpu", deterministic=True, **changes):
+    """Rows of the identity times the weight."""
     x = torch.eye(weight.shape[1], dtype=dtype, device=device)
-    got = ops.lowbit_matmul(x, weight, **options)
-    want = weight.dequantize(dtype).t()
+    plan = planned(x, weight, deterministic, **changes)
+    return ops.lowbit_matmul(x, weight, deterministic=deterministic, plan=plan)
+
+
+def assert_recovers(weight, dtype, device="cpu", **changes):
+    """Rows of the identity give the dequantised weight's columns, bit for bit."""
+    got, want = recovered(weight, dtype, device, **changes), weight.dequantize(dtype).t()
     assert torch.equal(got, want), f"{weight}: {int((got != want).sum())} of {want.numel()} differ"
+
+
+TILE = {"path": "tile", "block_n": 64, "block_m": 64, "splits": 1, "atomic": False}
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("zeros", ["none", "integer", "float", "table", "tensor"])
-def test_identity_recovers_the_weight(device, bits, zeros):
-    for group, dtype in ((32, torch.float16), (None, torch.float32), (17, torch.float16)):
+def test_the_dequantised_path_recovers_the_weight(device, bits, zeros):
+    """Any group, also one that lies across slabs, and short last groups."""
+    for group, dtype in ((32, torch.float16), (None, torch.float32), (17, torch.bfloat16)):
         group = None if zeros == "tensor" else group
         weight = random_weight(70, 140, bits, group, zeros, torch.float16, device=device)
-        assert_recovers(weight, dtype, device)
+        assert_recovers(weight, dtype, device, path="dequantise")
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("zeros", ["none", "integer", "float", "table", "tensor"])
+def test_the_kernel_recovers_the_weight(device, bits, zeros):
+    """K no multiple of tile or group; scaled after the product and before it; K in one part and in two."""
+    group = None if zeros == "tensor" else 96 if bits == 4 else 64 if bits == 3 else 32
+    for dtype, scaled, splits in ((torch.float16, "after", 2), (torch.bfloat16, "before", 1)):
+        weight = random_weight(70, 136, bits, 32 if group == 96 and bits != 4 else group, zeros, dtype, device=device)
+        assert_recovers(weight, dtype, device, **TILE | {"scaled": scaled, "splits": splits})
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 160, None])
+def test_groups(device, group):
+    """Also where the scales' dtype is not x's: the product is scaled in fp32, or the weight rounded once."""
+    for scaled, scales in (("after", torch.float32), ("before", torch.float32), ("before", torch.float16)):
+        weight = random_weight(64, 200, 4, group, "integer", scales, device=device)
+        assert_recovers(weight, torch.float16, device, **TILE | {"scaled": scaled})
+
+
+@pytest.mark.parametrize("mutation", ["codes", "group", "zeros", "scales", "high"])
+def test_the_recovery_sees_a_fault(device, mutation):
+    """Swapped nibbles, another group's scales, dropped zero points, a lost plane: each fails the check that the kernel passes."""
+    weight = random_weight(64, 256, 3 if mutation == "high" else 4, 64, device=device)
+    wrong = {
+        "codes": lambda: {"packed": ((weight.packed & 0x0F0F0F0F) << 4) | ((weight.packed >> 4) & 0x0F0F0F0F)},
+        "group": lambda: {"scales": weight.scales.roll(1, 0)},
+        "zeros": lambda: {"zeros": torch.zeros_like(weight.zeros)},
+        "scales": lambda: {"scales": weight.scales.roll(1, 1)},
+        "high": lambda: {"packed_high": torch.zeros_like(weight.packed_high)},
+    }[mutation]()
+    got, want = recovered(replace(weight, **wrong), torch.float16, device, **TILE), weight.dequantize(torch.float16).t()
+    assert not torch.equal(got, want)
 
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_the_order_of_columns_is_undone(device, bits):
-    assert_recovers(random_weight(40, 96, bits, 32, perm=True, device=device), torch.float16, device)
+    for path in ("tile", "dequantise"):
+        assert_recovers(random_weight(40, 96, bits, 32, perm=True, device=device), torch.float16, device, path=path)
+
+
+def test_the_same_bits_every_run(device):
+    """Several parts of K, added by whoever comes last, in order; by atomics close to it."""
+    weight = random_weight(70, 700, 4, 64, dtype=torch.float16, device=device)
+    x = rand(5, 700, dtype=torch.float16, device=device)
+    plan = planned(x, weight, path="tile", splits=3)
+    first, *others = (ops.lowbit_matmul(x, weight, plan=plan) for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
+    loose = planned(x, weight, False, path="tile", splits=3, atomic=True)
+    want, plain = (reference.lowbit_matmul(x, weight, None, d) for d in (torch.float64, torch.float16))
+    for made in (first, *(ops.lowbit_matmul(x, weight, deterministic=False, plan=loose) for _ in range(2))):
+        judge(made, want, plain, "splits")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,3 +143,44 @@ def test_gradients(device):
         oracle, plain = (want, None) if dtype == torch.float64 else (oracle, want)  # noqa: F821
     for a, b, c, name in zip(got, oracle, plain, ("x", "bias"), strict=True):
         judge(a, b.double(), c, name)
+
+
+def test_strided_and_odd_activations(device):
+    weight = random_weight(704, 96, 4, 32, device=device)
+    wide = rand(6, 4, 101, dtype=torch.float16, device=device)
+    for x in (wide[:, :, :96], wide[:, 1, 3:99], wide.transpose(0, 1)[:, :, :96], wide[0, :0, :96]):
+        want, plain = (reference.lowbit_matmul(x, weight, None, d) for d in (torch.float64, torch.float16))
+        judge(ops.lowbit_matmul(x, weight), want, plain, f"{tuple(x.shape)} {x.stride()}")
+
+
+@pytest.mark.no_poison
+def test_operator_and_compile(device):
+    weight = random_weight(40, 96, 4, 32, device=device)
+    x, bias = rand(3, 96, dtype=torch.float16, device=device), rand(40, dtype=torch.float16, device=device)
+    compiled = torch.compile(lambda x: ops.lowbit_matmul(x, weight, bias) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), ops.lowbit_matmul(x, weight, bias) * 2)
+    made = compiled(x.requires_grad_())
+    (dx,) = torch.autograd.grad(made.sum(), x)
+    assert torch.equal(dx, torch.autograd.grad((ops.lowbit_matmul(x, weight, bias) * 2).sum(), x)[0])
+
+
+def test_refusals(device):
+    weight = random_weight(40, 96, 4, 32, device=device)
+    x = rand(3, 96, dtype=torch.float16, device=device)
+    other = ops.lowbit_matmul_plan(x[:2], weight)
+    for error, text, call in (
+        (DtypeError, "weight must be", lambda: ops.lowbit_matmul(x, x)),
+        (DtypeError, "x has dtype", lambda: ops.lowbit_matmul(x.double(), weight)),
+        (DtypeError, "x must be", lambda: ops.lowbit_matmul(None, weight)),
+        (ShapeError, "K = 96", lambda: ops.lowbit_matmul(x[:, :95], weight)),
+        (LayoutError, "x needs", lambda: ops.lowbit_matmul(rand(96, 3, dtype=torch.float16, device=device).t(), weight)),
+        (ShapeError, "bias", lambda: ops.lowbit_matmul(x, weight, x[0, :39])),
+        (DtypeError, "bias", lambda: ops.lowbit_matmul(x, weight, rand(40, device=device))),
+        (DtypeError, "deterministic", lambda: ops.lowbit_matmul(x, weight, deterministic=1)),
+        (PlanError, "plan is for", lambda: ops.lowbit_matmul(x, weight, plan=other)),
+        (DtypeError, "plan must be", lambda: ops.lowbit_matmul(x, weight, plan="tile")),
+        (PlanError, "atomic", lambda: replace(other, atomic=True)),
+        (PlanError, "path", lambda: replace(other, path="fast")),
+    ):
+        with pytest.raises(error, match=text):
+            call()

@@ -13,6 +13,8 @@ from typing import Any
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
 COLLECTION: dict[str, str] = {
     "lowbit_matmul": "lowbit",
+    "lowbit_matmul_plan": "lowbit",
+    "matmul_w8a8": "eight",
 }
 
 

@@ -18,6 +18,7 @@
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
     mma                       products of a warp (mma.sync)
+    async_copy                copies by threads from global to shared memory, in groups
     begin_early, prefetch     dependent launches: let the next kernel start, wait for the one before; bytes into the L2 cache
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
@@ -28,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr as plain
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -44,6 +46,7 @@ __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
     "add_registers",
+    "async_copy",
     "barriers",
     "begin_early",
     "builtin",

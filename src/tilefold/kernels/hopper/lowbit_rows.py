@@ -1,13 +1,14 @@
-"""Products of few rows with weights of few bits: each warp walks blocks of K of its own, straight from memory to registers.
+"""Products of few rows with weights of few bits: each warp walks blocks of K of its own.
 
 x [M, K] times W^T, M at most BLOCK_M = 8 or 16.  Memory-bound: what counts is bytes in flight, and instructions a word.  A warp
 reads 16 bytes a thread, in the order in which they lie; that those are not the columns that mma.sync expects of that thread does
 not matter, since x is read in the same order: thread c of a quad has elements 8 c to 8 c + 7 of each slab, of weights and of x.
-So there is no shared memory and no shuffle in the loop.  Tiles are held in registers DEPTH steps ahead.  At the end the warps' sums are
-added in order; splits of K over programs are added by the last to arrive, in order.
+So no element moves between threads: weights go through a ring of DEPTH tiles in shared memory, in which each thread
+reads what it has copied itself, x is read one step ahead.  At the end the warps' sums are added in order; splits of K over programs
+are added by the last to arrive, in order.
 """
 
-from .gluon import begin_early, gl, jit, mma, prefetch
+from .gluon import async_copy, begin_early, gl, jit, mma, prefetch
 from .lowbit_parts import halves, joined_sum, middle, twice, unpack_words, zero_terms
 
 RUNTIME = ["M", "N", "rows", "group", "groups", "blocks", "each"]
@@ -24,15 +25,12 @@ def in_order(x):
 @jit
 def load_step(planes, x, terms, block, end, K, rows, group, groups, EVEN: gl.constexpr, BITS: gl.constexpr,
               CHUNK: gl.constexpr, SLABS: gl.constexpr, LOAD: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
-    """Everything of the blocks `block` + warp -> tuple: words, high words at 3 bits, SLABS of x, scales and zeros of each chunk."""
+    """Everything of the blocks `block` + warp of x and scales -> tuple: SLABS of x, scales and zeros of each chunk."""
     W: gl.constexpr = planes[0].shape[0]
     i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
     mine = block + i_w[:, None, None]
     live = mine < end
-    made = (gl.load(planes[0] + mine.to(gl.int64) * (rows * 16), mask=live, other=0),)
-    if BITS == 3:
-        high = gl.load(planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live, other=0)
-        made = made + (high.to(gl.uint32) >> (8 * (mine & 1)).to(gl.uint32),)
+    made = ()
     for j in gl.static_range(SLABS):
         k = mine * (SLABS * 16) + j * 16
         m_here = x[1] & live
@@ -49,17 +47,31 @@ def load_step(planes, x, terms, block, end, K, rows, group, groups, EVEN: gl.con
 
 
 @jit
-def use_step(acc, step, BITS: gl.constexpr, CHUNK: gl.constexpr, SLABS: gl.constexpr, ZEROS: gl.constexpr, LOAD: gl.constexpr,
-             ACC: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def bring_step(ring, slot, planes, block, end, rows, BITS: gl.constexpr, LOAD: gl.constexpr):
+    """Copy the weights of the blocks `block` + warp to a slot of the ring: each thread what it will read itself."""
+    W: gl.constexpr = planes[0].shape[0]
+    mine = block + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
+    live = mine < end
+    async_copy.async_copy_global_to_shared(ring[0].index(slot), planes[0] + mine.to(gl.int64) * (rows * 16), mask=live)
+    if BITS == 3:
+        async_copy.async_copy_global_to_shared(ring[1].index(slot), planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live)
+    async_copy.commit_group()
+
+
+@jit
+def use_step(acc, ring, slot, block, step, BITS: gl.constexpr, CHUNK: gl.constexpr, SLABS: gl.constexpr, ZEROS: gl.constexpr,
+             LOAD: gl.constexpr, ACC: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """acc + the products of one step, each chunk's times its scales."""
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, k_width=2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, k_width=2)
-    FIRST: gl.constexpr = 2 if BITS == 3 else 1
+    FIRST: gl.constexpr = 0
     EACH: gl.constexpr = 2 if ZEROS else 1
-    low = in_order(step[0])
+    low = in_order(ring[0].index(slot).load(LOAD))
     high = low
     if BITS == 3:
-        high = in_order(step[1]).to(gl.int32, bitcast=True)
+        mine = block + gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
+        words = ring[1].index(slot).load(LOAD).to(gl.uint32, bitcast=True) >> (8 * (mine & 1)).to(gl.uint32)
+        high = in_order(words).to(gl.int32, bitcast=True)
     for c in gl.static_range(SLABS // CHUNK):
         if ZEROS:
             z = zero_terms(step[FIRST + SLABS + EACH * c + 1].to(gl.float32), BITS, DTYPE)
@@ -117,23 +129,28 @@ def lowbit_rows(
     if ZEROS:
         terms = (Scales + o_n * stride_sn, Zeros + o_n * stride_sn, stride_sg, o_n < N)
     acc = gl.zeros([W, BLOCK_N, BLOCK_M], gl.float32, ACC)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    low_ring = gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED)
+    ring = (low_ring, low_ring)
+    if BITS == 3:
+        ring = (low_ring, gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED))
+    for d in gl.static_range(DEPTH - 1):
+        bring_step(ring, d, planes, first + d * W, end, rows, BITS, LOAD)
     a = load_step(planes, x, terms, first, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-    # as many names as tiles are held, in turn: nothing is moved from register to register
-    if DEPTH == 1:
-        for block in range(first, end, 2 * W):
-            b = load_step(planes, x, terms, block + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-            acc = use_step(acc, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
-            a = load_step(planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-            acc = use_step(acc, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
-    else:
-        b = load_step(planes, x, terms, first + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-        for block in range(first, end, 3 * W):
-            c = load_step(planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-            acc = use_step(acc, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
-            a = load_step(planes, x, terms, block + 3 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-            acc = use_step(acc, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
-            b = load_step(planes, x, terms, block + 4 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-            acc = use_step(acc, c, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
+    slot = 0
+    # two names for what is held of x, in turn: nothing is moved from register to register
+    for block in range(first, end, 2 * W):
+        async_copy.wait_group(DEPTH - 2)
+        b = load_step(planes, x, terms, block + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
+        bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + (DEPTH - 1) * W, end, rows, BITS, LOAD)
+        acc = use_step(acc, ring, slot, block, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
+        slot = (slot + 1) % DEPTH
+        async_copy.wait_group(DEPTH - 2)
+        a = load_step(planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
+        bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + DEPTH * W, end, rows, BITS, LOAD)
+        acc = use_step(acc, ring, slot, block + W, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
+        slot = (slot + 1) % DEPTH
+    async_copy.wait_group(0)
     # [BLOCK_N, BLOCK_M]
     SUM: gl.constexpr = gl.SliceLayout(0, ACC)
     total = gl.sum(acc, 0)

@@ -10,13 +10,14 @@ from ...device.lowbit import elements, exact_values, high_tile, slab_codes
 from ...device.tile import narrow
 
 
-@triton.jit(do_not_specialize=["N", "K", "rows", "group", "groups", "blocks"])
+@triton.jit(do_not_specialize=["N", "rows", "group", "groups", "blocks"])
 def lowbit_dequantise(
     Packed, High, Scales, Zeros, Table, Out, N, K, rows, group, groups, blocks, stride_sg, stride_sn, stride_on,
-    BITS: tl.constexpr, EMULATE: tl.constexpr, SLABS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, SLABS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Packed (and High at 3 bits) int32 planes [blocks, rows, 16]; Scales, Zeros (strides g, n) or Zeros None: symmetric, unless
-    there is a Table [2^BITS].  Out [N, K] (stride n), columns as stored.  WHOLE: `group` is a multiple of 32.
+    there is a Table [2^BITS].  Out [N, K] (stride n), columns as stored.  WHOLE: `group` is a multiple of 32;
+    EVEN: K of the block.
     A program makes BLOCK_N rows of one block, SLABS slabs of 32 columns.  Grid (blocks * cdiv(N, BLOCK_N),), blocks fastest."""
     pid = tl.program_id(0)
     i_b = (pid % blocks).to(tl.int64)
@@ -47,5 +48,7 @@ def lowbit_dequantise(
         if Zeros is not None:
             zeros = tl.load(Zeros + at, mask=m_at, other=0).to(tl.float32)
         values = exact_values(slab_codes(low, high, J, BITS), zeros, scales, Table)
-        inside = live[:, None] & (columns < K)[None, :]
+        inside = live[:, None]
+        if not EVEN:
+            inside = inside & (columns < K)[None, :]
         tl.store(p_out + columns[None, :], narrow(values, Out.dtype.element_ty, EMULATE), mask=inside)

@@ -58,6 +58,7 @@ def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> tuple[Any, t
     constants = {
         "BITS": weight.bits,
         "EMULATE": interpreting(),
+        "EVEN": k % (32 * slabs) == 0,
         "SLABS": slabs,
         "WHOLE": weight.group % 32 == 0 or weight.groups == 1,
         "BLOCK_N": block_n,
@@ -219,7 +220,8 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | No
         "DEPTH": plan.stages,
         "AHEAD": plan.ahead,
     }
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": plan.num_warps, **option}, x.device.index or 0)
+    options = {"num_warps": plan.num_warps, **option, **({"maxnreg": plan.registers} if plan.registers else {})}
+    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
     scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
 
@@ -246,7 +248,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | 
         "EARLY": early,
         "BLOCK_M": plan.block_m,
         "CONSUMERS": 2,
-        "W_SLOTS": 3 if plan.block_m == 256 else 4,
+        "W_SLOTS": (max(4, 1024 // plan.block_m) if plan.block_m > 64 else 12) // (1 if p.bits != 3 or plan.block_m > 128 else 2),
         "X_SLOTS": plan.stages,
         "AHEAD": plan.ahead,
     }

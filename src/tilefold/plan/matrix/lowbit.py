@@ -90,10 +90,10 @@ class LowbitPlan:
           "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
           "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
     block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
-    stages: tiles ahead ("rows"), slots of the ring of x ("hopper"), of the pipeline ("tile").
+    stages: slots of the ring of weights ("rows"), of x ("hopper"), of the pipeline ("tile").
     splits: parts of K that programs make apart.  atomic: sums in memory in the order of arrival.
     scaled: "after" the product in fp32, or "before" it in the weight.  early: a dependent launch.
-    ahead: blocks of K that a program asks for at once, into the L2 cache."""
+    ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit."""
 
     problem: LowbitProblem
     device: Device
@@ -109,6 +109,7 @@ class LowbitPlan:
     scaled: str = "after"
     early: bool = False
     ahead: int = 0
+    registers: int = 0
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -211,8 +212,8 @@ def _rows(problem: LowbitProblem, device: Device) -> dict[str, object]:
     block_n = 32 if problem.n > 4096 else 16
     items = -(-problem.n // block_n)
     splits = _splits(problem, items, 2 * device.sms, 16)
-    return {"block_n": block_n, "block_m": 8 if problem.m <= 8 else 16, "num_warps": 8, "stages": 1, "splits": splits,
-            "early": True, "ahead": 64}  # fmt: skip
+    return {"block_n": block_n, "block_m": 8 if problem.m <= 8 else 16, "num_warps": 8, "stages": 4, "splits": splits,
+            "early": True}  # fmt: skip
 
 
 def _hopper(problem: LowbitProblem, device: Device) -> dict[str, object]:
@@ -221,9 +222,9 @@ def _hopper(problem: LowbitProblem, device: Device) -> dict[str, object]:
         block_m = min(block_m, 128)
     items = -(-problem.m // block_m) * -(-problem.n // 128)
     splits = _splits(problem, items, device.sms, 4)
-    slots = 5 if block_m == 256 else 8
+    slots = 5 if block_m == 256 else 6 if block_m == 128 else 8
     return {"block_n": 128, "block_m": block_m, "num_warps": 4, "stages": slots, "splits": splits, "scaled": "before",
-            "early": True, "ahead": 32 if problem.m <= 64 else 0}  # fmt: skip
+            "early": True}  # fmt: skip
 
 
 def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
