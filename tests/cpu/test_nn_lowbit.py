@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from cases import judge, rand
+import cases
+from cases import judge
 from tilefold.errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
 from tilefold.nn import LowBitLinear
 from tilefold.quant import QuantizedTensor, from_nf4, quantize_weight
 
 N, K = 72, 192
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = {
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4, "group": 64},
@@ -24,7 +26,12 @@ WAYS = {
 }
 
 
-def linear(dtype=torch.float32, bias=True, device="cpu", n=N, k=K):
+def rand(*shape, dtype=torch.float32, device=DEVICE):
+    """On the device unless a test says otherwise."""
+    return cases.rand(*shape, dtype=dtype, device=device)
+
+
+def linear(dtype=torch.float32, bias=True, device=DEVICE, n=N, k=K):
     """A layer without NaN, whatever fresh memory holds."""
     made = nn.Linear(k, n, bias=bias, device=device, dtype=dtype)
     with torch.no_grad():
@@ -115,12 +122,12 @@ def test_loading_the_same_scheme_keeps_addresses():
 
 
 def test_tables_and_permutations_load():
-    absmax = torch.rand(N * K // 64) + 0.5
-    codes = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8)
+    absmax = torch.rand(N * K // 64, device=DEVICE) + 0.5
+    codes = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8, device=DEVICE)
     weight = from_nf4(codes, absmax, (N, K), blocksize=64)
-    perm = torch.randperm(K, dtype=torch.int32)
+    perm = torch.randperm(K, dtype=torch.int32, device=DEVICE)
     permuted = QuantizedTensor(**{**quantize_weight(rand(N, K)).__dict__, "perm": perm})
-    for given in (LowBitLinear(weight), LowBitLinear(permuted, torch.ones(N))):
+    for given in (LowBitLinear(weight), LowBitLinear(permuted, torch.ones(N, device=DEVICE))):
         into = made(bias=given.bias is not None)
         into.load_state_dict(given.state_dict())
         assert same(into, given)
@@ -150,7 +157,8 @@ def test_safetensors(tmp_path):
     files = pytest.importorskip("safetensors.torch")
     layer = made("3 bits a row", dtype=torch.bfloat16)
     files.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
-    assert same(LowBitLinear.from_state(files.load_file(tmp_path / "layer.safetensors")), layer)
+    read = files.load_file(tmp_path / "layer.safetensors", device=DEVICE)
+    assert same(LowBitLinear.from_state(read), layer)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -194,7 +202,7 @@ def test_half_back_and_to_nowhere():
     assert same(layer, before) and small.scales.dtype == torch.float32
     meta = copy.deepcopy(layer).to("meta")
     assert meta.packed.device.type == "meta" and meta.weight.shape == (N, K)
-    meta.half().to_empty(device="cpu").load_state_dict(layer.state_dict())
+    meta.half().to_empty(device=DEVICE).load_state_dict(layer.state_dict())
     assert meta.weight == layer.weight
 
 
@@ -247,8 +255,8 @@ def test_refusals():
     for arguments, error, message in (
         ((rand(N, K),), DtypeError, "weight must be a quant.QuantizedTensor, got Tensor"),
         ((weight, rand(N + 1)), ShapeError, r"bias must be \[N\] = \[72\], got \[73\]"),
-        ((weight, torch.ones(N, dtype=torch.int32)), DtypeError, "bias must be of a float dtype"),
-        ((weight, torch.ones(N, device="meta")), DeviceError, "bias must lie on cpu"),
+        ((weight, torch.ones(N, dtype=torch.int32, device=DEVICE)), DtypeError, "bias must be of a float dtype"),
+        ((weight, torch.ones(N, device="meta")), DeviceError, "bias must lie on c"),
     ):
         with pytest.raises(error, match=message):
             LowBitLinear(*arguments)

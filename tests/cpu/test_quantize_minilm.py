@@ -122,6 +122,7 @@ def test_four_bits_everywhere(encoder, monkeypatch):
     held(encoder, got, 0.95, 0.975, 0.96)
 
 
+@pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_through_the_kernels(encoder, monkeypatch):
     """The last sentence by `lowbit_matmul` and by torch with the dequantised weights: the same embedding."""

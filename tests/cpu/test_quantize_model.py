@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+import cases
 import tilefold
-from cases import rand
 from tilefold.errors import ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.nn import LowBitLinear, QuantizeReport
 from tilefold.quant import quantize_weight
 
 D, HIDDEN, WORDS = 128, 192, 160
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "lowbit_linear.md"
+
+
+def rand(*shape):
+    return cases.rand(*shape, device=DEVICE)
 
 
 class Block(nn.Module):
@@ -53,7 +58,7 @@ class Model(nn.Module):
 
 
 def words(rows=3):
-    return torch.randint(0, WORDS, (rows, 7))
+    return torch.randint(0, WORDS, (rows, 7), device=DEVICE)
 
 
 def quantised(model, *arguments, **options) -> QuantizeReport:
@@ -219,7 +224,7 @@ def test_conv1d_of_transformers():
     pytest.importorskip("transformers")
     from transformers.pytorch_utils import Conv1D
 
-    layer = Conv1D(HIDDEN, D)
+    layer = Conv1D(HIDDEN, D).to(DEVICE)
     layer.weight.data = rand(D, HIDDEN) * D**-0.5
     model, x = nn.Sequential(layer), rand(3, D)
     want = model(x).detach()
@@ -249,7 +254,8 @@ def test_the_originals_are_gone_as_it_goes(monkeypatch):
 
 def test_device_moves_all_of_the_model():
     model = Model()
-    report = quantised(model, device="cpu")
+    report = quantised(model.cpu(), device=DEVICE)
+    assert model(words()).shape == (3, 7, WORDS)
     assert low(model) == NAMES and report.before > report.after
 
 
@@ -276,7 +282,7 @@ def test_errors_and_bytes():
 
 def test_inputs_by_name_and_layers_that_saw_none():
     model = Model()
-    model.idle = nn.Linear(D, D)
+    model.idle = nn.Linear(D, D).to(DEVICE)
     model.idle.weight.data = rand(D, D)
     report = quantised(model, inputs={"words": words(), "scale": 2.0})
     assert [layer.name for layer in report.layers if layer.output_error is None] == ["idle"]
@@ -392,6 +398,7 @@ def test_what_does_not_fit_says_so(tmp_path):
 
 
 @pytest.mark.no_poison
+@pytest.mark.interpreter
 def test_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
