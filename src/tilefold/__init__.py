@@ -32,6 +32,7 @@ from .types import constant
 
 if TYPE_CHECKING:
     from .integrations import register, unregister
+    from .nn import load_quantized, quantize, save_quantized
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
     from .sparse import BlockIndex
@@ -68,12 +69,15 @@ __all__ = [
     "bmm",
     "constant",
     "kvcache_append",
+    "load_quantized",
     "matmul",
     "merge_attention",
     "plan_attention",
+    "quantize",
     "quantize_fp8",
     "quantize_kv",
     "register",
+    "save_quantized",
     "sparse_attention",
     "sparse_attention_paged",
     "sparse_attention_varlen",
@@ -83,13 +87,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The planner, the paged cache, the index of blocks, the references and the bridges to others load when first used."""
+    """The planner, the paged cache, the index of blocks, quantised models and the bridges to others load when first used."""
     if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name in ("CacheBatch", "CacheStatistics", "PagedKVCache"):
         return getattr(importlib.import_module(".paged", __name__), name)
     if name == "BlockIndex":
         return importlib.import_module(".sparse", __name__).BlockIndex
+    if name in ("load_quantized", "quantize", "save_quantized"):
+        return getattr(importlib.import_module(".nn", __name__), name)
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
     ops = importlib.import_module(".ops", __name__)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilefold.bench import decode_run
 from tilefold.bench.decode import DecodeCase, decode_cases
 from tilefold.bench.decode_inputs import DecodeJudge, make_decode_inputs
-from tilefold.bench.decode_report import decode_lines, decode_table
-from tilefold.bench.decode_run import DecodeCell, DecodeRow
-from tilefold.bench.decode_serving import DECODE_PEERS, decode_peers_named, in_pages
+from tilefold.bench.decode_serving import DECODE, DECODE_PEERS, in_pages
+from tilefold.bench.family_report import family_lines, family_table
+from tilefold.bench.family_run import Cell, Row, run_family_case
 from tilefold.bench.judge import Verdict
 from tilefold.bench.timers import Timing
 from tilefold.cli.app import app
@@ -71,8 +70,8 @@ def test_bad_cases_are_refused():
     with pytest.raises(ValueRangeError, match="size must be one of"):
         decode_cases("huge")
     with pytest.raises(ValueRangeError, match="peers must be from"):
-        decode_peers_named(("fastest",))
-    assert [peer.name for peer in decode_peers_named(("none",))] == ["tilefold"]
+        DECODE.peers_named(("fastest",))
+    assert [peer.name for peer in DECODE.peers_named(("none",))] == ["tilefold"]
 
 
 # ---------------------------------------------------------------- inputs and the judge
@@ -141,13 +140,13 @@ def test_contiguous_caches_are_pages_in_order():
 
 def cell(name, ms=None, **more):
     time = None if ms is None else Timing(ms, ms, ms, 1, "made up")
-    return DecodeCell(name, "ok" if ms else "refused", events=time, graph=time, **more)
+    return Cell(name, "ok" if ms else "refused", events=time, graph=time, **more)
 
 
 def test_the_table_counts_from_the_copy_and_the_fastest_other_library():
     case = DecodeCase((8192,) * 32)
-    row = DecodeRow(case, (cell("tilefold", 0.3), cell("plain", 0.27), cell("cudnn", 0.6), cell("flash", 0.36)), 4e12)
-    (line,) = decode_table([row], "graph").rows
+    row = Row(DECODE, case, (cell("tilefold", 0.3), cell("plain", 0.27), cell("cudnn", 0.6), cell("flash", 0.36)), 4e12)
+    (line,) = family_table([row], "graph").rows
     assert row.floor_ms == pytest.approx(case.bytes / 4e9)
     assert line == (case.name, "300", "3581", "1.12", "1.20x", "270 (0.90x)", "600 (2.00x)", "360 (1.20x)")
 
@@ -156,11 +155,11 @@ def test_uneven_batches_are_named_beside_balanced_ones():
     uneven, balanced = (
         next(c for c in decode_cases() if c.name.startswith(f"b32_{kind}") and c.page == 64) for kind in ("uneven", "n15")
     )  # fmt: skip
-    rows = [DecodeRow(uneven, (cell("tilefold", 0.55),), 4e12), DecodeRow(balanced, (cell("tilefold", 0.5),), 4e12)]
-    assert f"tilefold, graph: {uneven.name} takes 1.10 times {balanced.name}" in decode_lines(rows)
-    gone = [DecodeRow(uneven, (cell("tilefold", note="too long"),)), rows[1]]
-    assert decode_lines(gone) == [f"tilefold ({uneven.name}): too long"]
-    assert decode_table(gone, "graph").rows[0][1:5] == ("-", "", "", "")
+    rows = [Row(DECODE, uneven, (cell("tilefold", 0.55),), 4e12), Row(DECODE, balanced, (cell("tilefold", 0.5),), 4e12)]
+    assert f"tilefold, graph: {uneven.name} takes 1.10 times {balanced.name}" in family_lines(rows)
+    gone = [Row(DECODE, uneven, (cell("tilefold", note="too long"),)), rows[1]]
+    assert family_lines(gone) == [f"tilefold ({uneven.name}): too long"]
+    assert family_table(gone, "graph").rows[0][1:5] == ("-", "", "", "")
 
 
 # ---------------------------------------------------------------- the command
@@ -235,10 +234,11 @@ def test_a_budget_and_refusals(tmp_path):
 
 
 @pytest.mark.interpreter
-def test_too_little_memory_is_a_note(monkeypatch):
+def test_too_little_memory_is_a_note():
     def none_left(*arguments):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(decode_run, "make_decode_inputs", none_left)
-    row = decode_run.run_decode_case(ONE, decode_peers_named(("math",)), "cpu", 1, lambda *_: None)
+    row = run_family_case(
+        replace(DECODE, inputs=none_left), ONE, DECODE.peers_named(("math",)), "cpu", 1, lambda *_: None
+    )
     assert [(one.status, one.note) for one in row.cells] == [("no memory", "out of memory")] * 2

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tilefold.bench.decode import DecodeCase
-from tilefold.bench.decode_run import run_decode_case
-from tilefold.bench.decode_serving import DECODE_DEFAULTS, decode_peers_named
+from tilefold.bench.decode_serving import DECODE, DECODE_DEFAULTS
+from tilefold.bench.family_run import run_family_case
 
 pytestmark = pytest.mark.no_poison
 SMALL = DecodeCase((2048,) * 4)
 
 
 def cells_of(case, names):
-    row = run_decode_case(case, decode_peers_named(names), "cuda", 1, lambda *_: None)
+    row = run_family_case(DECODE, case, DECODE.peers_named(names), "cuda", 1, lambda *_: None)
     return row, {cell.implementation: cell for cell in row.cells}
 
 

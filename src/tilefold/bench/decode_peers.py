@@ -6,54 +6,18 @@ starts; their times are then of another number of bytes, and their outputs are j
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.decode import DecodeCase
 from tilefold.bench.decode_inputs import DecodeInputs
+from tilefold.bench.family import Calls, Peer, each
 from tilefold.bench.implementation import importable
 from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OWN", "TORCH_AND_FA4", "Calls", "DecodePeer", "attend_cached"]
-
-Attend = Callable[[DecodeInputs], Callable[[], "Tensor"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The same step over each set of inputs, giving out [B, Sq, H, Dv]; `context` has to be open while they run."""
-
-    calls: "list[Callable[[], Tensor]]"
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePeer:
-    """name: as on the command line and in result files; title: as in tables; package: the distribution that it comes in.
-
-    refuses: (case, device type) -> why it cannot be used there, or None; Unsupported and NotImplementedError of prepare or of a
-    call count as a refusal, too.  prepare: makes the calls over several sets of inputs of one case; what is done once (plans,
-    compilation, masks, copies in another layout) happens there."""
-
-    name: str
-    title: str
-    what: str
-    package: str
-    refuses: Callable[[DecodeCase, str], str | None]
-    prepare: Callable[[Sequence[DecodeInputs]], Calls]
-
-    @property
-    def ours(self) -> bool:
-        return self.package == "tilefold"
-
-
-def each(attend: Attend) -> Callable[[Sequence[DecodeInputs]], Calls]:
-    """A prepare that treats every set by itself."""
-    return lambda sets: Calls([attend(one) for one in sets])
+__all__ = ["OWN", "TORCH_AND_FA4", "attend_cached"]
 
 
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
@@ -76,10 +40,10 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 
 
 OWN = (
-    DecodePeer(
+    Peer(
         "tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", lambda case, device: None, each(attend_cached)
     ),
-    DecodePeer(
+    Peer(
         "plain",
         "tilefold plain",
         "the same with the cache contiguous and in the queries' dtype",
@@ -206,13 +170,13 @@ def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
 
 TORCH_AND_FA4 = (
     *(
-        DecodePeer(name, title, what, "torch", _sdpa_refuses(name), _prepare_sdpa(name))
+        Peer(name, title, what, "torch", _sdpa_refuses(name), _prepare_sdpa(name))
         for name, title, what in (
             ("cudnn", "cuDNN", "torch SDPA, cuDNN backend"),
             ("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)"),
             ("math", "math", "torch SDPA, math backend"),
         )
     ),
-    DecodePeer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _fa4_refuses, _prepare_fa4),
-    DecodePeer("flex", "Flex", "torch FlexAttention, compiled", "torch", _flex_refuses, _prepare_flex),
+    Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _fa4_refuses, _prepare_fa4),
+    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _flex_refuses, _prepare_flex),
 )

@@ -3,18 +3,21 @@
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.decode import DecodeCase
-from tilefold.bench.decode_inputs import DecodeInputs
-from tilefold.bench.decode_peers import OWN, TORCH_AND_FA4, Calls, DecodePeer
+from tilefold.bench.decode import DecodeCase, decode_cases
+from tilefold.bench.decode_inputs import DecodeInputs, DecodeJudge, make_decode_inputs
+from tilefold.bench.decode_peers import OWN, TORCH_AND_FA4
+from tilefold.bench.family import Calls, Family, Peer
+from tilefold.bench.family_run import METHODS, Row
 from tilefold.bench.implementation import importable
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DECODE_DEFAULTS", "DECODE_PEERS", "decode_peers_named"]
+__all__ = ["DECODE", "DECODE_PEERS"]
 
 WORKSPACE = 256 << 20  # bytes that flashinfer's planner may use, twice what its documentation gives
 VLLM_MODULES = ("vllm.v1.attention.ops.triton_decode_attention", "vllm.attention.ops.triton_decode_attention")
@@ -125,7 +128,7 @@ def _vllm_call(function: Any, inputs: DecodeInputs) -> "Callable[[], Tensor]":
 _ALL = (
     *OWN,
     *TORCH_AND_FA4,
-    DecodePeer(
+    Peer(
         "flashinfer",
         "flashinfer",
         "flashinfer's paged wrappers, if installed",
@@ -133,9 +136,9 @@ _ALL = (
         _flashinfer_refuses,
         _prepare_flashinfer,
     ),
-    DecodePeer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _vllm_refuses, _prepare_vllm),
+    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _vllm_refuses, _prepare_vllm),
 )
-DECODE_PEERS: dict[str, DecodePeer] = {one.name: one for one in _ALL}
+DECODE_PEERS: dict[str, Peer] = {one.name: one for one in _ALL}
 # Device -> who is measured unasked.
 DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {
     "cuda": ("plain", "cudnn", "flash", "fa4", "flex", "flashinfer", "vllm"),
@@ -143,11 +146,46 @@ DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def decode_peers_named(names: tuple[str, ...]) -> tuple[DecodePeer, ...]:
-    """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
-    known = [name for name in DECODE_PEERS if name != "tilefold"]
-    wanted = () if names == ("none",) else tuple(dict.fromkeys(name for name in names if name != "tilefold"))
-    for name in wanted:
-        if name not in known:
-            raise ValueRangeError(f"peers must be from {', '.join(known)} (or none), got {name!r}")
-    return (DECODE_PEERS["tilefold"], *(DECODE_PEERS[name] for name in wanted))
+def record_of(case: DecodeCase) -> dict[str, Any]:
+    """What a case adds to its record."""
+    shape = {key: value for key, value in asdict(case).items() if key != "lengths"}
+    keys = {"keys": sum(case.lengths), "shortest": min(case.lengths), "longest": case.longest}
+    return {"batch": case.batch, **keys, **shape}
+
+
+def balance_lines(rows: Sequence[Row]) -> list[str]:
+    """Uneven batches beside balanced ones of as many keys."""
+    lines = []
+    for row in rows:
+        for other in rows:
+            same = row.case.uneven and not other.case.uneven and row.case.batch == other.case.batch
+            if same and abs(row.case.bytes / other.case.bytes - 1) < 1e-2 and row.case.page == other.case.page:
+                lines += _beside(row, other)
+    return lines
+
+
+def _beside(uneven: Row, balanced: Row) -> list[str]:
+    found = []
+    for name in (cell.implementation for cell in uneven.cells):
+        cells = uneven.at(name), balanced.at(name)
+        for method in METHODS:
+            mine, other = (cell.timing(method) if cell else None for cell in cells)
+            if mine and other and other.ms:
+                title = DECODE_PEERS[name].title
+                found.append(
+                    f"{title}, {method}: {uneven.case.name} takes {mine.ms / other.ms:.2f} times {balanced.case.name}"
+                )
+    return found
+
+
+DECODE = Family(
+    name="decode",
+    cases=decode_cases,
+    inputs=make_decode_inputs,
+    judge=DecodeJudge,
+    peers=DECODE_PEERS,
+    defaults=DECODE_DEFAULTS,
+    record=record_of,
+    lines=balance_lines,
+    rotating="caches",
+)

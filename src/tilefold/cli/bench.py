@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.bench_decode import EPILOG as DECODE_EPILOG
-from tilefold.cli.bench_decode import decode
+from tilefold.cli.bench_family import EPILOGS, FAMILIES, family_command
 from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tilefold.cli.bench_startup import startup
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
@@ -140,7 +139,8 @@ app.command(name="dense", epilog=EPILOG)(
     of_family("dense", "Attention over all pairs, full and causal, beside other libraries.")
 )
 app.command(name="sparse", epilog=EPILOG)(of_family("sparse", "Attention over lists of blocks beside other libraries."))
-app.command(name="decode", epilog=DECODE_EPILOG)(decode)
+for _name in FAMILIES:
+    app.command(name=_name, epilog=EPILOGS[_name])(family_command(_name))
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
 app.command(name="startup", epilog=STARTUP_EPILOG)(startup)
 

@@ -17,6 +17,9 @@ COLLECTION: dict[str, str] = {
     "add": "add",
     "conv2d": "conv",
     "transpose": "transpose",
+    "lowbit_matmul": "lowbit",
+    "lowbit_matmul_plan": "lowbit",
+    "matmul_w8a8": "eight",
 }
 
 

@@ -4,6 +4,7 @@ from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
 from .fp8 import attention_fp8
 from .fuse import fuse
+from .lowbit import lowbit_matmul, matmul_w8a8
 from .matmul import bmm, matmul
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
@@ -21,7 +22,9 @@ __all__ = [
     "compare",
     "fuse",
     "gini",
+    "lowbit_matmul",
     "matmul",
+    "matmul_w8a8",
     "project",
     "select",
     "sparse_attention",

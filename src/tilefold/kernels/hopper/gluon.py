@@ -17,6 +17,9 @@
     narrowed, widened         fp32 as 16 bits, and back
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
+    mma                       products of a warp (mma.sync)
+    async_copy                copies by threads from global to shared memory, in groups
+    begin_early, prefetch     dependent launches: let the next kernel start, wait for the one before; bytes into the L2 cache
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
 """
@@ -26,6 +29,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr as plain
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -41,7 +46,9 @@ __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
     "add_registers",
+    "async_copy",
     "barriers",
+    "begin_early",
     "builtin",
     "constexpr_function",
     "fence_async_shared",
@@ -49,8 +56,10 @@ __all__ = [
     "jit",
     "mbarrier",
     "meet",
+    "mma",
     "narrowed",
     "opaque",
+    "prefetch",
     "quick_reciprocal",
     "reinterpret",
     "scale_unless_one",
@@ -268,3 +277,26 @@ def scale_unless_one(x, factor):
     NUMBER: gl.constexpr = x.shape[1] // 2  # elements of a thread
     return gl.inline_asm_elementwise(_scaling(NUMBER), _scaling_constraints(NUMBER), [x, factor], dtype=gl.float32, is_pure=False,
                                      pack=NUMBER)  # fmt: skip
+
+
+@jit
+def begin_early(EARLY: gl.constexpr):
+    """EARLY: let a dependent kernel take its places, and wait for the kernel that this one depends on."""
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [],
+                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@constexpr_function
+def _prefetching(size):
+    return (
+        "{ .reg .pred wanted; setp.ne.s32 wanted, $2, 0; "
+        f"@wanted cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
+    )
+
+
+@jit
+def prefetch(place, wanted, SIZE: gl.constexpr):
+    """Bring SIZE bytes (a multiple of 16) from each place (int64 addresses) into the L2 cache where `wanted` (int32) is not 0.
+    Reads nothing: memory that the kernel before still writes may be named."""
+    gl.inline_asm_elementwise(_prefetching(SIZE), "=r,l,r", [place, wanted], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,14 +1,12 @@
-"""Run cases of `tilefold bench decode`: check every implementation, time those that are right, in turns with a plain copy."""
+"""Run a family's cases: check every implementation, time those that are right, in turns with a plain copy."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
-from tilefold.bench.decode import DecodeCase
-from tilefold.bench.decode_inputs import DecodeInputs, DecodeJudge, make_decode_inputs
-from tilefold.bench.decode_peers import Calls, DecodePeer
+from tilefold.bench.family import Calls, Case, Family, Judge, Peer
 from tilefold.bench.judge import Verdict
 from tilefold.bench.run import FAILED, MEMORY, OK, REFUSED, WRONG, complaint, first_line, l2_bytes
 from tilefold.bench.timers import Timing
@@ -17,8 +15,9 @@ from tilefold.errors import TilefoldError, Unsupported
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodeCell", "DecodeRow", "run_decode_case", "run_decode_cases"]
+__all__ = ["METHODS", "Cell", "Row", "run_family_case", "run_family_cases"]
 
+METHODS = {"events": "between GPU events, cold L2 cache", "graph": "CUDA-graph replays over rotating"}
 COPY = "copy"
 COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 22}  # copied: read once, written once; many times what a cache holds
 # Replays go around buffers of so many times twice the L2 cache: a cache that does not replace the oldest first keeps, of c times
@@ -28,11 +27,11 @@ REP_MS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCell:
+class Cell:
     """One implementation on one case.
 
     status: "ok"; "WRONG" (fails the tolerance, never timed); "refused"; "no memory"; "failed" (raised something else); note: why.
-    events: calls between GPU events with a cold L2 cache, on the CPU by the wall; graph: CUDA-graph replays over rotating caches.
+    events: calls between GPU events with a cold L2 cache, on the CPU by the wall; graph: CUDA-graph replays over rotating inputs.
     """
 
     implementation: str
@@ -48,50 +47,56 @@ class DecodeCell:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRow:
+class Row:
     """A case with a cell for each implementation.
 
     copied: bytes a second, read and written, of a plain copy of 512 MiB, in the same rounds; 0 if it was not reached.
-    sets: how many sets of inputs the replays went around."""
+    sets: how many sets of inputs the replays went around.  roof: operations a second of the device at most, 0: not asked."""
 
-    case: DecodeCase
-    cells: tuple[DecodeCell, ...]
+    family: Family
+    case: Any  # a Case
+    cells: tuple[Cell, ...]
     copied: float = 0.0
     sets: int = 1
+    roof: float = 0.0
 
-    def at(self, implementation: str) -> DecodeCell | None:
+    def at(self, implementation: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.implementation == implementation), None)
 
     @property
     def floor_ms(self) -> float | None:
-        """What moving the case's bytes takes at the rate of the copy."""
-        return self.case.bytes / self.copied * 1e3 if self.copied else None
+        """What moving the case's bytes takes at the rate of the copy, or its operations at the device's, whichever is longer."""
+        if not self.copied:
+            return None
+        seconds: float = max(self.case.bytes / self.copied, self.case.flops / self.roof if self.roof else 0.0)
+        return seconds * 1e3
 
 
-def run_decode_cases(
-    cases: Iterable[DecodeCase],
-    peers: Sequence[DecodePeer],
+def run_family_cases(
+    family: Family,
+    cases: Iterable[Case],
+    peers: Sequence[Peer],
     device: str,
     rounds: int,
-    progress: Callable[[DecodeCase, str], None],
-    finished: Callable[[DecodeRow], None] = lambda row: None,
+    progress: Callable[[Case, str], None],
+    finished: Callable[[Row], None] = lambda row: None,
     budget_s: float | None = None,
-) -> list[DecodeRow]:
-    """`run_decode_case` for each case; progress(case, what) before each step, one per implementation and one, "timing", per case;
+) -> list[Row]:
+    """`run_family_case` for each case; progress(case, what) before each step, one per implementation and one, "timing", per case;
     finished(row) after each case.  No case is begun after budget_s seconds, or after the GPU's context was lost."""
-    rows: list[DecodeRow] = []
+    rows: list[Row] = []
     begin = time.perf_counter()
     for case in cases:
         if budget_s is not None and time.perf_counter() - begin >= budget_s:
             break
         lost = False
         try:
-            row = run_decode_case(case, peers, device, rounds, progress)
+            row = run_family_case(family, case, peers, device, rounds, progress)
         except RuntimeError as error:
             if "CUDA error" not in str(error):
                 raise
             note = f"the GPU was lost in this case: {first_line(error)}"
-            row, lost = DecodeRow(case, tuple(DecodeCell(one.name, FAILED, note) for one in peers)), True
+            row, lost = Row(family, case, tuple(Cell(one.name, FAILED, note) for one in peers)), True
         finished(row)
         rows.append(row)
         if lost:
@@ -99,24 +104,25 @@ def run_decode_cases(
     return rows
 
 
-def run_decode_case(
-    case: DecodeCase,
-    peers: Sequence[DecodePeer],
+def run_family_case(
+    family: Family,
+    case: Case,
+    peers: Sequence[Peer],
     device: str,
     rounds: int,
-    progress: Callable[[DecodeCase, str], None],
-) -> DecodeRow:
+    progress: Callable[[Case, str], None],
+) -> Row:
     """Check every implementation on a case and time those that passed, alternating."""
     import torch
 
-    cells: dict[str, DecodeCell] = {}
+    cells: dict[str, Cell] = {}
     ready: dict[str, Calls] = {}
     copied, count = 0.0, 1
     try:
         with torch.no_grad():
             count = timers.rotations(case.bytes, TIMES_L2 * l2_bytes()) if device == "cuda" else 1
-            sets = [make_decode_inputs(case, device, seed) for seed in range(count)]
-            judge = DecodeJudge(sets[0])
+            sets = [family.inputs(case, device, seed) for seed in range(count)]
+            judge = family.judge(sets[0])
             for peer in peers:
                 progress(case, peer.title)
                 cells[peer.name], calls = check_one(case, peer, sets, judge, device)
@@ -127,29 +133,28 @@ def run_decode_case(
     except torch.OutOfMemoryError as error:
         for peer in peers:
             if peer.name not in cells or cells[peer.name].status == OK:
-                cells[peer.name] = DecodeCell(peer.name, MEMORY, first_line(error))
+                cells[peer.name] = Cell(peer.name, MEMORY, first_line(error))
     finally:
         ready.clear()
         if device == "cuda":
             torch.cuda.empty_cache()
-    return DecodeRow(case, tuple(cells[peer.name] for peer in peers), copied, count)
+    roof = family.roof(case, device)
+    return Row(family, case, tuple(cells[peer.name] for peer in peers), copied, count, roof)
 
 
-def check_one(
-    case: DecodeCase, peer: DecodePeer, sets: Sequence[DecodeInputs], judge: DecodeJudge, device: str
-) -> tuple[DecodeCell, Calls | None]:
+def check_one(case: Case, peer: Peer, sets: Sequence[Any], judge: Judge, device: str) -> tuple[Cell, Calls | None]:
     """Prepare an implementation, run it once on the first inputs and judge that; what is ready to be timed comes back too."""
     import torch
 
-    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> DecodeCell:
-        return DecodeCell(peer.name, status, note, verdict)
+    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
+        return Cell(peer.name, status, note, verdict)
 
     if reason := peer.refuses(case, device):
         return cell(REFUSED, reason), None
     try:
         calls = peer.prepare(sets)
         with calls.context():
-            verdict = judge.verdict(calls.calls[0]())
+            verdict = (calls.judge or judge).verdict(calls.calls[0]())
     except torch.OutOfMemoryError as error:
         return cell(MEMORY, first_line(error)), None
     except (Unsupported, NotImplementedError) as error:
@@ -164,7 +169,7 @@ def check_one(
     return cell(OK, "", verdict), calls
 
 
-def _timed(cells: dict[str, DecodeCell], ready: dict[str, Calls], device: str, rounds: int) -> float:
+def _timed(cells: dict[str, Cell], ready: dict[str, Calls], device: str, rounds: int) -> float:
     """Put times into the cells; the copy's bytes a second."""
     copy = plain_copy(device)
     samplers = {name: _sampler(calls, device) for name, calls in ready.items()}

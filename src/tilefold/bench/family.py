@@ -1,0 +1,104 @@
+"""A family of benchmark cases whose implementations are judged whole and timed in turns: its records, and who takes part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilefold.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilefold.bench.family_run import Row
+    from tilefold.bench.judge import Verdict
+
+__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
+
+
+class Case(Protocol):
+    """What of a case the runner and the report need: its name and dtype, bytes that have to move, operations."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+
+class Judge(Protocol):
+    """The reference of one set of inputs."""
+
+    def verdict(self, out: "Tensor") -> "Verdict": ...
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The same computation over each set of inputs; `context` has to be open while they run.
+
+    judge: what the first one's output is judged by, if not by the family's judge (who rounds weights in its own way)."""
+
+    calls: "list[Callable[[], Tensor]]"
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    judge: Judge | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """name: as on the command line and in result files; title: as in tables; package: the distribution that it comes in.
+
+    refuses: (case, device type) -> why it cannot be used there, or None; Unsupported and NotImplementedError of prepare or of a
+    call count as a refusal, too.  prepare: makes the calls over several sets of inputs of one case; what is done once (plans,
+    compilation, masks, copies in another layout) happens there."""
+
+    name: str
+    title: str
+    what: str
+    package: str
+    refuses: Callable[[Any, str], str | None]
+    prepare: Callable[[Sequence[Any]], Calls]
+
+    @property
+    def ours(self) -> bool:
+        return self.package == "tilefold"
+
+
+@dataclass(frozen=True)
+class Family:
+    """name: of the command and the results file.  cases: of a size ("full", "quick", "tiny").  inputs: (case, device, seed) ->
+    tensors, the same for the same three.  peers: by name, "tilefold" among them; defaults: device type -> who is measured
+    unasked.
+
+    record: what a case adds to its record.  lines: sentences below the tables.  rotating: what replays go around.
+    roof: (case, device type) -> operations a second that the device can do at most; 0: moving bytes is all that counts."""
+
+    name: str
+    cases: Callable[[str], tuple[Any, ...]]
+    inputs: Callable[[Any, str, int], Any]
+    judge: Callable[[Any], Judge]
+    peers: Mapping[str, Peer]
+    defaults: Mapping[str, tuple[str, ...]]
+    record: Callable[[Any], dict[str, Any]]
+    lines: "Callable[[Sequence[Row]], list[str]]" = lambda rows: []
+    rotating: str = "weights"
+    roof: Callable[[Any, str], float] = lambda case, device: 0.0
+
+    def peers_named(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
+        """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
+        known = [name for name in self.peers if name != "tilefold"]
+        wanted = () if names == ("none",) else tuple(dict.fromkeys(name for name in names if name != "tilefold"))
+        for name in wanted:
+            if name not in known:
+                raise ValueRangeError(f"peers must be from {', '.join(known)} (or none), got {name!r}")
+        return (self.peers["tilefold"], *(self.peers[name] for name in wanted))
+
+
+def each(make: "Callable[[Any], Callable[[], Tensor]]") -> Callable[[Sequence[Any]], Calls]:
+    """A prepare that treats every set of inputs by itself."""
+    return lambda sets: Calls([make(one) for one in sets])

@@ -1,0 +1,141 @@
+"""Codes of few bits as `tilefold.quant.packing` lays them out, unpacked in registers.
+
+A tile of a plane is [rows, 32] elements of 16 bits; field J of all of them is slab J of the block, 32 neighbouring columns: one
+shift and one mask.  At 3 bits a second tile, of the plane of high bits, is shifted so that its field J belongs to the low one's.
+
+How a weight's value is made (HOW):
+
+    POST    code - zero in x's dtype, which is exact; the scale multiplies the product, in fp32
+    PRE     (code - zero) * scale in x's dtype: rounded once, as the dequantised weight is
+    WIDE    (code - zero) * scale, or table[code] * scale, in fp32, then rounded to x's dtype
+
+With ASM two elements at a time: the code's bits under a 16-bit float's (128 + code in bf16, 1024 + code in fp16), so that one
+addition takes off that and the zero point together.  8 bits do not fit under bf16's: there the two halves are subtracted.
+"""
+
+import triton
+import triton.language as tl
+
+POST = tl.constexpr(0)
+PRE = tl.constexpr(1)
+WIDE = tl.constexpr(2)
+
+
+@triton.jit
+def elements(plane):
+    """The int32 plane as its elements of 16 bits, two a word."""
+    return plane.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def high_tile(high, block):
+    """The high bits' tile of block `block` // 2, so shifted that field J belongs to field J of the low tile of `block`."""
+    return (high.to(tl.int32) & 0xFFFF) >> (8 * (block & 1))
+
+
+@triton.jit
+def slab_codes(low, high, J: tl.constexpr, BITS: tl.constexpr):
+    """Codes of slab J, int32 like low; high: None but at 3 bits."""
+    if BITS == 3:
+        return ((low.to(tl.int32) >> (2 * J)) & 3) | (((high >> J) & 1) << 2)
+    else:
+        return (low.to(tl.int32) >> (BITS * J)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def exact_values(codes, zeros, scales, Table):
+    """fp32: (code - zero) * scale, or table[code] * scale, each step rounded as `QuantizedTensor.dequantize` does it.
+
+    zeros: fp32 that broadcasts; Table: fp32, or None."""
+    if Table is None:
+        # 2^23 + code as a float's bits: converting an integer takes four times as long
+        return ((codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - zeros) * scales
+    else:
+        return tl.load(Table + codes) * scales
+
+
+@triton.constexpr_function
+def unpack_text(bits, j, fp16, scaled):
+    """PTX: two elements of $1 (and the high bits' of $2 at 3 bits) -> two values; then minus the zeros, and scales if `scaled`."""
+    first = 3 if bits == 3 else 2
+    zeros, scales = f"${first}", f"${first + 1}"
+    width = 2 if bits == 3 else bits
+    kind, magic = ("f16x2", 0x64006400) if fp16 else ("bf16x2", 0x43004300)
+    one = "0x3c003c00" if fp16 else "0x3f803f80"
+    text = f"{{ .reg .b32 t, u, v, one, less, none; mov.b32 one, {one}; mov.b32 less, 0xbf80bf80; mov.b32 none, 0x80008000; "
+    text += f"shr.u32 t, $1, {width * j}; " if j else "mov.b32 t, $1; "
+    if bits == 8 and not fp16:  # 128 + low seven bits, minus 128 or 256: the sign of code - 128 is the inverted top bit
+        text += "lop3.b32 u, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 v, t, 0x00800080, 0x43004300, 0xae; "
+        text += "fma.rn.bf16x2 u, v, less, u; "
+    else:
+        mask = (1 << width) - 1
+        text += f"lop3.b32 u, t, {hex(mask | mask << 16)}, {hex(magic)}, 0xea; "
+    if bits == 3:
+        text += f"shl.b32 v, $2, {2 - j}; " if j <= 2 else f"shr.u32 v, $2, {j - 2}; "
+        text += "lop3.b32 u, v, 0x00040004, u, 0xea; "
+    text += f"fma.rn.{kind} {'u' if scaled else '$0'}, u, one, {zeros}; "
+    if scaled:
+        text += f"fma.rn.{kind} $0, u, {scales}, none; "
+    return text + "}"
+
+
+@triton.jit
+def shifted_high(high, block, ASM: tl.constexpr):
+    """The high bits' tile (int16) as `weight_slab` takes it."""
+    if ASM:
+        amount = tl.full(high.shape, 0, tl.int16) + (8 * (block & 1)).to(tl.int16)
+        return tl.inline_asm_elementwise("{ .reg .b32 t; and.b32 t, $2, 255; shr.u32 $0, $1, t; }", "=r,r,r", [high, amount],
+                                         dtype=tl.int16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return high_tile(high, block)
+
+
+@triton.jit
+def zero_term(zeros, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """What `weight_slab` takes for zero points (fp32): what is to be added in x's dtype, exactly."""
+    if ASM and HOW != 2:
+        if BITS == 8 and DTYPE == tl.bfloat16:
+            return (128.0 - zeros).to(DTYPE)
+        else:
+            return (-(1024.0 if DTYPE == tl.float16 else 128.0) - zeros).to(DTYPE)
+    else:
+        return zeros
+
+
+@triton.jit
+def weight_slab(low, high, zeros, scales, Table, J: tl.constexpr, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr,
+                DTYPE: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+    """Slab J of a tile as COMPUTE, rounded to DTYPE.  zeros, of `zero_term`, and scales have a 1 where low has its lanes."""
+    if ASM and HOW != 2:
+        z = tl.broadcast_to(zeros, low.shape)
+        if HOW == 1:
+            s = tl.broadcast_to(scales, low.shape)
+            if BITS == 3:
+                return tl.inline_asm_elementwise(unpack_text(BITS, J, DTYPE == tl.float16, True), "=r,r,r,r,r", [low, high, z, s],
+                                                 dtype=zeros.dtype, is_pure=True, pack=2)  # fmt: skip
+            else:
+                return tl.inline_asm_elementwise(unpack_text(BITS, J, DTYPE == tl.float16, True), "=r,r,r,r", [low, z, s],
+                                                 dtype=zeros.dtype, is_pure=True, pack=2)  # fmt: skip
+        elif BITS == 3:
+            return tl.inline_asm_elementwise(unpack_text(BITS, J, DTYPE == tl.float16, False), "=r,r,r,r", [low, high, z],
+                                             dtype=zeros.dtype, is_pure=True, pack=2)  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(unpack_text(BITS, J, DTYPE == tl.float16, False), "=r,r,r", [low, z],
+                                             dtype=zeros.dtype, is_pure=True, pack=2)  # fmt: skip
+    else:
+        codes = slab_codes(low, high, J, BITS)
+        if HOW == 0:
+            return (codes.to(tl.float32) - zeros).to(COMPUTE)
+        else:
+            value = exact_values(codes, zeros, scales.to(tl.float32), Table)
+            return rounded(value, DTYPE, COMPUTE)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
+    """fp32 to DTYPE, held as COMPUTE: the interpreter truncates to bf16 and multiplies it wrongly, so there COMPUTE is fp32."""
+    if COMPUTE == tl.float32 and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE).to(COMPUTE)

@@ -1,0 +1,165 @@
+"""Products of 8-bit weights and activations that are quantised on the way: checks, launches, the operator."""
+
+from typing import Any
+
+import torch
+
+from ...check import TensorSpec, bind
+from ...errors import DtypeError, ShapeError, Unsupported
+from ..cache.decode_counters import counters
+from ..call import keyed
+from ..device import device_of, interpreting
+from ..records import remember
+from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+
+__all__ = ["matmul_w8a8", "matmul_w8a8_op"]
+
+KINDS = (torch.int8, torch.float8_e4m3fn)
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+ROW = 4096  # numbers of a row that a program of quantise_rows holds
+
+_CACHE: dict[Any, Any] = {}
+
+
+def matmul_w8a8(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x times the transpose of a weight in int8 or e4m3, with x rounded to the weight's dtype by a factor for each of its rows.
+
+    Args:
+        x: [..., K] fp16 or bf16, the last dimension contiguous; other leading dimensions than one are taken as one, by a copy if
+            their strides do not allow it.
+        weight: [N, K] int8 or float8_e4m3fn, the last dimension contiguous.
+        weight_scale: fp32 [N], a factor a row, or [1]: the weight stands for weight * weight_scale.
+        bias: [N] in x's dtype.
+
+    Returns:
+        [..., N] in x's dtype: ((codes of x) @ weight.T) * scale of x's row * weight_scale + bias.  A row's scale is its largest
+        number in size / 127 (e4m3: / 448), 1 for a row of zeros; codes are x / scale to nearest even.  int8 is summed in int32
+        (exactly, for K up to 2^17), e4m3 in fp32.  The same bits every run.  No gradient passes.
+
+    Raises:
+        DtypeError, ShapeError, LayoutError, DeviceError, naming the argument; Unsupported for a gradient, or e4m3 before sm_89.
+    """
+    named = {"x": x, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+    refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if wants_gradient((t,)):
+                raise Unsupported(f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()")
+    if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
+        check(x, weight, weight_scale, bias)
+        made: torch.Tensor = matmul_w8a8_op(x, weight, weight_scale, bias)
+        return made
+    return _call(x, weight, weight_scale, bias)
+
+
+def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
+    """Raise unless the arguments go together; N and K."""
+    specs = (TensorSpec("weight", "N K", KINDS, contiguous_last=True), TensorSpec("weight_scale", "N|1", (torch.float32,)))
+    sizes = bind(specs, {"weight": weight, "weight_scale": weight_scale})
+    n, k = sizes["N"], sizes["K"]
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() < 1 or x.shape[-1] != k or k < 1:
+        raise ShapeError(f"x must be [..., K] with K = {k} like weight, and K at least 1, got {list(x.shape)}")
+    names = " ".join([*(f"d{i}" for i in range(x.dim() - 1)), "K"])
+    halves = (torch.float16, torch.bfloat16)
+    bind((TensorSpec("x", names, halves, contiguous_last=True),), {"x": x}, beside=("weight", weight))
+    spec = TensorSpec("bias", "N", halves, optional=True, same_dtype_as="x", contiguous_last=True)
+    bind((spec,), {"x": x, "bias": bias}, known={"N": n}, beside=("x", x))
+    return n, k
+
+
+def _call(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    key = keyed((x, weight, weight_scale, bias))
+    run = None if key is None else _CACHE.get(key)
+    if run is None:
+        run = remember(_CACHE, key, _bind(x, weight, weight_scale, bias))
+    made: torch.Tensor = run(x, weight, weight_scale, bias)
+    return made
+
+
+def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The function that makes calls like this one, after all checks."""
+    n, k = check(x, weight, weight_scale, bias)
+    device = device_of(x.device)
+    flat = x.reshape(-1, k)
+    m = flat.shape[0]
+    if m == 0 or n == 0:
+        return lambda x, *others: x.new_empty((*x.shape[:-1], n))
+    from ...plan.matrix.eight import EightProblem, plan_eight
+
+    plan = plan_eight(EightProblem(m, n, k, str(weight.dtype).removeprefix("torch.")), device)
+    by_hand = interpreting() and weight.dtype != torch.int8
+    row = -(-k // 16) * 16
+    quantise = _quantise(flat, weight.dtype, row, by_hand, device)
+    multiply, tail = _multiply(plan, weight, weight_scale, row)
+    total = plan.parts * m * n if plan.parts > 1 else 0
+    of_sums = torch.int32 if weight.dtype == torch.int8 else torch.float32
+
+    def run(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes = torch.empty((m, row), dtype=torch.uint8 if by_hand else w.dtype, device=x.device)
+        scales = torch.empty(m, dtype=torch.float32, device=x.device)
+        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+        part = arrived = None
+        if total:
+            part, arrived = torch.empty(total, dtype=of_sums, device=x.device), counters(plan.items, x.device)
+        flat = x if x.dim() == 2 else x.reshape(-1, k)
+        quantise((flat, codes, scales, k, flat.stride(0), row))
+        multiply((codes.view(w.dtype) if by_hand else codes, w, scales, s, bias, out, part, arrived, *tail))
+        return out
+
+    return run
+
+
+def _quantise(flat: torch.Tensor, kind: torch.dtype, row: int, by_hand: bool, device: Any) -> Any:
+    """The launch that makes codes and scales of x [M, K]."""
+    from ...device.encode import E4M3, E4M3_BY_HAND, INT8
+    from ...kernels.matrix.quantise_rows import quantise_rows
+    from ..launch import Launch
+
+    code = INT8 if kind == torch.int8 else E4M3_BY_HAND if by_hand else E4M3
+    early = device.dependent_launches
+    block = min(ROW, max(128, 1 << (flat.shape[1] - 1).bit_length()))
+    constants = {"CODE": code.value, "LARGEST": LARGEST[kind], "EARLY": early, "BLOCK": block}
+    option = {"launch_pdl": True} if early else {}
+    return Launch(quantise_rows, (flat.shape[0], 1, 1), constants, {"num_warps": 4, **option}, flat.device.index or 0)
+
+
+def _multiply(plan: Any, weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> tuple[Any, tuple[int, ...]]:
+    """The launch of the product, and its last arguments."""
+    from ...kernels.matrix.matmul_eight import matmul_eight
+    from ..launch import Launch
+
+    p, early = plan.problem, plan.device.dependent_launches
+    constants = {
+        "SPLIT": plan.parts > 1,
+        "EVEN": p.k % plan.block_k == 0,
+        "EARLY": early,
+        "EMULATE": interpreting(),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "STAGES": plan.stages,
+    }
+    options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **({"launch_pdl": True} if early else {})}
+    launch = Launch(matmul_eight, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
+    one = weight_scale.shape[0] == 1
+    tail = (p.m, p.n, p.k, plan.each, plan.group, row, weight.stride(0), 0 if one else weight_scale.stride(0), p.n)
+    return launch, tail
+
+
+@torch.library.custom_op("tilefold::matmul_w8a8", mutates_args=())
+def matmul_w8a8_op(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`matmul_w8a8` for those who trace or watch."""
+    return _call(x, weight, weight_scale, bias)
+
+
+@matmul_w8a8_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

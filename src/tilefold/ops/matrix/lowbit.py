@@ -1,0 +1,164 @@
+"""Products with weights of few bits: the checks, the choice of an operator or a plain call, gradients."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...check import FLOATS, TensorSpec, bind
+from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ...quant import QuantizedTensor
+from ..operator import Operator
+from ..watch import is_transformed, is_watched, wants_gradient
+from .lowbit_launch import call, dequantise
+
+if TYPE_CHECKING:
+    from ...plan.matrix.lowbit import LowbitPlan
+
+__all__ = ["lowbit_matmul", "lowbit_matmul_op", "lowbit_matmul_plan"]
+
+Tensors = tuple[torch.Tensor | None, ...]
+FIELDS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
+
+
+def lowbit_matmul(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    deterministic: bool = True,
+    plan: "LowbitPlan | None" = None,
+) -> torch.Tensor:
+    """x times the transpose of a weight of 8, 4, 3 or 2 bits, plus a bias; weights are read as they are kept.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, the last dimension contiguous.
+        weight: a `tilefold.quant.QuantizedTensor` [N, K] on x's device: any bits, scheme, group, order of columns.
+        bias: [N] in x's dtype.
+        deterministic: the same bits every run.  False allows sums in memory in the order of arrival, where the plan uses them.
+        plan: what `lowbit_matmul_plan` made for such a call, perhaps changed; by default the planner's own.
+
+    Returns:
+        [..., N] in x's dtype; sums are fp32.  x meets weights as `weight.dequantize(x.dtype)` has them, or more exact;
+        fp32 x is multiplied by torch with the dequantised weight.
+        The gradient for x is g @ W; weights and their scales have none.
+
+    Raises:
+        DtypeError, ShapeError, LayoutError, DeviceError, ValueRangeError, naming the argument; PlanError for a plan of another
+        problem.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        raise DtypeError(f"weight must be a tilefold.quant.QuantizedTensor, got {type(weight).__name__}")
+    if type(deterministic) is not bool:
+        raise DtypeError(f"deterministic must be True or False, got {deterministic!r}")
+    if (
+        torch.compiler.is_compiling()
+        or is_transformed()
+        or is_watched((x, bias, weight.packed))
+        or (torch.is_grad_enabled() and wants_gradient((x, bias, weight.scales)))
+    ):
+        check(x, weight, bias)
+        text = "" if plan is None else plan.to_json()
+        tensors = tuple(getattr(weight, name) for name in FIELDS)
+        found: torch.Tensor = lowbit_matmul_op(
+            x, bias, *tensors, weight.bits, weight.group, *weight.shape, deterministic, text
+        )
+        return found
+    return call(x, weight, bias, deterministic, plan)
+
+
+def check(x: Any, weight: QuantizedTensor, bias: Any) -> None:
+    """Raise unless x and bias fit the weight."""
+    n, k = weight.shape
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() < 1 or x.shape[-1] != k:
+        raise ShapeError(f"x must be [..., K] with K = {k} like weight, got {list(x.shape)}")
+    names = " ".join([*(f"d{i}" for i in range(x.dim() - 1)), "K"])
+    bind((TensorSpec("x", names, FLOATS, contiguous_last=True),), {"x": x})
+    spec = TensorSpec("bias", "N", FLOATS, optional=True, same_dtype_as="x", contiguous_last=True)
+    bind((spec,), {"x": x, "bias": bias}, known={"N": n}, beside=("x", x))
+    if weight.device != x.device:
+        bind((TensorSpec("weight", "a b c", (torch.int32,)),), {"weight": weight.packed}, beside=("x", x))
+
+
+def lowbit_matmul_plan(
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None, *, deterministic: bool = True
+) -> "LowbitPlan":
+    """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back."""
+    from .lowbit_launch import plan_of
+
+    check(x, weight, bias)
+    return plan_of(x, weight, bias, deterministic)
+
+
+def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torch.dtype) -> QuantizedTensor:
+    """The record that these fields are of."""
+    packed, high, scales, zeros, table, perm = tensors
+    if packed is None or scales is None:
+        raise ValueRangeError("packed and scales of a weight cannot be None")
+    scheme = "table" if table is not None else "symmetric" if zeros is None else "asymmetric"
+    return QuantizedTensor(packed=packed, packed_high=high, scales=scales, zeros=zeros, table=table, perm=perm, bits=bits,
+                           group=group, shape=(n, k), scheme=scheme, dtype=dtype)  # fmt: skip
+
+
+def _forward(
+    x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor,
+    zeros: torch.Tensor | None, table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
+    deterministic: bool, plan: str,
+) -> torch.Tensor:  # fmt: skip
+    from ...plan.matrix.lowbit import LowbitPlan
+
+    weight = _record((packed, packed_high, scales, zeros, table, perm), bits, group, n, k, x.dtype)
+    return call(x, weight, bias, deterministic, LowbitPlan.from_json(plan) if plan else None)
+
+
+def _fake(
+    x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor,
+    zeros: torch.Tensor | None, table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
+    deterministic: bool, plan: str,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _gradient(
+    g: torch.Tensor, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None,
+    table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
+) -> torch.Tensor:  # fmt: skip
+    """g [..., N] times the weight: the gradient of x."""
+    weight = _record((packed, packed_high, scales, zeros, table, perm), bits, group, n, k, g.dtype)
+    stored = torch.matmul(g, dequantise(weight, g.dtype))
+    if perm is None:
+        return stored
+    return torch.zeros_like(stored).index_copy_(stored.dim() - 1, perm.long(), stored)
+
+
+def _gradient_fake(
+    g: torch.Tensor, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None,
+    table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
+) -> torch.Tensor:  # fmt: skip
+    return g.new_empty((*g.shape[:-1], k))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    if ctx.needs_input_grad[4] or any(ctx.needs_input_grad[i] for i in (5, 6)):
+        raise Unsupported(
+            "weight has scales or zeros that require a gradient, but only x and bias get one: detach() them"
+        )
+    ctx.save_for_backward(*inputs[2:8])
+    ctx.sizes = inputs[8:12]
+    ctx.bias_rank = None if inputs[1] is None else 1
+
+
+def _arguments(ctx: Any, g: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if g is None:
+        return None
+    ctx.g = g
+    return (g, *ctx.saved_tensors, *ctx.sizes)
+
+
+def _give(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
+    db = ctx.g.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+    return (dx if ctx.needs_input_grad[0] else None, db, *(None,) * 12)
+
+
+lowbit_matmul_op = Operator("lowbit_matmul", _forward, _fake, _gradient, _gradient_fake, _keep, _arguments, _give)

@@ -1,0 +1,277 @@
+"""The launches behind `lowbit_matmul`: each bound once for a weight and a kind of activations."""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import DtypeError, PlanError
+from ...quant import QuantizedTensor
+from ..cache.decode_counters import counters
+from ..call import facts_of
+from ..device import device_of, interpreting
+from ..records import remember
+
+if TYPE_CHECKING:
+    from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
+
+__all__ = ["call", "dequantise", "plan_of"]
+
+
+def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The weight [N, K] in `dtype`, columns as stored: the bits of `weight.dequantize(dtype)` but for the order."""
+    n, k = weight.shape
+    if out is None:
+        out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    key = "dequantise", _facts(weight), dtype, out.stride(0)
+    launch, tail = _CACHE.get(key) or remember(_CACHE, key, _bind_dequantise(weight, out))
+    launch((weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table, out, *tail))
+    return out
+
+
+_CACHE: dict[Any, Any] = {}
+
+
+def _facts(weight: QuantizedTensor) -> Any:
+    """What of a weight decides launches and compilations."""
+    zeros = None if weight.zeros is None else weight.zeros.dtype
+    table, perm, one = weight.table is not None, weight.perm is not None, weight.scales.numel() == 1
+    return weight.shape, weight.bits, weight.group, weight.scales.dtype, one, zeros, table, perm, weight.device
+
+
+def _scale_strides(weight: QuantizedTensor) -> tuple[int, int]:
+    """Of scales and zeros, group and row; 0 where one holds for all."""
+    return (0, 0) if weight.scales.numel() == 1 else (weight.shape[0], 1)
+
+
+def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+    from ...kernels.matrix.lowbit_dequantise import lowbit_dequantise
+    from ..launch import Launch
+
+    if weight.device.type != "meta":
+        device_of(weight.device)
+    n, k = weight.shape
+    blocks, rows = weight.packed.shape[:2]
+    slabs = {8: 2, 4: 4, 3: 8, 2: 8}[weight.bits]
+    block_n = 64
+    constants = {
+        "BITS": weight.bits,
+        "EMULATE": interpreting(),
+        "EVEN": k % (32 * slabs) == 0,
+        "SLABS": slabs,
+        "WHOLE": weight.group % 32 == 0 or weight.groups == 1,
+        "BLOCK_N": block_n,
+    }
+    tail = (n, k, rows, weight.group, weight.groups, blocks, *_scale_strides(weight), out.stride(0))
+    grid = (blocks * -(-n // block_n), 1, 1)
+    return Launch(lowbit_dequantise, grid, constants, {"num_warps": 4}, weight.device.index or 0), tail
+
+
+# ---------------------------------------------------------------- products
+
+_BOUND: dict[int, tuple[Any, dict[Any, Any]]] = {}  # by id of a weight: a weak reference to it, and its calls
+
+
+def call(
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool, plan: "LowbitPlan | None"
+) -> torch.Tensor:
+    """x [..., K] times the weight's transpose, plus bias, by a plan or the planner's own."""
+    found = _BOUND.get(id(weight))
+    if found is None or found[0]() is not weight:
+        number = id(weight)
+        found = _BOUND[number] = (weakref.ref(weight, lambda _: _BOUND.pop(number, None)), {})
+    key = None
+    if isinstance(x, torch.Tensor):
+        given = None if bias is None else facts_of(bias) if isinstance(bias, torch.Tensor) else type(bias)
+        key = facts_of(x), given, deterministic, plan
+    run = found[1].get(key) or remember(found[1], key, _prepare(x, weight, bias, deterministic, plan))
+    made: torch.Tensor = run(x, weight, bias)
+    return made
+
+
+def plan_of(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool) -> "LowbitPlan":
+    """The planner's plan for a call."""
+    from ...plan.matrix.lowbit import plan_lowbit
+
+    return plan_lowbit(problem_of(x, weight, deterministic), device_of(x.device))
+
+
+def problem_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitProblem":
+    """What the planner is told of a call."""
+    from ...plan.matrix.lowbit import LowbitProblem
+
+    n, k = weight.shape
+    zeros = "none"
+    if weight.table is not None:
+        zeros = "table"
+    elif weight.zeros is not None:
+        zeros = "integer" if weight.zeros.dtype == torch.uint8 else "float"
+    rows = x.numel() // k
+    aligned = x.data_ptr() % 16 == 0 and _flat(x).stride(0) * x.element_size() % 16 == 0
+    dtype, scales = (str(t.dtype).removeprefix("torch.") for t in (x, weight.scales))
+    return LowbitProblem(rows, n, k, weight.bits, weight.group, zeros, dtype, scales, aligned, deterministic)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """x as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
+    """The function that makes calls like this one, after all checks."""
+    from ...plan.matrix.lowbit import LowbitPlan
+    from .lowbit import check
+
+    check(x, weight, bias)
+    device_of(x.device)
+    example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
+    if plan is None:
+        plan = plan_of(example, weight, bias, deterministic)
+    elif not isinstance(plan, LowbitPlan):
+        raise DtypeError(f"plan must be a LowbitPlan or None, got {type(plan).__name__}")
+    elif plan.problem != problem_of(example, weight, deterministic):
+        raise PlanError(f"plan is for {plan.problem}, the call is {problem_of(example, weight, deterministic)}")
+    elif plan.device != device_of(x.device):
+        raise PlanError(f"plan is for {plan.device.name}, the call is on {device_of(x.device).name}")
+    if plan.path == "dequantise" or plan.problem.m == 0:
+        made = _dequantised
+    else:
+        made = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}[plan.path](example, weight, bias, plan)
+    return made if weight.perm is None else functools.partial(_permuted, made)
+
+
+def _dequantised(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, dequantise(weight, x.dtype), bias)
+
+
+def _permuted(run: Any, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    assert weight.perm is not None
+    made: torch.Tensor = run(x.index_select(x.dim() - 1, weight.perm), weight, bias)
+    return made
+
+
+def _room(plan: "LowbitPlan", x: torch.Tensor, counted: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where the splits of K leave their sums, and the counters of who has arrived."""
+    if plan.parts == 1:
+        return None, None
+    n, m = plan.problem.n, plan.problem.m
+    make = torch.zeros if plan.atomic else torch.empty
+    part = make((1 if plan.atomic else plan.parts) * m * n, dtype=torch.float32, device=x.device)
+    return part, counters(counted, x.device)
+
+
+def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+    """Calls of the portable kernel."""
+    from ...kernels.matrix.lowbit_matmul import lowbit_matmul as kernel
+    from ..launch import Launch
+
+    p = plan.problem
+    cuda = plan.device.backend == "cuda"
+    exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
+    constants = {
+        "BITS": p.bits,
+        "HOW": exact if exact != 1 or p.scales == p.dtype else 2,
+        "CHUNK": p.chunk,
+        "SPLIT": plan.parts > 1,
+        "ATOMIC": plan.atomic,
+        "ASM": cuda,
+        "EMULATE": interpreting(),
+        "EVEN": p.k % (p.slabs * 32) == 0,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_M": plan.block_m,
+        "STAGES": plan.stages,
+    }
+    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": plan.num_warps, "num_stages": plan.stages},
+                    x.device.index or 0)  # fmt: skip
+    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
+    strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
+
+    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
+        launch((_flat(x), w.packed, w.packed_high, w.scales, w.zeros, w.table, bias, out, *_room(plan, x, plan.items), *scalars,
+                *strides))  # fmt: skip
+        return out
+
+    return run
+
+
+def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
+    """Whether it is a dependent launch, and the option that makes it one."""
+    early = plan.early and plan.device.dependent_launches
+    return early, {"launch_pdl": True} if early else {}
+
+
+def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+    """Calls of the kernel for few rows of x."""
+    from ...kernels.hopper.lowbit_rows import lowbit_rows as kernel
+    from ..launch import Launch
+
+    p = plan.problem
+    early, option = _early(plan)
+    constants = {
+        "BITS": p.bits,
+        "CHUNK": p.chunk,
+        "SPLIT": plan.parts > 1,
+        "EARLY": early,
+        "EVEN": p.k % (p.slabs * 32) == 0,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_M": plan.block_m,
+        "DEPTH": plan.stages,
+        "AHEAD": plan.ahead,
+    }
+    options = {"num_warps": plan.num_warps, **option, **({"maxnreg": plan.registers} if plan.registers else {})}
+    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
+    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
+    strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
+
+    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
+        launch((_flat(x), w.packed, w.packed_high, w.scales, w.zeros, bias, out, *_room(plan, x, plan.items), *scalars, *strides))
+        return out
+
+    return run
+
+
+def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+    """Calls of the kernel of sm_90 for many rows of x."""
+    from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
+    from ..launch import Box, Launch
+
+    p = plan.problem
+    early, option = _early(plan)
+    constants = {
+        "BITS": p.bits,
+        "CHUNK": p.chunk,
+        "SPLIT": plan.parts > 1,
+        "EARLY": early,
+        "BLOCK_M": plan.block_m,
+        "CONSUMERS": 2,
+        "W_SLOTS": (max(4, 1024 // plan.block_m) if plan.block_m > 64 else 12) // (1 if p.bits != 3 or plan.block_m > 128 else 2),
+        "X_SLOTS": plan.stages,
+        "AHEAD": plan.ahead,
+    }
+    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": 4, **option}, x.device.index or 0)
+    rows = weight.packed.shape[1]
+    scalars = (p.m, p.n, rows, weight.group, weight.groups, p.blocks, plan.each, *_scale_strides(weight), p.n)
+
+    def box(t: torch.Tensor, block: list[int], swizzle: int) -> Box:
+        shared = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+        return Box(t, list(t.shape), [max(t.stride(0), t.shape[1]), 1], block, TensorDescriptor, shared)
+
+    def plane(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.int16).view(-1, 32)
+
+    flat = _flat(x)
+    of_x, of_w = box(flat, [plan.block_m, 64], 128), box(plane(weight.packed), [64, 32], 64)
+    of_h = None if weight.packed_high is None else box(plane(weight.packed_high), [64, 32], 64)
+
+    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
+        high = None if of_h is None or w.packed_high is None else of_h.over(plane(w.packed_high))
+        launch((of_x.over(_flat(x)), of_w.over(plane(w.packed)), high, w.packed, w.scales, w.zeros, bias, out,
+                *_room(plan, x, 2 * plan.items), *scalars))  # fmt: skip
+        return out
+
+    return run

@@ -1,0 +1,260 @@
+"""How a product with weights of few bits is made: fused or by a dequantised copy, tiles, splits of K.  Pure."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefold.errors import PlanError, ValueRangeError
+from tilefold.plan.cost import Bound, Cost
+from tilefold.plan.device import Device
+from tilefold.plan.serialise import from_json, to_json
+
+__all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
+
+BITS = (8, 4, 3, 2)
+ZEROS = ("none", "integer", "float", "table")
+HALVES = ("float16", "bfloat16")
+PATHS = ("rows", "hopper", "tile", "dequantise")
+SLAB = 32  # columns
+FEW_ROWS = 16  # of x that the "rows" path takes
+MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LowbitProblem:
+    """One product x [m, k] times the transpose of a weight [n, k] of `bits` bits.
+
+    group: columns that share a scale (k: one group a row).  zeros: "none" (symmetric), "integer", "float" or "table".
+    dtype, scales: of activations and of scales.  aligned: x's rows begin at multiples of 16 bytes.
+    deterministic: the same bits every run."""
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    group: int
+    zeros: str = "none"
+    dtype: str = "bfloat16"
+    scales: str = "bfloat16"
+    aligned: bool = True
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or self.zeros not in ZEROS:
+            raise ValueRangeError(f"bits must be one of {BITS} and zeros of {ZEROS}, got {self.bits!r}, {self.zeros!r}")
+        if min(self.n, self.k, self.group) < 1 or self.m < 0:
+            raise ValueRangeError(f"m must be at least 0, n, k and group at least 1, got {self}")
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of 32 columns in a block of the (low) plane."""
+        return 8 if self.bits == 3 else 16 // self.bits
+
+    @property
+    def blocks(self) -> int:
+        """Blocks along K."""
+        return -(-self.k // (self.slabs * SLAB))
+
+    @property
+    def whole(self) -> bool:
+        """Whether no slab lies in two groups."""
+        return self.group >= self.k or self.group % SLAB == 0
+
+    @property
+    def chunk(self) -> int:
+        """Slabs of a block that share a scale."""
+        if self.group >= self.k:
+            return self.slabs
+        return math.gcd(self.group, self.slabs * SLAB) // SLAB
+
+    @property
+    def exact(self) -> bool:
+        """Whether code minus zero point is a whole number, which 16 bits hold exactly."""
+        return self.zeros in ("none", "integer")
+
+    @property
+    def cost(self) -> Cost:
+        """FLOPs of the product; bytes of codes, scales, zero points, x and y, each moved once."""
+        size = 4 if self.dtype == "float32" else 2
+        groups = -(-self.k // self.group)
+        each = (4 if self.scales == "float32" else 2) + {"none": 0, "integer": 1, "float": 2, "table": 0}[self.zeros]
+        weights = self.n * self.k * self.bits // 8 + groups * self.n * each
+        return Cost(2 * self.m * self.n * self.k, weights + size * self.m * (self.k + self.n), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LowbitPlan:
+    """The decision for one product on one device; `print` it.
+
+    path: "rows": few rows of x, each warp a part of K, weights from memory to registers;
+          "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
+          "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
+    block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
+    stages: slots of the ring of weights ("rows"), of x ("hopper"), of the pipeline ("tile").
+    splits: parts of K that programs make apart.  atomic: sums in memory in the order of arrival.
+    scaled: "after" the product in fp32, or "before" it in the weight.  early: a dependent launch.
+    ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit."""
+
+    problem: LowbitProblem
+    device: Device
+    path: str
+    reason: str
+    rejected: tuple[str, ...] = ()
+    block_n: int = 64
+    block_m: int = 16
+    num_warps: int = 4
+    stages: int = 3
+    splits: int = 1
+    atomic: bool = False
+    scaled: str = "after"
+    early: bool = False
+    ahead: int = 0
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise PlanError(f"plan field path must be one of {PATHS}, got {self.path!r}")
+        if refusal := refused(self.problem, self.device, self.path):
+            raise PlanError(f"plan field path: {self.path!r} {refusal}")
+        for name in ("block_n", "block_m", "num_warps", "stages", "splits"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1 or (name in ("block_n", "block_m", "num_warps") and value & (value - 1)):
+                raise PlanError(f"plan field {name} must be a positive integer, tiles and warps powers of two, got {value!r}")
+        if self.scaled not in ("after", "before"):
+            raise PlanError(f"plan field scaled must be 'after' or 'before', got {self.scaled!r}")
+        if self.path == "rows" and (self.block_n not in (16, 32, 64) or self.block_m not in (8, 16)):
+            raise PlanError(f"plan field block_n, block_m: rows takes 16, 32 or 64 and 8 or 16, got {self.block_n}, {self.block_m}")
+        if self.path == "rows" and self.problem.m > self.block_m:
+            raise PlanError(f"plan field block_m: rows makes all of x's {self.problem.m} rows at once, got {self.block_m}")
+        if self.atomic and self.problem.deterministic:
+            raise PlanError("plan field atomic: the call asks for the same bits every run")
+
+    @property
+    def each(self) -> int:
+        """Blocks of K of a split."""
+        return -(-self.problem.blocks // self.splits)
+
+    @property
+    def parts(self) -> int:
+        """Splits that have something to do."""
+        return -(-self.problem.blocks // self.each)
+
+    @property
+    def items(self) -> int:
+        """Tiles of the result."""
+        return -(-self.problem.m // self.block_m) * -(-self.problem.n // self.block_n)
+
+    @property
+    def bound(self) -> Bound:
+        """The least time of the product on the device, by memory or by arithmetic."""
+        cost = self.problem.cost
+        times = (
+            ("tensor cores", cost.flops / self.device.matmul_rate(self.problem.dtype)),
+            ("dram", cost.bytes / self.device.dram_rate),
+        )
+        resource, seconds = max(times, key=lambda t: t[1])
+        return Bound(resource, seconds, times)
+
+    def to_json(self) -> str:
+        """The plan as text, every field by value."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "LowbitPlan":
+        """The plan that `to_json` wrote; PlanError for anything else."""
+        return from_json(cls, text)
+
+    def __str__(self) -> str:
+        p, bound = self.problem, self.bound
+        lines = [
+            f"Low-bit product plan for {self.device.title}",
+            f"  problem   x [{p.m}, {p.k}] {p.dtype}, weight [{p.n}, {p.k}] of {p.bits} bits, groups of {p.group}, zeros: {p.zeros}",
+            f"  path      {self.path}: {self.reason}",
+        ]
+        if self.path != "dequantise":
+            lines.append(
+                f"  tile      {self.block_n} x {self.block_m}, {self.num_warps} warps, {self.stages} stages, {self.items} items "
+                f"in {self.parts} parts of K, scaled {self.scaled} the product"
+            )
+        lines.append(f"  bound     {bound.resource}, {bound.seconds * 1e6:.1f} us")
+        return "\n".join([*lines, *(f"  rejected  {text}" for text in self.rejected)])
+
+
+def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
+    """Why a path cannot make a problem on a device, None if it can."""
+    if path == "dequantise":
+        return None
+    if problem.dtype not in HALVES:
+        return f"is for fp16 and bf16 activations, not {problem.dtype}"
+    if not problem.whole:
+        return f"needs groups of a multiple of {SLAB} columns or of whole rows, not {problem.group}"
+    if path == "tile":
+        return None
+    if device.generation < 90 or (path == "hopper" and device.generation != 90):
+        return f"needs sm_90, not {device.target}"
+    if not problem.exact:
+        return f"takes whole zero points, not zeros: {problem.zeros}"
+    if not problem.aligned or problem.k % 16:
+        return f"needs rows of x at multiples of 16 bytes and K a multiple of 16, not {problem.k}"
+    if path == "rows" and problem.m > FEW_ROWS:
+        return f"makes at most {FEW_ROWS} rows of x, not {problem.m}"
+    if path == "hopper" and problem.scales != problem.dtype:
+        return f"scales weights in x's dtype, and the scales are {problem.scales}"
+    return None
+
+
+def _splits(problem: LowbitProblem, items: int, slots: int, least: int) -> int:
+    """As many parts of K as one wave of programs holds, each with at least `least` blocks."""
+    return max(1, min(slots // max(items, 1), problem.blocks // least, MOST_SPLITS))
+
+
+def _rows(problem: LowbitProblem, device: Device) -> dict[str, object]:
+    block_n = 32 if problem.n > 4096 else 16
+    items = -(-problem.n // block_n)
+    splits = _splits(problem, items, 2 * device.sms, 16)
+    return {"block_n": block_n, "block_m": 8 if problem.m <= 8 else 16, "num_warps": 8, "stages": 4, "splits": splits,
+            "early": True}  # fmt: skip
+
+
+def _hopper(problem: LowbitProblem, device: Device) -> dict[str, object]:
+    block_m = min(256, max(32, 1 << (problem.m - 1).bit_length()))
+    if problem.m <= 256:
+        block_m = min(block_m, 128)
+    items = -(-problem.m // block_m) * -(-problem.n // 128)
+    splits = _splits(problem, items, device.sms, 4)
+    slots = 5 if block_m == 256 else 6 if block_m == 128 else 8
+    return {"block_n": 128, "block_m": block_m, "num_warps": 4, "stages": slots, "splits": splits, "scaled": "before",
+            "early": True}  # fmt: skip
+
+
+def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
+    small = problem.m <= 16
+    block_m = 16 if small else 32 if problem.m <= 32 else 64
+    block_n = 64
+    items = -(-problem.m // block_m) * -(-problem.n // block_n)
+    interpreted = device.backend == "interpreter"
+    splits = min(2, problem.blocks) if interpreted else _splits(problem, items, 2 * device.sms, 8)
+    atomic = splits > 1 and not problem.deterministic
+    before = block_m >= 64 and problem.scales == problem.dtype
+    return {"block_n": block_n, "block_m": block_m, "num_warps": 4, "stages": 3, "splits": splits, "atomic": atomic,
+            "scaled": "before" if before else "after"}  # fmt: skip
+
+
+MADE = {"rows": _rows, "hopper": _hopper, "tile": _tile}
+UP_TO = {"rows": 16, "hopper": 2048, "tile": 128}  # rows of x
+
+
+@lru_cache(maxsize=4096)
+def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
+    """The plan for a product on a device: pure, the same every time."""
+    rejected = []
+    for path, made in MADE.items():
+        refusal = refused(problem, device, path)
+        if refusal is None and problem.m > UP_TO[path]:
+            refusal = f"is slower than dequantising from {UP_TO[path]} rows of x on"
+        if refusal is None:
+            reason = f"{problem.m} rows of x, at most {UP_TO[path]}"
+            plan = LowbitPlan(problem, device, path, reason, tuple(rejected), **made(problem, device))  # type: ignore[arg-type]
+            return replace(plan, splits=plan.parts)
+        rejected.append(f"{path} {refusal}")
+    return LowbitPlan(problem, device, "dequantise", "serves every problem", tuple(rejected))

@@ -1,0 +1,33 @@
+"""Products with weights of few bits: the weight dequantised, then a plain product."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["lowbit_matmul", "matmul_w8a8"]
+
+
+def lowbit_matmul(
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """x [..., K] times the transpose of what `weight` (a QuantizedTensor [N, K]) stands for, computed and returned in `dtype`."""
+    out: torch.Tensor = x.to(dtype) @ weight.dequantize(dtype).t()
+    return out if bias is None else out + bias.to(dtype)
+
+
+def matmul_w8a8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """The codes of x's rows, made in fp32 as they are defined, times the transpose of weight [N, K], scaled, in `dtype`."""
+    largest = 127.0 if weight.dtype == torch.int8 else 448.0
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True) if x.numel() else wide[..., :1]
+    scale = torch.where(most == 0, 1.0, most / largest)
+    codes = (wide / scale).clamp(-largest, largest)
+    codes = codes.round() if weight.dtype == torch.int8 else codes.to(weight.dtype)
+    out: torch.Tensor = codes.to(dtype) @ weight.to(dtype).t() * scale.to(dtype) * weight_scale.to(dtype)
+    return out if bias is None else out + bias.to(dtype)

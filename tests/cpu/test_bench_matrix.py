@@ -1,0 +1,219 @@
+"""`tilefold bench gemm`, `conv` and `lowbit`: cases, bytes, judges, peers over the same numbers, tables, commands."""
+
+import json
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilefold import ops
+from tilefold.bench.conv import CONV, ConvCase, conv_cases
+from tilefold.bench.family_report import family_table
+from tilefold.bench.family_run import Cell, Row
+from tilefold.bench.gemm import GEMM, GemmCase, gemm_cases
+from tilefold.bench.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
+from tilefold.bench.lowbit_peers import tinygemm_parts
+from tilefold.bench.timers import Timing
+from tilefold.cli.app import app
+from tilefold.errors import ShapeError, Unsupported, ValueRangeError
+
+FAMILIES = {family.name: family for family in (GEMM, CONV, LOWBIT)}
+OPS = {"gemm": ("matmul", "bmm"), "conv": ("conv2d",), "lowbit": ("lowbit_matmul",)}
+TINY = [(family, case) for family in FAMILIES.values() for case in family.cases("tiny")]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Operations that this build lacks, by torch: the adapters can be held to their arguments all the same."""
+    from tilefold.bench.product import activated
+
+    def product(a, b, *, bias=None, activation=None, order="grouped"):
+        assert order in ("grouped", "plain")
+        out = torch.matmul(a, b)
+        return activated(out if bias is None else out + bias, activation)
+
+    def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, method="auto"):
+        assert method in ("auto", "implicit", "im2col")
+        return torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+    known = {"matmul": product, "bmm": product, "conv2d": conv2d}
+    known["lowbit_matmul"] = lambda x, w: x @ w.dequantize(x.dtype).t()
+    monkeypatch.setattr(ops, "COLLECTION", dict.fromkeys(known, "none"))
+    for name, function in known.items():
+        monkeypatch.setitem(vars(ops), name, function)
+
+
+# ---------------------------------------------------------------- cases
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_are_unique_and_sizes_known(name):
+    family = FAMILIES[name]
+    for size in ("full", "quick", "tiny"):
+        names = [case.name for case in family.cases(size)]
+        assert len(names) == len(set(names)) and names
+    assert {case.name for case in family.cases("quick")} <= {case.name for case in family.cases("full")}
+    with pytest.raises(ValueRangeError, match="size must be one of"):
+        family.cases("huge")
+    with pytest.raises(ValueRangeError, match="peers must be from"):
+        family.peers_named(("fastest",))
+
+
+def test_bytes_and_operations():
+    gemm = GemmCase(64, 32, 16)
+    assert (gemm.bytes, gemm.flops) == (2 * (64 * 16 + 16 * 32 + 64 * 32), 2 * 64 * 32 * 16)
+    many = replace(gemm, batch=3, shared="b", bias="batch", dtype="float32")
+    assert many.bytes == 4 * (3 * 64 * 16 + 16 * 32 + 3 + 3 * 64 * 32) and many.flops == 3 * gemm.flops
+    assert replace(gemm, bias="n").bytes == gemm.bytes + 2 * 32
+    conv = ConvCase(2, 4, 9, 6, stride=2, groups=2)
+    assert conv.side == 5 and conv.flops == 2 * 2 * 6 * 25 * 2 * 9
+    assert conv.bytes == 2 * (2 * 4 * 81 + 2 * 6 * 25 + 6 * 2 * 9 + 6)
+    low = LowbitCase(1)
+    assert low.bytes == 8192 * 8192 // 2 + 64 * 8192 * 3 + 2 * 2 * 8192 and low.flops == 2 * 8192**2
+    assert replace(low, group=0, scheme="symmetric", bits=3).bytes == 8192 * 8192 * 3 // 8 + 2 * 8192 + 2 * 2 * 8192
+
+
+def test_the_shapes_that_were_promised():
+    assert {"m4096_n4096_k4096", "m8192_n8192_k8192", "m4096_n4096_k4096_bias_gelu"} <= {c.name for c in gemm_cases()}
+    assert {"b32_c256_s14_o256_r3", "b32_c256_s14_o256_r3_im2col"} <= {c.name for c in conv_cases()}
+    assert {"4bit_m1_n8192_k8192_g128", "2bit_m1_n8192_k8192_g128"} <= {c.name for c in lowbit_cases()}
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: GemmCase(0, 1, 1), ShapeError),
+        (lambda: GemmCase(1, 1, 1, bias="batch"), ShapeError),
+        (lambda: GemmCase(1, 1, 1, activation="tanh"), ValueRangeError),
+        (lambda: ConvCase(1, 3, 8, 4, groups=2), ShapeError),
+        (lambda: ConvCase(1, 4, 2, 4, 7, padding=0), ShapeError),
+        (lambda: ConvCase(1, 4, 8, 4, method="fft"), ValueRangeError),
+        (lambda: LowbitCase(1, bits=5), ValueRangeError),
+        (lambda: LowbitCase(0), ShapeError),
+    ],
+)
+def test_bad_cases_are_refused(make, error):
+    with pytest.raises(error):
+        make()
+
+
+# ---------------------------------------------------------------- inputs, judges, who takes part
+
+
+@pytest.mark.parametrize(("family", "case"), TINY, ids=lambda x: x.name)
+def test_peers_are_judged_and_wrong_ones_found(family, case, stand_ins):
+    sets = [family.inputs(case, "cpu", seed) for seed in range(2)]
+    for name in ("tilefold", *family.defaults["cpu"]):
+        calls = family.peers[name].prepare(sets)
+        with calls.context():
+            outs = [call() for call in calls.calls]
+        for one, out in zip(sets, outs, strict=True):
+            judge = family.judge(one)
+            assert judge.verdict(out).ok, name
+            assert not judge.verdict(out * 1.1).ok and not judge.verdict(out.flip(-1)).ok
+            broken = out.clone()
+            broken[(-1,) * broken.dim()] = float("nan")
+            assert not judge.verdict(broken).finite
+        assert not torch.equal(*outs)
+    assert family.peers["tilefold"].ours and not family.peers[family.defaults["cpu"][0]].ours
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_operation_that_is_not_there_is_a_refusal(name, monkeypatch):
+    monkeypatch.setattr(ops, "COLLECTION", {})
+    family = FAMILIES[name]
+    case = family.cases("tiny")[0]
+    with pytest.raises(Unsupported, match=f"tilefold.ops.{OPS[name][0]} is not in this build"):
+        family.peers["tilefold"].prepare([family.inputs(case, "cpu", 0)])
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+def test_tinygemm_gets_the_same_weights(scheme):
+    inputs = lowbit_inputs(LowbitCase(1, 24, 160, group=32, scheme=scheme), "cpu")
+    halves, both = tinygemm_parts(inputs.weight)
+    codes = torch.stack([halves >> 4, halves & 15], -1).flatten(1).double()
+    scale, zero = (both[..., i].double().t().repeat_interleave(32, 1) for i in (0, 1))
+    want = inputs.weight.dequantize(torch.float64)
+    torch.testing.assert_close((codes - 8) * scale + zero, want, rtol=0, atol=float(want.abs().max()) * 2**-8)
+
+
+def test_libraries_that_round_by_themselves_are_judged_by_their_own(monkeypatch):
+    """bitsandbytes, as a stand-in that rounds to eighths."""
+
+    def quantize_4bit(w, blocksize, quant_type):
+        assert (blocksize, quant_type) == (64, "nf4")
+        return (w * 8).round() / 8, "state"
+
+    def matmul_4bit(x, packed, quant_state):
+        assert quant_state == "state"
+        return x @ packed
+
+    functional = types.SimpleNamespace(quantize_4bit=quantize_4bit, dequantize_4bit=lambda packed, state: packed)
+    monkeypatch.setitem(
+        sys.modules, "bitsandbytes", types.SimpleNamespace(functional=functional, matmul_4bit=matmul_4bit)
+    )
+    inputs = lowbit_inputs(LowbitCase(3, 72, 160, group=32), "cpu")
+    calls = LOWBIT.peers["bitsandbytes"].prepare([inputs])
+    assert calls.judge.verdict(calls.calls[0]()).ok
+    assert not LOWBIT.judge(inputs).verdict(calls.calls[0]()).ok
+
+
+def test_peers_say_why_not(monkeypatch):
+    case = LowbitCase(1)
+    for name, device, other, why in (
+        ("gemlite", "cuda", {}, "gemlite is not installed"),
+        ("tinygemm", "cpu", {}, "needs a GPU"),
+        ("tinygemm", "cuda", {"bits": 8}, "has 4 bits only"),
+        ("tinygemm", "cuda", {"dtype": "float16"}, "takes bfloat16 only"),
+        ("tinygemm", "cuda", {"group": 0}, "has groups of 32, 64, 128, 256 only"),
+    ):
+        assert LOWBIT.peers[name].refuses(replace(case, **other), device) == why
+    assert LOWBIT.peers["tinygemm"].refuses(case, "cuda") is None
+
+
+# ---------------------------------------------------------------- tables and commands
+
+
+def test_the_table_counts_from_the_nearer_roof():
+    def cell(name, ms):
+        return Cell(name, "ok", graph=Timing(ms, ms, ms, 1, "made up"))
+
+    case = GemmCase(4096, 4096, 4096)
+    row = Row(GEMM, case, (cell("tilefold", 0.25), cell("torch", 0.2)), 4e12, roof=760e12)
+    (line,) = family_table([row], "graph").rows
+    assert family_table([row], "graph").head == ("case", "us", "GB/s", "TFLOP/s", "of roof", "best", "torch")
+    assert line == (case.name, "250", "403", "550", "72 %", "0.80x", "200 (0.80x)")
+    low = LowbitCase(1)
+    row = Row(LOWBIT, low, (cell("tilefold", 0.0125),), 4e12, roof=760e12)
+    assert row.floor_ms == pytest.approx(low.bytes / 4e9)
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_command_on_tiny_cases(name, tmp_path):
+    """With whatever of the collection this build has; what it lacks is named."""
+    case = {"gemm": "m20_n33_k17_sharedb|m70", "conv": "stride2", "lowbit": "4bit|8bit"}[name]
+    files = ["--json", tmp_path / "x.json", "--markdown", tmp_path / "x.md", "--results", tmp_path / "results"]
+    result = run(name, "--case", case, "--rounds", 1, *files)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    peer = FAMILIES[name].defaults["cpu"][0]
+    assert all(row["events_us"] > 0 for row in rows if row["implementation"] == peer)
+    for row in rows:
+        assert row["family"] == name and row["bytes"] > 0 and row["flops"] > 0
+        if row["implementation"] == "tilefold":
+            there = row["status"] == "ok" or "is not in this build" in row["note"]
+            assert there, row
+            assert (row["status"] == "ok") == (row["events_us"] is not None)
+    kept = (tmp_path / "results" / f"{name}.jsonl").read_text().splitlines()
+    assert len(kept) == len(rows)
+    assert all(op in ops.COLLECTION or f"tilefold.ops.{op} is not in this build" in result.output for op in OPS[name])
+    assert "| case | us | " in (tmp_path / "x.md").read_text()

@@ -1,0 +1,186 @@
+"""Products with weights of few bits: exact recovery of the weight, fp64, gradients, operators, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import judge, rand
+from tilefold import ops, quant, reference
+from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def random_weight(n, k, bits, group=None, zeros="integer", dtype=torch.float16, perm=False, device="cpu"):
+    """Codes, scales and zero points random and distinct in every group: a wrong code, group or zero point cannot hide.
+
+    zeros: "none", "integer", "float", "table", or "tensor": one scale and zero point in all."""
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    packed, high = quant.pack(codes, bits)
+    group = k if group is None else min(group, k)
+    shape = (1, 1) if zeros == "tensor" else (-(-k // group), n)
+    scales = (0.5 + torch.rand(shape)).to(dtype)
+    given = {}
+    if zeros in ("integer", "tensor"):
+        given = {"zeros": torch.randint(0, 2**bits, shape, dtype=torch.uint8)}
+    elif zeros == "float":
+        given = {"zeros": (torch.rand(shape) * 2**bits).to(dtype)}
+    elif zeros == "table":
+        given = {"table": torch.randn(2**bits)}
+    scheme = {"none": "symmetric", "table": "table"}.get(zeros, "asymmetric")
+    order = torch.randperm(k).to(torch.int32) if perm else None
+    made = quant.QuantizedTensor(packed=packed, packed_high=high, scales=scales, bits=bits, group=group, shape=(n, k),
+                                 scheme=scheme, dtype=dtype, perm=order, **given)  # fmt: skip
+    return made.to(device)
+
+
+def planned(x, weight, deterministic=True, **changes):
+    """The planner's plan of a call with other fields; path="tile" tests the kernel that the interpreter can run."""
+    plan = ops.lowbit_matmul_plan(x, weight, deterministic=deterministic)
+    return replace(plan, **changes) if changes else plan
+
+
+def recovered(weight, dtype, device="cpu", deterministic=True, **changes):
+    """Rows of the identity times the weight."""
+    x = torch.eye(weight.shape[1], dtype=dtype, device=device)
+    plan = planned(x, weight, deterministic, **changes)
+    return ops.lowbit_matmul(x, weight, deterministic=deterministic, plan=plan)
+
+
+def assert_recovers(weight, dtype, device="cpu", **changes):
+    """Rows of the identity give the dequantised weight's columns, bit for bit."""
+    got, want = recovered(weight, dtype, device, **changes), weight.dequantize(dtype).t()
+    assert torch.equal(got, want), f"{weight}: {int((got != want).sum())} of {want.numel()} differ"
+
+
+TILE = {"path": "tile", "block_n": 64, "block_m": 64, "splits": 1, "atomic": False}
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("zeros", ["none", "integer", "float", "table", "tensor"])
+def test_the_dequantised_path_recovers_the_weight(device, bits, zeros):
+    """Any group, also one that lies across slabs, and short last groups."""
+    for group, dtype in ((32, torch.float16), (None, torch.float32), (17, torch.bfloat16)):
+        group = None if zeros == "tensor" else group
+        weight = random_weight(70, 140, bits, group, zeros, torch.float16, device=device)
+        assert_recovers(weight, dtype, device, path="dequantise")
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("zeros", ["none", "integer", "float", "table", "tensor"])
+def test_the_kernel_recovers_the_weight(device, bits, zeros):
+    """K no multiple of tile or group; scaled after the product and before it; K in one part and in two."""
+    group = None if zeros == "tensor" else 96 if bits == 4 else 64 if bits == 3 else 32
+    for dtype, scaled, splits in ((torch.float16, "after", 2), (torch.bfloat16, "before", 1)):
+        weight = random_weight(70, 136, bits, 32 if group == 96 and bits != 4 else group, zeros, dtype, device=device)
+        assert_recovers(weight, dtype, device, **TILE | {"scaled": scaled, "splits": splits})
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 160, None])
+def test_groups(device, group):
+    """Also where the scales' dtype is not x's: the product is scaled in fp32, or the weight rounded once."""
+    for scaled, scales in (("after", torch.float32), ("before", torch.float32), ("before", torch.float16)):
+        weight = random_weight(64, 200, 4, group, "integer", scales, device=device)
+        assert_recovers(weight, torch.float16, device, **TILE | {"scaled": scaled})
+
+
+@pytest.mark.parametrize("mutation", ["codes", "group", "zeros", "scales", "high"])
+def test_the_recovery_sees_a_fault(device, mutation):
+    """Swapped nibbles, another group's scales, dropped zero points, a lost plane: each fails the check that the kernel passes."""
+    weight = random_weight(64, 256, 3 if mutation == "high" else 4, 64, device=device)
+    wrong = {
+        "codes": lambda: {"packed": ((weight.packed & 0x0F0F0F0F) << 4) | ((weight.packed >> 4) & 0x0F0F0F0F)},
+        "group": lambda: {"scales": weight.scales.roll(1, 0)},
+        "zeros": lambda: {"zeros": torch.zeros_like(weight.zeros)},
+        "scales": lambda: {"scales": weight.scales.roll(1, 1)},
+        "high": lambda: {"packed_high": torch.zeros_like(weight.packed_high)},
+    }[mutation]()
+    got, want = recovered(replace(weight, **wrong), torch.float16, device, **TILE), weight.dequantize(torch.float16).t()
+    assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_the_order_of_columns_is_undone(device, bits):
+    for path in ("tile", "dequantise"):
+        assert_recovers(random_weight(40, 96, bits, 32, perm=True, device=device), torch.float16, device, path=path)
+
+
+def test_the_same_bits_every_run(device):
+    """Several parts of K, added by whoever comes last, in order; by atomics close to it."""
+    weight = random_weight(70, 700, 4, 64, dtype=torch.float16, device=device)
+    x = rand(5, 700, dtype=torch.float16, device=device)
+    plan = planned(x, weight, path="tile", splits=3)
+    first, *others = (ops.lowbit_matmul(x, weight, plan=plan) for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
+    loose = planned(x, weight, False, path="tile", splits=3, atomic=True)
+    want, plain = (reference.lowbit_matmul(x, weight, None, d) for d in (torch.float64, torch.float16))
+    for made in (first, *(ops.lowbit_matmul(x, weight, deterministic=False, plan=loose) for _ in range(2))):
+        judge(made, want, plain, "splits")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_fp64(device, dtype):
+    weight = quant.quantize_weight(rand(70, 200, dtype=dtype), 4, 64).to(device)
+    bias = rand(70, dtype=dtype, device=device)
+    for shape in ((1, 200), (2, 3, 200), (200,), (33, 200), (0, 200)):
+        x = rand(*shape, dtype=dtype, device=device)
+        got = ops.lowbit_matmul(x, weight, bias)
+        want, plain = (reference.lowbit_matmul(x, weight, bias, d) for d in (torch.float64, dtype))
+        assert got.shape == (*shape[:-1], 70)
+        judge(got, want, plain, f"{shape} {dtype}")
+
+
+def test_gradients(device):
+    weight = random_weight(40, 96, 4, 32, perm=True, device=device)
+    x = rand(3, 5, 96, dtype=torch.float16, device=device).requires_grad_()
+    bias = rand(40, dtype=torch.float16, device=device).requires_grad_()
+    g = rand(3, 5, 40, dtype=torch.float16, device=device)
+    out = ops.lowbit_matmul(x, weight, bias)
+    got = torch.autograd.grad(out, (x, bias), g)
+    for dtype in (torch.float64, torch.float16):
+        want = torch.autograd.grad(reference.lowbit_matmul(x, weight, bias, dtype), (x, bias), g.to(dtype))
+        oracle, plain = (want, None) if dtype == torch.float64 else (oracle, want)  # noqa: F821
+    for a, b, c, name in zip(got, oracle, plain, ("x", "bias"), strict=True):
+        judge(a, b.double(), c, name)
+
+
+def test_strided_and_odd_activations(device):
+    weight = random_weight(704, 96, 4, 32, device=device)
+    wide = rand(6, 4, 101, dtype=torch.float16, device=device)
+    for x in (wide[:, :, :96], wide[:, 1, 3:99], wide.transpose(0, 1)[:, :, :96], wide[0, :0, :96]):
+        want, plain = (reference.lowbit_matmul(x, weight, None, d) for d in (torch.float64, torch.float16))
+        judge(ops.lowbit_matmul(x, weight), want, plain, f"{tuple(x.shape)} {x.stride()}")
+
+
+@pytest.mark.no_poison
+def test_operator_and_compile(device):
+    weight = random_weight(40, 96, 4, 32, device=device)
+    x, bias = rand(3, 96, dtype=torch.float16, device=device), rand(40, dtype=torch.float16, device=device)
+    compiled = torch.compile(lambda x: ops.lowbit_matmul(x, weight, bias) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), ops.lowbit_matmul(x, weight, bias) * 2)
+    made = compiled(x.requires_grad_())
+    (dx,) = torch.autograd.grad(made.sum(), x)
+    assert torch.equal(dx, torch.autograd.grad((ops.lowbit_matmul(x, weight, bias) * 2).sum(), x)[0])
+
+
+def test_refusals(device):
+    weight = random_weight(40, 96, 4, 32, device=device)
+    x = rand(3, 96, dtype=torch.float16, device=device)
+    other = ops.lowbit_matmul_plan(x[:2], weight)
+    for error, text, call in (
+        (DtypeError, "weight must be", lambda: ops.lowbit_matmul(x, x)),
+        (DtypeError, "x has dtype", lambda: ops.lowbit_matmul(x.double(), weight)),
+        (DtypeError, "x must be", lambda: ops.lowbit_matmul(None, weight)),
+        (ShapeError, "K = 96", lambda: ops.lowbit_matmul(x[:, :95], weight)),
+        (LayoutError, "x needs", lambda: ops.lowbit_matmul(rand(96, 3, dtype=torch.float16, device=device).t(), weight)),
+        (ShapeError, "bias", lambda: ops.lowbit_matmul(x, weight, x[0, :39])),
+        (DtypeError, "bias", lambda: ops.lowbit_matmul(x, weight, rand(40, device=device))),
+        (DtypeError, "deterministic", lambda: ops.lowbit_matmul(x, weight, deterministic=1)),
+        (PlanError, "plan is for", lambda: ops.lowbit_matmul(x, weight, plan=other)),
+        (DtypeError, "plan must be", lambda: ops.lowbit_matmul(x, weight, plan="tile")),
+        (PlanError, "atomic", lambda: replace(other, atomic=True)),
+        (PlanError, "path", lambda: replace(other, path="fast")),
+    ):
+        with pytest.raises(error, match=text):
+            call()
