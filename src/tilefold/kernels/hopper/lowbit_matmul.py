@@ -176,7 +176,9 @@ def lowbit_matmul_hopper(
         place = (Packed + (i_b.to(gl.int64) * rows + last_row) * 16).to(gl.int64, bitcast=True)
         prefetch(place, wanted, 64 * 64)
         if CONSUMERS == 2:
-            place = (Packed + (i_b.to(gl.int64) * rows + gl.minimum(row + 64, rows - 64)) * 16).to(gl.int64, bitcast=True)
+            place = (Packed + (i_b.to(gl.int64) * rows + gl.minimum(row + 64, rows - 64)) * 16).to(
+                gl.int64, bitcast=True
+            )
             prefetch(place, wanted, 64 * 64)
     begin_early(EARLY)
     w_buf = gl.allocate_shared_memory(gl.int16, [W_SLOTS * CONSUMERS, 64, 32], W_SHARED)
