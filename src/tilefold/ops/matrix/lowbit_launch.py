@@ -259,8 +259,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         "EARLY": early,
         "BLOCK_M": plan.block_m,
         "CONSUMERS": 2,
-        "W_SLOTS": (max(4, 1024 // plan.block_m) if plan.block_m > 64 else 12)
-        // (1 if p.bits != 3 or plan.block_m > 128 else 2),
+        "W_SLOTS": 3 if plan.block_m == 256 else 4,
         "X_SLOTS": plan.stages,
         "AHEAD": plan.ahead,
     }
