@@ -3,9 +3,9 @@
 x [M, K] times W^T, M at most BLOCK_M = 8 or 16.  Memory-bound: what counts is bytes in flight, and instructions a word.  A warp
 reads 16 bytes a thread, in the order in which they lie; that those are not the columns that mma.sync expects of that thread does
 not matter, since x is read in the same order: thread c of a quad has elements 8 c to 8 c + 7 of each slab, of weights and of x.
-So no element moves between threads: weights go through a ring of DEPTH tiles in shared memory, in which each thread reads what it has
-copied itself (DEPTH 1: through registers, one step ahead, as x is).  At the end the warps' sums are added in order; splits of
-K over programs are added by the last to arrive, in order.
+So no element moves between threads: weights go through a ring of DEPTH tiles in shared memory, in which each thread reads what it
+has copied itself (DEPTH 1: through registers, one step ahead, as x is).  At the end the warps' sums are added in order; splits
+of K over programs are added by the last to arrive, in order.
 """
 
 from .gluon import begin_early, copies_commit, copies_wait, copy_async, gl, jit, mma, prefetch
