@@ -76,6 +76,7 @@ SHARED_BY_HOPPER = (
     "forward_work",
     "fp8_parts",
     "matmul_parts",
+    "lowbit_parts",
     "backward_work",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels

@@ -173,7 +173,11 @@ def test_refusals(device):
         (DtypeError, "x has dtype", lambda: ops.lowbit_matmul(x.double(), weight)),
         (DtypeError, "x must be", lambda: ops.lowbit_matmul(None, weight)),
         (ShapeError, "K = 96", lambda: ops.lowbit_matmul(x[:, :95], weight)),
-        (LayoutError, "x needs", lambda: ops.lowbit_matmul(rand(96, 3, dtype=torch.float16, device=device).t(), weight)),
+        (
+            LayoutError,
+            "x needs",
+            lambda: ops.lowbit_matmul(rand(96, 3, dtype=torch.float16, device=device).t(), weight),
+        ),
         (ShapeError, "bias", lambda: ops.lowbit_matmul(x, weight, x[0, :39])),
         (DtypeError, "bias", lambda: ops.lowbit_matmul(x, weight, rand(40, device=device))),
         (DtypeError, "deterministic", lambda: ops.lowbit_matmul(x, weight, deterministic=1)),

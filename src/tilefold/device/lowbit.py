@@ -56,7 +56,7 @@ def exact_values(codes, zeros, scales, Table):
 
 @triton.constexpr_function
 def unpack_text(bits, j, fp16, scaled):
-    """PTX: two elements of $1 (and the high bits' of $2 at 3 bits) -> two values; then minus the zeros, and scales if `scaled`."""
+    """PTX: two elements of $1 (and of high bits, $2, at 3 bits) -> two values; operands after them: zeros, scales if `scaled`."""
     first = 3 if bits == 3 else 2
     zeros, scales = f"${first}", f"${first + 1}"
     width = 2 if bits == 3 else bits

@@ -18,7 +18,7 @@
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
     mma                       products of a warp (mma.sync)
-    async_copy                copies by threads from global to shared memory, in groups
+    copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
     begin_early, prefetch     dependent launches: let the next kernel start, wait for the one before; bytes into the L2 cache
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
@@ -46,11 +46,13 @@ __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
     "add_registers",
-    "async_copy",
     "barriers",
     "begin_early",
     "builtin",
     "constexpr_function",
+    "copies_commit",
+    "copies_wait",
+    "copy_async",
     "fence_async_shared",
     "gl",
     "jit",
@@ -87,6 +89,9 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# copy_async(buffer, pointers, mask)
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+copies_commit, copies_wait = async_copy.commit_group, async_copy.wait_group
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 

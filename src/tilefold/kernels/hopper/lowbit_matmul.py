@@ -21,9 +21,8 @@ def _produce(w_desc, h_desc, x_desc, rings, row, token, first, end, rows, HIGH: 
     """Make every load, in the order in which the consumers need them."""
     w_buf, h_buf, x_buf, w_full, w_empty, x_full, x_empty = rings
     t = 0
-    for i in range(end - first + 1):
-        # one more than there are: consumers unpack the next block's first panel without asking whether there is one
-        block = gl.minimum(first + i, end - 1)
+    for block in range(first, end):
+        i = block - first
         slot = i % W_SLOTS
         mbarrier.wait(w_empty.index(slot), ((i // W_SLOTS) & 1) ^ 1)
         mbarrier.expect(w_full.index(slot), CONSUMERS * 64 * 64 * (2 if HIGH else 1))
@@ -32,13 +31,12 @@ def _produce(w_desc, h_desc, x_desc, rings, row, token, first, end, rows, HIGH: 
             if HIGH:
                 place = [(block // 2) * rows + row + c * 64, 0]
                 tma_load(h_desc, place, w_full.index(slot), h_buf.index(slot * CONSUMERS + c))
-        if first + i < end:
-            for p in gl.static_range(PANELS):
-                slot = t % X_SLOTS
-                mbarrier.wait(x_empty.index(slot), ((t // X_SLOTS) & 1) ^ 1)
-                mbarrier.expect(x_full.index(slot), BLOCK_M * 128)
-                tma_load(x_desc, [token, (block * PANELS + p) * 64], x_full.index(slot), x_buf.index(slot))
-                t += 1
+        for p in gl.static_range(PANELS):
+            slot = t % X_SLOTS
+            mbarrier.wait(x_empty.index(slot), ((t // X_SLOTS) & 1) ^ 1)
+            mbarrier.expect(x_full.index(slot), BLOCK_M * 128)
+            tma_load(x_desc, [token, (block * PANELS + p) * 64], x_full.index(slot), x_buf.index(slot))
+            t += 1
 
 
 @jit
@@ -78,22 +76,6 @@ def _panel(low, high, terms, P: gl.constexpr, BITS: gl.constexpr, CHUNK: gl.cons
 
 
 @jit
-def _take(rings, block, i, CID: gl.constexpr, BITS: gl.constexpr, W_SLOTS: gl.constexpr, CONSUMERS: gl.constexpr,
-          LAYOUT: gl.constexpr):  # fmt: skip
-    """The elements of a block, the i-th that was brought: low, and the high bits', shifted, at 3 bits."""
-    w_buf, h_buf, w_full, w_empty = rings[0], rings[1], rings[3], rings[4]
-    slot = i % W_SLOTS
-    mbarrier.wait(w_full.index(slot), (i // W_SLOTS) & 1)
-    low = w_buf.index(slot * CONSUMERS + CID).load(LAYOUT)
-    high = low
-    if BITS == 3:
-        high = h_buf.index(slot * CONSUMERS + CID).load(LAYOUT)
-        high = shift_high(high, gl.full([64, 32], 0, gl.int16, LAYOUT) + (8 * (block & 1)).to(gl.int16))
-    mbarrier.arrive(w_empty.index(slot), count=1)
-    return low, high
-
-
-@jit
 def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, CID: gl.constexpr, BITS: gl.constexpr,
              CHUNK: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr,
              CONSUMERS: gl.constexpr):  # fmt: skip
@@ -113,13 +95,19 @@ def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, spl
     o_s = o_n.to(gl.int64) * stride_sn
     terms = _load_terms(Scales, Zeros, o_s, m_n, first, group, groups, stride_sg, CHUNK, SLABS)
     acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    low, high = _take(rings, first, 0, CID, BITS, W_SLOTS, CONSUMERS, A)
-    w = _panel(low, high, terms, 0, BITS, CHUNK, ZEROS, A, DTYPE)
     t = 0
     for block in range(first, end):
+        i = block - first
+        slot = i % W_SLOTS
+        mbarrier.wait(w_full.index(slot), (i // W_SLOTS) & 1)
+        low = w_buf.index(slot * CONSUMERS + CID).load(A)
+        high = low
+        if BITS == 3:
+            high = h_buf.index(slot * CONSUMERS + CID).load(A)
+            high = shift_high(high, gl.full([64, 32], 0, gl.int16, A) + (8 * (block & 1)).to(gl.int16))
+        mbarrier.arrive(w_empty.index(slot), count=1)
         following = _load_terms(Scales, Zeros, o_s, m_n, block + 1, group, groups, stride_sg, CHUNK, SLABS)
-        next_low = low
-        next_high = high
+        w = _panel(low, high, terms, 0, BITS, CHUNK, ZEROS, A, DTYPE)
         for p in gl.static_range(SLABS // 2):
             x_slot = t % X_SLOTS
             mbarrier.wait(x_full.index(x_slot), (t // X_SLOTS) & 1)
@@ -127,14 +115,11 @@ def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, spl
             if p + 1 < SLABS // 2:
                 ahead = _panel(low, high, terms, p + 1, BITS, CHUNK, ZEROS, A, DTYPE)
             else:
-                next_low, next_high = _take(rings, block + 1, block + 1 - first, CID, BITS, W_SLOTS, CONSUMERS, A)
-                ahead = _panel(next_low, next_high, following, 0, BITS, CHUNK, ZEROS, A, DTYPE)
+                ahead = w
             acc = wgmma_wait(0, deps=(flying,))
             mbarrier.arrive(x_empty.index(x_slot), count=1)
             w = ahead
             t += 1
-        low = next_low
-        high = next_high
         terms = following
     o_n = row + CID * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     o_m = token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC))
@@ -176,7 +161,9 @@ def lowbit_matmul_hopper(
         place = (Packed + (i_b.to(gl.int64) * rows + last_row) * 16).to(gl.int64, bitcast=True)
         prefetch(place, wanted, 64 * 64)
         if CONSUMERS == 2:
-            place = (Packed + (i_b.to(gl.int64) * rows + gl.minimum(row + 64, rows - 64)) * 16).to(gl.int64, bitcast=True)
+            place = (Packed + (i_b.to(gl.int64) * rows + gl.minimum(row + 64, rows - 64)) * 16).to(
+                gl.int64, bitcast=True
+            )
             prefetch(place, wanted, 64 * 64)
     begin_early(EARLY)
     w_buf = gl.allocate_shared_memory(gl.int16, [W_SLOTS * CONSUMERS, 64, 32], W_SHARED)

@@ -31,11 +31,17 @@ def unpack(low, high, zeros, scales, J: gl.constexpr, BITS: gl.constexpr, SCALED
     TEXT: gl.constexpr = unpack_text(BITS, J, DTYPE == gl.float16, SCALED)
     if BITS == 3:
         if SCALED:
-            return gl.inline_asm_elementwise(TEXT, "=r,r,r,r,r", [low, high, zeros, scales], dtype=zeros.dtype, is_pure=True, pack=2)
+            return gl.inline_asm_elementwise(
+                TEXT, "=r,r,r,r,r", [low, high, zeros, scales], dtype=zeros.dtype, is_pure=True, pack=2
+            )
         else:
-            return gl.inline_asm_elementwise(TEXT, "=r,r,r,r", [low, high, zeros], dtype=zeros.dtype, is_pure=True, pack=2)
+            return gl.inline_asm_elementwise(
+                TEXT, "=r,r,r,r", [low, high, zeros], dtype=zeros.dtype, is_pure=True, pack=2
+            )
     elif SCALED:
-        return gl.inline_asm_elementwise(TEXT, "=r,r,r,r", [low, zeros, scales], dtype=zeros.dtype, is_pure=True, pack=2)
+        return gl.inline_asm_elementwise(
+            TEXT, "=r,r,r,r", [low, zeros, scales], dtype=zeros.dtype, is_pure=True, pack=2
+        )
     else:
         return gl.inline_asm_elementwise(TEXT, "=r,r,r", [low, zeros], dtype=zeros.dtype, is_pure=True, pack=2)
 
@@ -77,11 +83,13 @@ def unpack_words(low, high, zeros, J: gl.constexpr, BITS: gl.constexpr, DTYPE: g
     TEXT: gl.constexpr = _word_text(BITS, J, DTYPE == gl.float16)
     kind = zeros.to(gl.int16).to(DTYPE, bitcast=True)
     if BITS == 3:
-        even, odd = gl.inline_asm_elementwise(TEXT, "=h,=h,r,r,r", [low, high, zeros], dtype=(kind.dtype, kind.dtype), is_pure=True,
-                                              pack=1)  # fmt: skip
+        even, odd = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,r,r,r", [low, high, zeros], (kind.dtype, kind.dtype), is_pure=True, pack=1
+        )
     else:
-        even, odd = gl.inline_asm_elementwise(TEXT, "=h,=h,r,r", [low, zeros], dtype=(kind.dtype, kind.dtype), is_pure=True,
-                                              pack=1)  # fmt: skip
+        even, odd = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,r,r", [low, zeros], (kind.dtype, kind.dtype), is_pure=True, pack=1
+        )
     return pairs(even, odd)
 
 

@@ -3,12 +3,12 @@
 x [M, K] times W^T, M at most BLOCK_M = 8 or 16.  Memory-bound: what counts is bytes in flight, and instructions a word.  A warp
 reads 16 bytes a thread, in the order in which they lie; that those are not the columns that mma.sync expects of that thread does
 not matter, since x is read in the same order: thread c of a quad has elements 8 c to 8 c + 7 of each slab, of weights and of x.
-So no element moves between threads: weights go through a ring of DEPTH tiles in shared memory, in which each thread
-reads what it has copied itself, x is read one step ahead.  At the end the warps' sums are added in order; splits of K over programs
-are added by the last to arrive, in order.
+So no element moves between threads: weights go through a ring of DEPTH tiles in shared memory, in which each thread reads what it
+has copied itself (DEPTH 1: through registers, one step ahead, as x is).  At the end the warps' sums are added in order; splits
+of K over programs are added by the last to arrive, in order.
 """
 
-from .gluon import async_copy, begin_early, gl, jit, mma, prefetch
+from .gluon import begin_early, copies_commit, copies_wait, copy_async, gl, jit, mma, prefetch
 from .lowbit_parts import halves, joined_sum, middle, twice, unpack_words, zero_terms
 
 RUNTIME = ["M", "N", "rows", "group", "groups", "blocks", "each"]
@@ -24,13 +24,18 @@ def in_order(x):
 
 @jit
 def load_step(planes, x, terms, block, end, K, rows, group, groups, EVEN: gl.constexpr, BITS: gl.constexpr,
-              CHUNK: gl.constexpr, SLABS: gl.constexpr, LOAD: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
+              CHUNK: gl.constexpr, SLABS: gl.constexpr, LOAD: gl.constexpr, ROW: gl.constexpr,
+              DEPTH: gl.constexpr):  # fmt: skip
     """Everything of the blocks `block` + warp of x and scales -> tuple: SLABS of x, scales and zeros of each chunk."""
     W: gl.constexpr = planes[0].shape[0]
     i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
     mine = block + i_w[:, None, None]
     live = mine < end
     made = ()
+    if DEPTH == 1:
+        made = (gl.load(planes[0] + mine.to(gl.int64) * (rows * 16), mask=live, other=0),)
+        if BITS == 3:
+            made = made + (gl.load(planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live, other=0),)
     for j in gl.static_range(SLABS):
         k = mine * (SLABS * 16) + j * 16
         m_here = x[1] & live
@@ -52,26 +57,26 @@ def bring_step(ring, slot, planes, block, end, rows, BITS: gl.constexpr, LOAD: g
     W: gl.constexpr = planes[0].shape[0]
     mine = block + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
     live = mine < end
-    async_copy.async_copy_global_to_shared(ring[0].index(slot), planes[0] + mine.to(gl.int64) * (rows * 16), mask=live)
+    copy_async(ring[0].index(slot), planes[0] + mine.to(gl.int64) * (rows * 16), mask=live)
     if BITS == 3:
-        async_copy.async_copy_global_to_shared(ring[1].index(slot), planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live)
-    async_copy.commit_group()
+        copy_async(ring[1].index(slot), planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live)
+    copies_commit()
 
 
 @jit
 def use_step(acc, ring, slot, block, step, BITS: gl.constexpr, CHUNK: gl.constexpr, SLABS: gl.constexpr, ZEROS: gl.constexpr,
-             LOAD: gl.constexpr, ACC: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+             LOAD: gl.constexpr, ACC: gl.constexpr, DTYPE: gl.constexpr, DEPTH: gl.constexpr):  # fmt: skip
     """acc + the products of one step, each chunk's times its scales."""
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, k_width=2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, k_width=2)
-    FIRST: gl.constexpr = 0
+    FIRST: gl.constexpr = 0 if DEPTH > 1 else 2 if BITS == 3 else 1
     EACH: gl.constexpr = 2 if ZEROS else 1
-    low = in_order(ring[0].index(slot).load(LOAD))
+    low = in_order(step[0] if DEPTH == 1 else ring[0].index(slot).load(LOAD))
     high = low
     if BITS == 3:
         mine = block + gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
-        words = ring[1].index(slot).load(LOAD).to(gl.uint32, bitcast=True) >> (8 * (mine & 1)).to(gl.uint32)
-        high = in_order(words).to(gl.int32, bitcast=True)
+        words = step[1] if DEPTH == 1 else ring[1].index(slot).load(LOAD)
+        high = in_order(words.to(gl.uint32, bitcast=True) >> (8 * (mine & 1)).to(gl.uint32)).to(gl.int32, bitcast=True)
     for c in gl.static_range(SLABS // CHUNK):
         if ZEROS:
             z = zero_terms(step[FIRST + SLABS + EACH * c + 1].to(gl.float32), BITS, DTYPE)
@@ -94,8 +99,8 @@ def lowbit_rows(
     stride_sn, stride_om, BITS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
     EVEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """X [M, K], M at most BLOCK_M, rows 16-byte aligned; planes [blocks, rows, 16] int32; Scales, Zeros (uint8 or None) by strides
-    g, n; Out [M, N].  CHUNK: slabs that share a scale.  K a multiple of the block if EVEN, of 16 in any case.
+    """X [M, K], M at most BLOCK_M, rows 16-byte aligned; planes [blocks, rows, 16] int32; Scales, Zeros (uint8 or None) by
+    strides g, n; Out [M, N].  CHUNK: slabs that share a scale.  K a multiple of the block if EVEN, of 16 in any case.
     Grid (cdiv(N, BLOCK_N), splits); a split makes `each` blocks.  Part [splits, M, N] fp32, Arrived int32 zeros, one a tile.
     EARLY: a dependent launch.  AHEAD: blocks that a program asks for at once, into the L2 cache, at most 32 a warp; if EARLY
     before the kernel before is through."""
@@ -132,25 +137,34 @@ def lowbit_rows(
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     low_ring = gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED)
     ring = (low_ring, low_ring)
-    if BITS == 3:
+    if BITS == 3 and DEPTH > 1:
         ring = (low_ring, gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED))
     for d in gl.static_range(DEPTH - 1):
         bring_step(ring, d, planes, first + d * W, end, rows, BITS, LOAD)
-    a = load_step(planes, x, terms, first, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
+    a = load_step(planes, x, terms, first, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH)
     slot = 0
     # two names for what is held of x, in turn: nothing is moved from register to register
     for block in range(first, end, 2 * W):
-        async_copy.wait_group(DEPTH - 2)
-        b = load_step(planes, x, terms, block + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-        bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + (DEPTH - 1) * W, end, rows, BITS, LOAD)
-        acc = use_step(acc, ring, slot, block, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
+        if DEPTH > 1:
+            copies_wait(DEPTH - 2)
+        b = load_step(
+            planes, x, terms, block + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH
+        )
+        if DEPTH > 1:
+            bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + (DEPTH - 1) * W, end, rows, BITS, LOAD)
+        acc = use_step(acc, ring, slot, block, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE, DEPTH)
         slot = (slot + 1) % DEPTH
-        async_copy.wait_group(DEPTH - 2)
-        a = load_step(planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW)
-        bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + DEPTH * W, end, rows, BITS, LOAD)
-        acc = use_step(acc, ring, slot, block + W, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE)
+        if DEPTH > 1:
+            copies_wait(DEPTH - 2)
+        a = load_step(
+            planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH
+        )
+        if DEPTH > 1:
+            bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + DEPTH * W, end, rows, BITS, LOAD)
+        acc = use_step(acc, ring, slot, block + W, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE, DEPTH)
         slot = (slot + 1) % DEPTH
-    async_copy.wait_group(0)
+    if DEPTH > 1:
+        copies_wait(0)
     # [BLOCK_N, BLOCK_M]
     SUM: gl.constexpr = gl.SliceLayout(0, ACC)
     total = gl.sum(acc, 0)
@@ -158,7 +172,9 @@ def lowbit_rows(
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUM))
     inside = (o_n < N)[:, None] & (o_m < M)[None, :]
     place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-    total, last = joined_sum(total, Part, Arrived, tile, i_k, gl.num_programs(1), place, inside, M.to(gl.int64) * N, SPLIT)
+    total, last = joined_sum(
+        total, Part, Arrived, tile, i_k, gl.num_programs(1), place, inside, M.to(gl.int64) * N, SPLIT
+    )
     if last:
         if Bias is not None:
             total += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]

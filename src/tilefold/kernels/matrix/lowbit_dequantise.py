@@ -13,7 +13,8 @@ from ...device.tile import narrow
 @triton.jit(do_not_specialize=["N", "rows", "group", "groups", "blocks"])
 def lowbit_dequantise(
     Packed, High, Scales, Zeros, Table, Out, N, K, rows, group, groups, blocks, stride_sg, stride_sn, stride_on,
-    BITS: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, SLABS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, SLABS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Packed (and High at 3 bits) int32 planes [blocks, rows, 16]; Scales, Zeros (strides g, n) or Zeros None: symmetric, unless
     there is a Table [2^BITS].  Out [N, K] (stride n), columns as stored.  WHOLE: `group` is a multiple of 32;

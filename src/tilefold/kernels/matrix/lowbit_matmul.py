@@ -1,7 +1,7 @@
 """Products with weights of few bits, unpacked in registers: y [M, N] = x [M, K] W^T, W [N, K] in planes of slabs.
 
-The operands are swapped: acc [BLOCK_N, BLOCK_M] = W tile times x tile, since the left operand of the tensor instructions may lie in
-registers.  Each word of weights is loaded once; a slab of 32 columns of it is one product.
+The operands are swapped: acc [BLOCK_N, BLOCK_M] = W tile times x tile, since the left operand of the tensor instructions may
+lie in registers.  Each word of weights is loaded once; a slab of 32 columns of it is one product.
 """
 
 import triton
@@ -31,7 +31,7 @@ def group_of(Scales, Zeros, column, o_n, m_n, group, groups, stride_sg, stride_s
 @triton.jit
 def finish(acc, Out, Bias, Part, Arrived, item, i_k, splits, o_m, o_n, M, N, stride_om, SPLIT: tl.constexpr,
            ATOMIC: tl.constexpr, EMULATE: tl.constexpr):  # fmt: skip
-    """Store acc [BLOCK_N, BLOCK_M]; or, with SPLIT, the sum of all splits', made by the last to arrive, in order unless ATOMIC."""
+    """Store acc [BLOCK_N, BLOCK_M]; or, with SPLIT, all splits' sum, made by the last to arrive, in order unless ATOMIC."""
     inside = (o_m[None, :] < M) & (o_n[:, None] < N)
     last = True
     if SPLIT:
@@ -88,7 +88,9 @@ def lowbit_matmul(
             high = shifted_high(tl.load(elements(High) + tl.cast(block // 2, tl.int64) * rows * 32 + o_row), block, ASM)
         for c in tl.static_range(SLABS // CHUNK):
             column = block * COLUMNS + c * CHUNK * 32
-            zeros, scales = group_of(Scales, Zeros, column, o_n, m_n, group, groups, stride_sg, stride_sn, BITS, HOW, ASM, DTYPE)
+            zeros, scales = group_of(
+                Scales, Zeros, column, o_n, m_n, group, groups, stride_sg, stride_sn, BITS, HOW, ASM, DTYPE
+            )
             part = acc
             if HOW == 0:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -103,4 +105,6 @@ def lowbit_matmul(
             acc = acc + part * scales.to(tl.float32) if HOW == 0 else part
         if ASM:  # the accumulator leaves the tensor cores: their left operand's registers may be used again
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
-    finish(acc, Out, Bias, Part, Arrived, item, i_k, tl.num_programs(1), o_m, o_n, M, N, stride_om, SPLIT, ATOMIC, EMULATE)
+    finish(
+        acc, Out, Bias, Part, Arrived, item, i_k, tl.num_programs(1), o_m, o_n, M, N, stride_om, SPLIT, ATOMIC, EMULATE
+    )

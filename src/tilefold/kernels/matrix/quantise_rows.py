@@ -1,4 +1,4 @@
-"""Activations in 8 bits, a factor a row, for products of 8-bit numbers: one launch; a row is read twice, the second time from L2."""
+"""Activations in 8 bits, a factor a row, for products of 8-bit numbers: a row is read twice, the second time from L2."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,9 @@ def quantise_rows(
     largest = tl.max(most, 0)
     if tl.sum((most != most).to(tl.int32), 0) > 0:  # a maximum of numbers leaves NaN out
         largest = float("nan")
-    scale = tl.where(largest == 0.0, 1.0, tl.math.div_rn(largest + tl.zeros((1,), tl.float32), LARGEST + tl.zeros((1,), tl.float32)))
+    scale = tl.where(
+        largest == 0.0, 1.0, tl.math.div_rn(largest + tl.zeros((1,), tl.float32), LARGEST + tl.zeros((1,), tl.float32))
+    )
     tl.store(Scales + row + tl.arange(0, 1), scale)
     for first in range(0, K, BLOCK):
         m = first + o_k < K

@@ -46,7 +46,9 @@ def matmul_w8a8(
     if torch.is_grad_enabled():
         for name, t in named.items():
             if wants_gradient((t,)):
-                raise Unsupported(f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()")
+                raise Unsupported(
+                    f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()"
+                )
     if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
         check(x, weight, weight_scale, bias)
         made: torch.Tensor = matmul_w8a8_op(x, weight, weight_scale, bias)
@@ -56,7 +58,10 @@ def matmul_w8a8(
 
 def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
     """Raise unless the arguments go together; N and K."""
-    specs = (TensorSpec("weight", "N K", KINDS, contiguous_last=True), TensorSpec("weight_scale", "N|1", (torch.float32,)))
+    specs = (
+        TensorSpec("weight", "N K", KINDS, contiguous_last=True),
+        TensorSpec("weight_scale", "N|1", (torch.float32,)),
+    )
     sizes = bind(specs, {"weight": weight, "weight_scale": weight_scale})
     n, k = sizes["N"], sizes["K"]
     if not isinstance(x, torch.Tensor):
@@ -71,9 +76,7 @@ def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
     return n, k
 
 
-def _call(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     key = keyed((x, weight, weight_scale, bias))
     run = None if key is None else _CACHE.get(key)
     if run is None:

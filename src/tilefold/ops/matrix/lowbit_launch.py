@@ -16,7 +16,7 @@ from ..records import remember
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
 
-__all__ = ["call", "dequantise", "plan_of"]
+__all__ = ["call", "dequantise", "example_launch", "plan_of"]
 
 
 def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,7 +137,7 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
     if plan.path == "dequantise" or plan.problem.m == 0:
         made = _dequantised
     else:
-        made = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}[plan.path](example, weight, bias, plan)
+        made = _BINDERS[plan.path](example, weight, plan)
     return made if weight.perm is None else functools.partial(_permuted, made)
 
 
@@ -151,6 +151,20 @@ def _permuted(run: Any, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Te
     return made
 
 
+class Bound:
+    """Calls that one launch makes: x [..., K] -> [..., n]."""
+
+    __slots__ = ("arguments", "launch", "n")
+
+    def __init__(self, launch: Any, arguments: Any, n: int) -> None:
+        self.launch, self.arguments, self.n = launch, arguments, n
+
+    def __call__(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty((*x.shape[:-1], self.n))
+        self.launch(self.arguments(x, weight, bias, out))
+        return out
+
+
 def _room(plan: "LowbitPlan", x: torch.Tensor, counted: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where the splits of K leave their sums, and the counters of who has arrived."""
     if plan.parts == 1:
@@ -158,10 +172,10 @@ def _room(plan: "LowbitPlan", x: torch.Tensor, counted: int) -> tuple[torch.Tens
     n, m = plan.problem.n, plan.problem.m
     make = torch.zeros if plan.atomic else torch.empty
     part = make((1 if plan.atomic else plan.parts) * m * n, dtype=torch.float32, device=x.device)
-    return part, counters(counted, x.device)
+    return part, torch.empty(counted, dtype=torch.int32, device="meta") if x.is_meta else counters(counted, x.device)
 
 
-def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """Calls of the portable kernel."""
     from ...kernels.matrix.lowbit_matmul import lowbit_matmul as kernel
     from ..launch import Launch
@@ -187,13 +201,11 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | No
     scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
 
-    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
-        launch((_flat(x), w.packed, w.packed_high, w.scales, w.zeros, w.table, bias, out, *_room(plan, x, plan.items), *scalars,
-                *strides))  # fmt: skip
-        return out
+    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+        room = _room(plan, x, plan.items)
+        return (_flat(x), w.packed, w.packed_high, w.scales, w.zeros, w.table, bias, out, *room, *scalars, *strides)
 
-    return run
+    return Bound(launch, arguments, p.n)
 
 
 def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
@@ -202,7 +214,7 @@ def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
     return early, {"launch_pdl": True} if early else {}
 
 
-def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """Calls of the kernel for few rows of x."""
     from ...kernels.hopper.lowbit_rows import lowbit_rows as kernel
     from ..launch import Launch
@@ -225,15 +237,14 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | No
     scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
 
-    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
-        launch((_flat(x), w.packed, w.packed_high, w.scales, w.zeros, bias, out, *_room(plan, x, plan.items), *scalars, *strides))
-        return out
+    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+        room = _room(plan, x, plan.items)
+        return (_flat(x), w.packed, w.packed_high, w.scales, w.zeros, bias, out, *room, *scalars, *strides)
 
-    return run
+    return Bound(launch, arguments, p.n)
 
 
-def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan") -> Any:
+def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """Calls of the kernel of sm_90 for many rows of x."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
@@ -248,7 +259,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | 
         "EARLY": early,
         "BLOCK_M": plan.block_m,
         "CONSUMERS": 2,
-        "W_SLOTS": (max(4, 1024 // plan.block_m) if plan.block_m > 64 else 12) // (1 if p.bits != 3 or plan.block_m > 128 else 2),
+        "W_SLOTS": 3 if plan.block_m == 256 else 4,
         "X_SLOTS": plan.stages,
         "AHEAD": plan.ahead,
     }
@@ -267,11 +278,46 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | 
     of_x, of_w = box(flat, [plan.block_m, 64], 128), box(plane(weight.packed), [64, 32], 64)
     of_h = None if weight.packed_high is None else box(plane(weight.packed_high), [64, 32], 64)
 
-    def run(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
+    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
         high = None if of_h is None or w.packed_high is None else of_h.over(plane(w.packed_high))
-        launch((of_x.over(_flat(x)), of_w.over(plane(w.packed)), high, w.packed, w.scales, w.zeros, bias, out,
-                *_room(plan, x, 2 * plan.items), *scalars))  # fmt: skip
-        return out
+        boxes, room = (of_x.over(_flat(x)), of_w.over(plane(w.packed)), high), _room(plan, x, 2 * plan.items)
+        return (*boxes, w.packed, w.scales, w.zeros, bias, out, *room, *scalars)
 
-    return run
+    return Bound(launch, arguments, p.n)
+
+
+_BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
+
+
+def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a planned call on tensors without memory: to compile ahead of time."""
+    from ...quant.packing import packed_shapes
+
+    p = plan.problem
+    dtype, of_scales = getattr(torch, p.dtype), getattr(torch, p.scales)
+    groups = -(-p.k // p.group)
+    planes = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in packed_shapes(p.bits, (p.n, p.k))]
+    zeros = {"integer": torch.uint8, "float": of_scales}.get(p.zeros)
+    weight = QuantizedTensor(
+        packed=planes[0],
+        packed_high=planes[1] if len(planes) == 2 else None,
+        scales=torch.empty(groups, p.n, dtype=of_scales, device="meta"),
+        zeros=None if zeros is None else torch.empty(groups, p.n, dtype=zeros, device="meta"),
+        table=torch.empty(2**p.bits, device="meta") if p.zeros == "table" else None,
+        bits=p.bits,
+        group=p.group,
+        shape=(p.n, p.k),
+        scheme={"none": "symmetric", "table": "table"}.get(p.zeros, "asymmetric"),
+        dtype=of_scales,
+    )
+    x = torch.empty(p.m, p.k, dtype=dtype, device="meta")
+    if plan.path == "dequantise":
+        out = torch.empty(p.n, p.k, dtype=dtype, device="meta")
+        launch, tail = _bind_dequantise(weight, out)
+        return (
+            launch.fn,
+            (weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table, out, *tail),
+            launch.keywords,
+        )
+    bound = _BINDERS[plan.path](x, weight, plan)
+    return bound.launch.fn, bound.arguments(x, weight, None, x.new_empty(p.m, p.n)), bound.launch.keywords

@@ -46,14 +46,19 @@ class EightPlan:
         return -(-self.problem.m // self.block_m) * -(-self.problem.n // self.block_n)
 
     @property
+    def steps(self) -> int:
+        """Tiles along K."""
+        return -(-self.problem.k // self.block_k)
+
+    @property
     def each(self) -> int:
         """Tiles of K of a split."""
-        return -(-(-(-self.problem.k // self.block_k)) // self.splits)
+        return -(-self.steps // self.splits)
 
     @property
     def parts(self) -> int:
         """Splits that have something to do."""
-        return -(-(-(-self.problem.k // self.block_k)) // self.each)
+        return -(-self.steps // self.each)
 
 
 @lru_cache(maxsize=4096)
@@ -61,7 +66,9 @@ def plan_eight(problem: EightProblem, device: Device) -> EightPlan:
     """The plan for a product on a device: pure, the same every time.  Unsupported where the device has no such numbers."""
     fp8 = problem.kind == "float8_e4m3fn"
     if fp8 and device.backend != "interpreter" and device.generation < 89:
-        raise Unsupported(f"weight is float8_e4m3fn, which {device.title} cannot multiply; accepted: int8, or sm_89 and newer")
+        raise Unsupported(
+            f"weight is float8_e4m3fn, which {device.title} cannot multiply; accepted: int8, or sm_89 and newer"
+        )
     if device.backend == "interpreter":
         return EightPlan(problem, device, 16, 32, 64, 4, 2, min(2, -(-problem.k // 64)), reason="small, for tests")
     if problem.m <= 64:
@@ -72,5 +79,7 @@ def plan_eight(problem: EightProblem, device: Device) -> EightPlan:
     if problem.m <= 256 or -(-problem.m // 128) * -(-problem.n // 256) < device.sms:
         items = -(-problem.m // 128) * -(-problem.n // 128)
         splits = max(1, min(device.sms // items, problem.k // 2048, 4))
-        return EightPlan(problem, device, 128, 128, 128, 8, 4, splits, reason="too few tiles of 128 x 256 for the device")
+        return EightPlan(
+            problem, device, 128, 128, 128, 8, 4, splits, reason="too few tiles of 128 x 256 for the device"
+        )
     return EightPlan(problem, device, 128, 256, 128, 8, 3, reason="many tiles: the largest that fits")

@@ -118,14 +118,24 @@ class LowbitPlan:
             raise PlanError(f"plan field path: {self.path!r} {refusal}")
         for name in ("block_n", "block_m", "num_warps", "stages", "splits"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1 or (name in ("block_n", "block_m", "num_warps") and value & (value - 1)):
-                raise PlanError(f"plan field {name} must be a positive integer, tiles and warps powers of two, got {value!r}")
+            if (
+                type(value) is not int
+                or value < 1
+                or (name in ("block_n", "block_m", "num_warps") and value & (value - 1))
+            ):
+                raise PlanError(
+                    f"plan field {name} must be a positive integer, tiles and warps powers of two, got {value!r}"
+                )
         if self.scaled not in ("after", "before"):
             raise PlanError(f"plan field scaled must be 'after' or 'before', got {self.scaled!r}")
         if self.path == "rows" and (self.block_n not in (16, 32, 64) or self.block_m not in (8, 16)):
-            raise PlanError(f"plan field block_n, block_m: rows takes 16, 32 or 64 and 8 or 16, got {self.block_n}, {self.block_m}")
+            raise PlanError(
+                f"plan field block_n, block_m: rows takes 16, 32 or 64 and 8 or 16, got {self.block_n}, {self.block_m}"
+            )
         if self.path == "rows" and self.problem.m > self.block_m:
-            raise PlanError(f"plan field block_m: rows makes all of x's {self.problem.m} rows at once, got {self.block_m}")
+            raise PlanError(
+                f"plan field block_m: rows makes all of x's {self.problem.m} rows at once, got {self.block_m}"
+            )
         if self.atomic and self.problem.deterministic:
             raise PlanError("plan field atomic: the call asks for the same bits every run")
 
@@ -168,7 +178,8 @@ class LowbitPlan:
         p, bound = self.problem, self.bound
         lines = [
             f"Low-bit product plan for {self.device.title}",
-            f"  problem   x [{p.m}, {p.k}] {p.dtype}, weight [{p.n}, {p.k}] of {p.bits} bits, groups of {p.group}, zeros: {p.zeros}",
+            f"  problem   x [{p.m}, {p.k}] {p.dtype}, weight [{p.n}, {p.k}] of {p.bits} bits, groups of {p.group}, "
+            f"zeros: {p.zeros}",
             f"  path      {self.path}: {self.reason}",
         ]
         if self.path != "dequantise":
@@ -196,8 +207,8 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"takes whole zero points, not zeros: {problem.zeros}"
     if not problem.aligned or problem.k % 16:
         return f"needs rows of x at multiples of 16 bytes and K a multiple of 16, not {problem.k}"
-    if path == "rows" and problem.m > FEW_ROWS:
-        return f"makes at most {FEW_ROWS} rows of x, not {problem.m}"
+    if path == "rows" and problem.m > (8 if problem.bits < 4 else FEW_ROWS):
+        return f"makes at most {FEW_ROWS} rows of x (8 at 2 and 3 bits), not {problem.m}"
     if path == "hopper" and problem.scales != problem.dtype:
         return f"scales weights in x's dtype, and the scales are {problem.scales}"
     return None
@@ -209,16 +220,23 @@ def _splits(problem: LowbitProblem, items: int, slots: int, least: int) -> int:
 
 
 def _rows(problem: LowbitProblem, device: Device) -> dict[str, object]:
-    block_n = 32 if problem.n > 4096 else 16
+    """As measured: few rows of the weight, a small tile; few blocks of K, fewer warps; more rows of x, a ring of tiles."""
+    block_m, registers, stages, warps, block_n = 8 if problem.m <= 8 else 16, 0, 6, 4, 32
+    if problem.n <= 4096:
+        block_n, warps, stages, registers = 16, 8, 4, 128
+    elif problem.bits == 8 and block_m == 16:
+        block_n, registers = 16, 128
+    elif block_m == 8:
+        warps, stages = 8 if problem.blocks > 32 else 4, 6 if problem.bits == 2 else 1
     items = -(-problem.n // block_n)
-    splits = _splits(problem, items, 2 * device.sms, 16)
-    return {"block_n": block_n, "block_m": 8 if problem.m <= 8 else 16, "num_warps": 8, "stages": 4, "splits": splits,
-            "early": True}  # fmt: skip
+    splits = _splits(problem, items, device.sms, 2 * warps)
+    return {"block_n": block_n, "block_m": block_m, "num_warps": warps, "stages": stages, "splits": splits, "early": True,
+            "registers": registers}  # fmt: skip
 
 
 def _hopper(problem: LowbitProblem, device: Device) -> dict[str, object]:
-    block_m = min(256, max(32, 1 << (problem.m - 1).bit_length()))
-    if problem.m <= 256:
+    block_m = min(256, max(16, 1 << (problem.m - 1).bit_length()))
+    if -(-problem.m // 256) * -(-problem.n // 128) < 0.75 * device.sms:
         block_m = min(block_m, 128)
     items = -(-problem.m // block_m) * -(-problem.n // 128)
     splits = _splits(problem, items, device.sms, 4)
@@ -236,18 +254,19 @@ def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
     splits = min(2, problem.blocks) if interpreted else _splits(problem, items, 2 * device.sms, 8)
     atomic = splits > 1 and not problem.deterministic
     before = block_m >= 64 and problem.scales == problem.dtype
-    return {"block_n": block_n, "block_m": block_m, "num_warps": 4, "stages": 3, "splits": splits, "atomic": atomic,
+    stages = 2 if problem.slabs == 8 and block_m == 64 else 3
+    return {"block_n": block_n, "block_m": block_m, "num_warps": 4, "stages": stages, "splits": splits, "atomic": atomic,
             "scaled": "before" if before else "after"}  # fmt: skip
 
 
 MADE = {"rows": _rows, "hopper": _hopper, "tile": _tile}
-UP_TO = {"rows": 16, "hopper": 2048, "tile": 128}  # rows of x
+UP_TO = {"rows": 16, "hopper": 1024, "tile": 128}  # rows of x
 
 
 @lru_cache(maxsize=4096)
 def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
     """The plan for a product on a device: pure, the same every time."""
-    rejected = []
+    rejected: list[str] = []
     for path, made in MADE.items():
         refusal = refused(problem, device, path)
         if refusal is None and problem.m > UP_TO[path]:
