@@ -76,3 +76,50 @@ def test_decoding_and_prefill_in_one_call(device, dtype):
         sides = [reference.attention(q[rows][None], keys, values, causal=True, dtype=d) for d in (torch.float64, dtype)]
         judge(out[rows], sides[0][0][0], sides[1][0][0], f"out {b}")
         judge(lse[:, rows], sides[0][1][0], sides[1][1][0].float(), f"lse {b}")
+
+
+@pytest.mark.parametrize(("group", "sinks"), [(1, False), (4, True), (20, False)])
+def test_few_queries_and_many_are_two_kernels_work(device, group, sinks):
+    """Lengths on both sides of what the decode kernel takes, none twice, none left out; fresh memory is NaN here."""
+    few = max(1, 16 // group)
+    new = [1, few, few + 1, 0, 130 // group + 2, 2]
+    lengths, heads = [n + past for n, past in zip(new, (30, 3, 0, 9, 1, 64), strict=True)], 2 * group
+    q = rand(sum(new), heads, 16, device=device)
+    pages, table = pool(device, len(new), 136, 8, 2, 16, torch.float32)
+    for one in pages:
+        one.copy_(rand(*one.shape, device=device))
+    extra = rand(heads, device=device) if sinks else None
+    cache = Cache(lengths=ints(*lengths, device=device), block_table=table, cu_q=ints(0, *torch.tensor(new).cumsum(0).tolist(),
+                  device=device), max_q=max(new))  # fmt: skip
+    out, lse = attention_cached(q, *pages, Call(causal=True, sinks=extra), cache)
+    first = 0
+    for b, (n, length) in enumerate(zip(new, lengths, strict=True)):
+        rows = slice(first, first + n)
+        k, v = (one[table[b].long()].flatten(0, 1)[None, :length] for one in pages)
+        exact, plain = (
+            reference.attention(q[None, rows], k, v, causal=True, sinks=extra, dtype=d)
+            for d in (torch.float64, torch.float32)
+        )
+        judge(out[None, rows], exact[0], plain[0], f"out of sequence {b}")
+        judge(lse[None, :, rows], exact[1], plain[1], f"lse of sequence {b}")
+        first += n
+
+
+def test_a_batch_of_prompts_and_tokens_launches_both_kernels(device, monkeypatch):
+    from tilefold.ops.launch import Launch
+
+    ran, call = [], Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda self, args: (ran.append(self.fn.__name__), call(self, args))[1])
+    pages, table = pool(device, 2, 16, 8, 1, 16, torch.float32)
+    for one in pages:
+        one.zero_()
+    for new, kernels in (
+        ((9, 1), {"attention_cached", "attention_decode"}),
+        ((9,), {"attention_cached"}),
+        ((1, 1), {"attention_decode"}),
+    ):
+        cu, held = ints(0, *torch.tensor(new).cumsum(0).tolist(), device=device), table[: len(new)].contiguous()
+        ran.clear()
+        cache = Cache(lengths=ints(*[10] * len(new), device=device), block_table=held, cu_q=cu, max_q=max(new))
+        attention_cached(rand(sum(new), 16, 16, device=device), *pages, Call(causal=True), cache)
+        assert {name for name in ran if "attention" in name} == kernels

@@ -17,10 +17,15 @@ from .ranges import range_of_queries
 
 @triton.jit
 def extent_of_sequence(lengths, i_b, PAGE: tl.constexpr):
-    """-> first query row, queries, first key row, keys of sequence i_b: of one, or as vectors [B] of several."""
+    """-> first query row, queries, first key row, keys of sequence i_b: of one, or as vectors [B] of several.  A packed
+    sequence of more than max_q queries is somebody else's: it has none here, and no keys."""
     CuQ, CuK, Lengths, Pads, max_q, capacity, more, _, _ = lengths
     first_q, seq_q = rows_of_sequence(CuQ, i_b, max_q)
     first_k, seq_k = keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE)
+    if CuQ is not None:
+        ours = seq_q <= max_q
+        seq_q = tl.where(ours, seq_q, 0)
+        seq_k = tl.where(ours, seq_k, 0)
     return first_q, seq_q, first_k, seq_k
 
 

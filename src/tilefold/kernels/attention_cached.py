@@ -15,14 +15,14 @@ from ..device.source import fetch_paged, fetch_rows, locate_page, locate_pages, 
 from ..device.state import state_finish, state_init, state_init_sink
 from ..device.tile import load_rows, store_rows, widen
 
-RUNTIME = ["scale", "max_q", "capacity", "more", "heads", "group", "left", "right", "stride_sinks", "stride_tb", "stride_ls",
-           "stride_lb", "stride_lh"]  # fmt: skip
+RUNTIME = ["scale", "max_q", "least_q", "capacity", "more", "heads", "group", "left", "right", "stride_sinks", "stride_tb",
+           "stride_ls", "stride_lb", "stride_lh"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_cached(
     Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table,
-    scale, max_q, capacity, more, heads, group, left, right, stride_sinks, stride_tb, stride_ls, stride_lb, stride_lh,
+    scale, max_q, least_q, capacity, more, heads, group, left, right, stride_sinks, stride_tb, stride_ls, stride_lb, stride_lh,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_os, stride_ob, stride_om, stride_oh, score_mods, mask_mods, dropout,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
@@ -35,11 +35,11 @@ def attention_cached(
     with CuK [B + 1] int32.  PAGE > 0: [pages, PAGE, H/group, D], key j of sequence b is row j % PAGE of page Table[b, j // PAGE]
     (int32 [B, pages a sequence]); CuK counts keys only.  Lengths, Pads [B] int32 or None: as for keys_of_sequence; PADDED: there
     are Pads.  Lse fp32, rows side by side.  Splits, along the grid's second axis, are stride_os and stride_ls apart.
-    Grid (cdiv(max_q, BLOCK_M) * H * B, splits)."""
+    Grid (cdiv(max_q, BLOCK_M) * H * B, splits).  Sequences of fewer than least_q queries are somebody else's."""
     i_m, i_b, i_h = place_of_program(max_q, heads, True, BLOCK_M)
     i_s = tl.program_id(1)
     first_q, seq_q = rows_of_sequence(CuQ, i_b, max_q)
-    if i_m * BLOCK_M >= seq_q:
+    if (i_m * BLOCK_M >= seq_q) | (seq_q < least_q):
         return
     first_k, seq_k = keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE)
     i_k = i_h // group

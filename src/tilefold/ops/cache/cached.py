@@ -17,6 +17,7 @@ from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_v
 __all__ = ["attention_cached", "check_cached", "example_launch"]
 
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
+LEAST_ROWS = 16  # of a tile of the decode kernel
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class Prepared:
     merge: Any = None
     merge_args: tuple[Any, ...] = ()
     mods: Any = None
-    decode: Any = None
+    decode: Any = None  # instead of launch
+    short: Any = None  # beside it: sequences of few queries
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -127,6 +129,8 @@ def _forward(
     )
     if p.merge is not None:
         p.merge((*parts, out, lse, *p.merge_args))
+    if p.short is not None:
+        p.short.run(q, k, v, out, lse, call, cache, (None, None))
     return out, lse
 
 
@@ -146,7 +150,21 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cach
     named = {**sizes, "seq_k": sizes["capacity"]}
     window = window_of(call.window, call.causal)
     tile, splits = plan_cached(problem_of(q, k, v, call, named, window), device, cache.splits)
-    return _bind(q, k, v, call, cache, sizes, tile, splits)
+    few = few_queries(sizes)
+    short = _decoder(q, k, v, call, cache, {**sizes, "seq_q": few}, device) if _may_mix(call, cache, sizes) else None
+    made = _bind(q, k, v, call, cache, sizes, tile, splits, 0 if short is None else few + 1)
+    made.short = short  # launched last: a merge of splits before it has no parts of these sequences
+    return made
+
+
+def few_queries(sizes: dict[str, int]) -> int:
+    """Of a sequence that the decode kernel takes out of a packed batch: as many as fill its smallest tile."""
+    return max(1, LEAST_ROWS // (sizes["heads"] // sizes["kv_heads"]))
+
+
+def _may_mix(call: Call, cache: Cache, sizes: dict[str, int]) -> bool:
+    """Several packed sequences, of which some may be decoding while the longest is a prompt."""
+    return cache.cu_q is not None and sizes["batch"] > 1 and not cache.splits and not call.dropout_p
 
 
 def _decoder(
@@ -163,9 +181,10 @@ def _decoder(
 
 
 def _bind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], tile: Any, splits: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], tile: Any, splits: int,
+    least_q: int = 0,
 ) -> Prepared:  # fmt: skip
-    """Kernel, grid, scalars and constants."""
+    """Kernel, grid, scalars and constants; least_q: of the queries of sequences that are served."""
     from ...device import mods
     from ...kernels.attention_cached import attention_cached as kernel
     from ...plan.problem import padded_head_dim
@@ -201,7 +220,7 @@ def _bind(
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
     scalars = (
-        scale, n["seq_q"], n["capacity"], cache.more, n["heads"], n["heads"] // n["kv_heads"], left, right,
+        scale, n["seq_q"], least_q, n["capacity"], cache.more, n["heads"], n["heads"] // n["kv_heads"], left, right,
         0 if call.sinks is None else call.sinks.stride(0), 0 if cache.block_table is None else cache.block_table.stride(0),
         math.prod(lse_shape), per_batch, lse_shape[-1], *rows[0], *rows[1], *rows[2], math.prod(out_shape), *out_strides,
     )  # fmt: skip
