@@ -33,6 +33,12 @@ from .types import constant
 if TYPE_CHECKING:
     from .integrations import register, unregister
     from .nn import load_quantized, quantize, save_quantized
+    from .ops.matrix.add import add
+    from .ops.matrix.conv import conv2d
+    from .ops.matrix.eight import matmul_w8a8
+    from .ops.matrix.lowbit import lowbit_matmul, lowbit_matmul_plan
+    from .ops.matrix.matmul import bmm, matmul
+    from .ops.matrix.transpose import transpose
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
     from .sparse import BlockIndex
@@ -58,6 +64,7 @@ __all__ = [
     "TilefoldError",
     "Unsupported",
     "ValueRangeError",
+    "add",
     "apply_rotary",
     "attention",
     "attention_backward_plan",
@@ -68,9 +75,13 @@ __all__ = [
     "attention_varlen",
     "bmm",
     "constant",
+    "conv2d",
     "kvcache_append",
     "load_quantized",
+    "lowbit_matmul",
+    "lowbit_matmul_plan",
     "matmul",
+    "matmul_w8a8",
     "merge_attention",
     "plan_attention",
     "quantize",
@@ -82,6 +93,7 @@ __all__ = [
     "sparse_attention_paged",
     "sparse_attention_varlen",
     "sparse_plan",
+    "transpose",
     "unregister",
 ]
 
