@@ -103,6 +103,60 @@ def zero_term(zeros, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr, D
 
 
 @triton.jit
+def group_terms(
+    Scales, Zeros, lane, i_g, o_n, m_n, stride_sg, stride_sn, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """-> zeros as weight_slab takes them, and scales, of groups i_g (int64) and rows o_n, shaped as both are together.
+
+    WORDS: rows lie next to each other, N is a multiple of 4, o_n below N: then each value is read as the word of four bytes
+    that it lies in, which asynchronous copies can bring; single bytes and halves would be waited for.  lane: o_n & 3 loaded
+    from memory (int32), as the compiler moves values to where products have their operands only if they are made of loads and
+    constants."""
+    at = i_g * stride_sg
+    if WORDS:
+        if Scales.dtype.element_ty.primitive_bitwidth == 16:
+            word = tl.load(Scales.to(tl.pointer_type(tl.int32), bitcast=True) + ((at >> 1) + (o_n >> 1)))
+            scales = (word >> ((lane & 1) << 4)).to(tl.int16).to(Scales.dtype.element_ty, bitcast=True)
+        else:
+            scales = tl.load(Scales + (at + o_n))
+    else:
+        scales = tl.load(Scales + (at + o_n * stride_sn), mask=m_n, other=0.0)
+    if Zeros is None:
+        zeros = zero_term(tl.full(scales.shape, 1 << (BITS - 1), tl.float32), BITS, HOW, ASM, DTYPE)
+    elif WORDS:
+        word = tl.load(Zeros.to(tl.pointer_type(tl.int32), bitcast=True) + ((at >> 2) + (o_n >> 2)))
+        code = (word >> (lane << 3)) & 255
+        if ASM and HOW != 2 and (BITS < 8 or DTYPE == tl.float16):  # -(magic + zero) by its bits
+            zeros = (code | (0xE400 if DTYPE == tl.float16 else 0xC300)).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            zeros = zero_term(code.to(tl.float32), BITS, HOW, ASM, DTYPE)
+    else:
+        zeros = tl.load(Zeros + (at + o_n * stride_sn), mask=m_n, other=0).to(tl.float32)
+        zeros = zero_term(zeros, BITS, HOW, ASM, DTYPE)
+    return zeros, scales
+
+
+@triton.jit
+def side_by_side(a, b):
+    """[R, C] and [R, C] -> [R, 2 C]; where operands of products lie, no register moves."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def weight_slabs(low, high, zeros, scales, Table, J: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
+                 HOW: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+    """Slabs J to J + COUNT (a power of two) of a tile side by side."""
+    if COUNT == 1:
+        return weight_slab(low, high, zeros, scales, Table, J, BITS, HOW, ASM, DTYPE, COMPUTE)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        a = weight_slabs(low, high, zeros, scales, Table, J, HALF, BITS, HOW, ASM, DTYPE, COMPUTE)
+        b = weight_slabs(low, high, zeros, scales, Table, J + HALF, HALF, BITS, HOW, ASM, DTYPE, COMPUTE)
+        return side_by_side(a, b)
+
+
+@triton.jit
 def weight_slab(low, high, zeros, scales, Table, J: tl.constexpr, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr,
                 DTYPE: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
     """Slab J of a tile as COMPUTE, rounded to DTYPE.  zeros, of `zero_term`, and scales have a 1 where low has its lanes."""
