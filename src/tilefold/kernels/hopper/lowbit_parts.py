@@ -116,7 +116,7 @@ def joined_sum(acc, Part, Arrived, item, i_k, place, inside, size, SPLITS: gl.co
                 for s in gl.static_range(SPLITS):
                     acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
             else:
-                for s in range(SPLITS):
+                for s in range(gl.num_programs(1)):  # not unrolled: registers
                     acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
         return acc, last
     else:

@@ -100,7 +100,8 @@ def lowbit_rows(
     EVEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """X [M, K], M at most BLOCK_M, rows 16-byte aligned; planes [blocks, rows, 16] int32; Scales, Zeros (uint8 or None) by
-    strides g, n; Out [M, N].  GROUP: columns that share a scale; CHUNK: slabs.  K a multiple of the block if EVEN, of 16 in any case.
+    strides g, n; Out [M, N].  GROUP: columns that share a scale; CHUNK: slabs.
+    K a multiple of the block if EVEN, of 16 in any case.
     Grid (cdiv(N, BLOCK_N), SPLITS); a split makes `each` blocks.  Part [SPLITS, M, N] fp32, Arrived int32 zeros, one a tile.
     EARLY: a dependent launch.  AHEAD: blocks that a program asks for at once, into the L2 cache, at most 32 a warp; if EARLY
     before the kernel before is through."""

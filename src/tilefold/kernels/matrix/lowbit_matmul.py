@@ -39,7 +39,7 @@ def finish(acc, Out, Bias, Part, Arrived, item, i_k, o_m, o_n, M, N, stride_om, 
                 for s in tl.static_range(SPLITS):
                     acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
             else:
-                for s in range(SPLITS):
+                for s in range(tl.num_programs(1)):
                     acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
     if last:
         if Bias is not None:
@@ -50,9 +50,9 @@ def finish(acc, Out, Bias, Part, Arrived, item, i_k, o_m, o_n, M, N, stride_om, 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def lowbit_matmul(
-    X, Packed, High, Scales, Zeros, Table, Lanes, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm, stride_sg,
-    stride_sn, stride_om, BITS: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    ATOMIC: tl.constexpr, ASM: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    X, Packed, High, Scales, Zeros, Table, Lanes, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm,
+    stride_sg, stride_sn, stride_om, BITS: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, ATOMIC: tl.constexpr, ASM: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     EARLY: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """X [M, K] (stride m), planes [blocks, rows, 16] int32, Scales, Zeros (strides g, n), Out [M, N] (stride m).
@@ -81,7 +81,9 @@ def lowbit_matmul(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     lane = tl.load(Lanes + (o_s & 3)) if WORDS else None
     if GROUP == 0:
-        zeros, scales = group_terms(Scales, Zeros, lane, tl.cast(0, tl.int64), o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE)
+        zeros, scales = group_terms(
+            Scales, Zeros, lane, tl.cast(0, tl.int64), o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE
+        )
     for block in tl.range(first, tl.minimum(first + each, blocks), num_stages=STAGES):
         low = tl.load(elements(Packed) + tl.cast(block, tl.int64) * rows * 32 + o_row)
         high = None
@@ -91,7 +93,9 @@ def lowbit_matmul(
             column = block * COLUMNS + c * CHUNK * 32
             if GROUP > 0:
                 i_g = tl.minimum(column // GROUP, groups - 1).to(tl.int64)
-                zeros, scales = group_terms(Scales, Zeros, lane, i_g, o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE)
+                zeros, scales = group_terms(
+                    Scales, Zeros, lane, i_g, o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE
+                )
             part = acc
             if AFTER:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -105,7 +109,9 @@ def lowbit_matmul(
                                  DTYPE, COMPUTE)  # fmt: skip
                 part = tl.dot(w, x.to(COMPUTE), part)
             acc = acc + part * scales.to(tl.float32)[:, None] if AFTER else part
-        if ASM and not AFTER:  # the accumulator leaves the tensor cores: their left operand's registers may be used again
+        if (
+            ASM and not AFTER
+        ):  # the accumulator leaves the tensor cores: their left operand's registers may be used again
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
     if HOW == 0 and GROUP == 0:
         acc = acc * scales.to(tl.float32)[:, None]

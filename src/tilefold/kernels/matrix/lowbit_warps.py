@@ -14,9 +14,9 @@ from .lowbit_matmul import RUNTIME, finish
 
 @triton.jit(do_not_specialize=RUNTIME)
 def lowbit_warps(
-    X, Packed, High, Scales, Zeros, Table, Lanes, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm, stride_sg,
-    stride_sn, stride_om, BITS: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    ATOMIC: tl.constexpr, ASM: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    X, Packed, High, Scales, Zeros, Table, Lanes, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm,
+    stride_sg, stride_sn, stride_om, BITS: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, ATOMIC: tl.constexpr, ASM: tl.constexpr, EMULATE: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     EARLY: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +46,8 @@ def lowbit_warps(
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
     lane = tl.load(Lanes + (o_s & 3)) if WORDS else None
     if GROUP == 0:
-        zeros, scales = group_terms(Scales, Zeros, lane, tl.zeros((WARPS, 1), tl.int64), o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM,
-                                    WORDS, DTYPE)  # fmt: skip
+        zeros, scales = group_terms(Scales, Zeros, lane, tl.zeros((WARPS, 1), tl.int64), o_s, m_n, stride_sg, stride_sn, BITS,
+                                    HOW, ASM, WORDS, DTYPE)  # fmt: skip
     for begin in tl.range(first, end, WARPS * UNROLL, num_stages=STAGES):
         for u in tl.static_range(UNROLL):
             block = (begin + i_w * UNROLL + u)[:, None, None]
@@ -62,7 +62,9 @@ def lowbit_warps(
                 column = block * COLUMNS + c * CHUNK * 32
                 if GROUP > 0:
                     i_g = tl.minimum(tl.reshape(column, (WARPS, 1)) // GROUP, groups - 1).to(tl.int64)
-                    zeros, scales = group_terms(Scales, Zeros, lane, i_g, o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE)
+                    zeros, scales = group_terms(
+                        Scales, Zeros, lane, i_g, o_s, m_n, stride_sg, stride_sn, BITS, HOW, ASM, WORDS, DTYPE
+                    )
                 part = acc
                 if AFTER:
                     part = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)

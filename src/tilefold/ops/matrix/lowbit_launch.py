@@ -223,7 +223,20 @@ def _bind_portable(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan")
 
     def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
         room = _room(plan, x, plan.items)
-        return (_flat(x), w.packed, w.packed_high, w.scales, w.zeros, w.table, lanes, bias, out, *room, *scalars, *strides)
+        return (
+            _flat(x),
+            w.packed,
+            w.packed_high,
+            w.scales,
+            w.zeros,
+            w.table,
+            lanes,
+            bias,
+            out,
+            *room,
+            *scalars,
+            *strides,
+        )
 
     return Bound(launch, arguments, p.n)
 
@@ -293,7 +306,13 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         "X_SLOTS": plan.stages,
         "AHEAD": plan.ahead,
     }
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": 4, **option}, x.device.index or 0)
+    launch = Launch(
+        kernel,
+        (plan.items, plan.parts, 1),
+        constants,
+        {"num_warps": 4, **option, **_registers(plan)},
+        x.device.index or 0,
+    )
     rows = weight.packed.shape[1]
     scalars = (p.m, p.n, rows, weight.group, weight.groups, p.blocks, plan.each, *_scale_strides(weight), p.n)
 

@@ -236,9 +236,13 @@ def _chosen(problem: LowbitProblem, device: Device, row: Choice) -> dict[str, ob
             block_m = min(block_m, 128)
     items = -(-problem.m // block_m) * -(-problem.n // row.block_n)
     splits = _splits(problem, items, row.per_sm * device.sms, row.least)
-    slots = row.stages + (1 if row.path == "hopper" and row.block_m == 0 and row.stages == 5 and block_m == 128 else 0)
-    return {"block_n": row.block_n, "block_m": block_m, "num_warps": row.num_warps, "stages": slots, "splits": splits,
-            "scaled": row.scaled, "join": row.join, "unroll": row.unroll, "early": row.early, "registers": row.registers}  # fmt: skip
+    stages = row.stages
+    if row.path == "hopper" and block_m == 128 and row.stages == 5:  # a ring of smaller tiles
+        stages = 6
+    made = {
+        name: getattr(row, name) for name in ("block_n", "num_warps", "scaled", "join", "unroll", "early", "registers")
+    }
+    return {**made, "block_m": block_m, "stages": stages, "splits": splits}
 
 
 def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:

@@ -50,8 +50,8 @@ CHOICES = (
     Choice((8,), 16, 4096, 0, "rows", 16, 16, 8, 4, registers=128),
     Choice((8,), 16, 0, 0, "rows", 16, 16, 4, 6, least=8, registers=128),
     # up to 64
-    Choice((4,), 32, 0, 0, "tile", 128, 32, 4, 4, per_sm=3, least=4, join=True),
-    Choice((4,), 64, 0, 0, "tile", 128, 64, 8, 4, per_sm=2, least=4, scaled="before", join=True),
+    Choice((4,), 32, 0, 0, "tile", 128, 32, 4, 4, per_sm=3, least=4, join=True, registers=168),
+    Choice((4,), 64, 0, 0, "tile", 128, 64, 8, 4, per_sm=2, least=4, scaled="before", join=True, registers=128),
     # more
     Choice(ALL, 64, 0, 0, "hopper", 128, 0, 4, 8, least=4, scaled="before"),
     Choice(ALL, 128, 0, 0, "hopper", 128, 0, 4, 6, least=4, scaled="before"),
