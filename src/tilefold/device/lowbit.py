@@ -16,9 +16,13 @@ addition takes off that and the zero point together.  8 bits do not fit under bf
 import triton
 import triton.language as tl
 
+from .partials import arrive
+from .tile import narrow
+
 POST = tl.constexpr(0)
 PRE = tl.constexpr(1)
 WIDE = tl.constexpr(2)
+FEW = tl.constexpr(8192)  # elements of a tile whose parts are added by code without a loop: all loads at once
 
 
 @triton.jit
@@ -193,3 +197,34 @@ def rounded(x, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         return x.to(DTYPE).to(COMPUTE)
+
+
+@triton.jit
+def finish(acc, Out, Bias, Part, Arrived, item, i_k, o_m, o_n, M, N, stride_om, SPLITS: tl.constexpr, ATOMIC: tl.constexpr,
+           EMULATE: tl.constexpr):  # fmt: skip
+    """Store acc [BLOCK_N, BLOCK_M]; or all SPLITS' sum, made by the last to arrive, in order unless ATOMIC."""
+    inside = (o_m[None, :] < M) & (o_n[:, None] < N)
+    last = True
+    if SPLITS > 1:
+        place = o_m[None, :].to(tl.int64) * N + o_n[:, None]
+        size = M.to(tl.int64) * N
+        if ATOMIC:
+            tl.atomic_add(Part + place, acc, mask=inside, sem="relaxed")
+        else:
+            tl.store(Part + i_k * size + place, acc, mask=inside)
+        last = arrive(Arrived, item, SPLITS)
+        if last:
+            acc = tl.zeros(acc.shape, tl.float32)
+            if ATOMIC:
+                acc = tl.load(Part + place, mask=inside, other=0.0, cache_modifier=".cg")
+            elif acc.shape[0] * acc.shape[1] < FEW:
+                for s in tl.static_range(SPLITS):
+                    acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            else:
+                for s in range(tl.num_programs(1)):
+                    acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
+        if Bias is not None:
+            acc += tl.load(Bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
+        p_out = Out + o_m[None, :].to(tl.int64) * stride_om + o_n[:, None]
+        tl.store(p_out, narrow(acc, Out.dtype.element_ty, EMULATE), mask=inside)

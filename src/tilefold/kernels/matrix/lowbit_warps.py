@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
-from ...device.lowbit import elements, group_terms, shifted_high, weight_slab
-from .lowbit_matmul import RUNTIME, finish
+from ...device.lowbit import elements, finish, group_terms, shifted_high, weight_slab
+
+RUNTIME = ["M", "N", "K", "rows", "groups", "blocks", "each"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
