@@ -1,5 +1,7 @@
 """The kernels for weights of few bits, as planned for real devices, compile for their targets under two Tritons."""
 
+from dataclasses import replace
+
 import pytest
 
 from aot_cases import DEVICES, Results, compiled
@@ -21,6 +23,30 @@ PROBLEMS = {
     "m16 scales apart": LowbitProblem(16, 704, 2112, 4, 2112, "integer", "bfloat16", "float16", False),
     "dequantise 4 bits": LowbitProblem(65536, 8192, 8192, 4, 128, "integer"),
 }
+H200 = device_named("h200")
+MORE = {  # as rows of the table may have them
+    "warps 4 bits": replace(
+        plan_lowbit(PROBLEMS["m1 4 bits"], H200),
+        path="warps",
+        block_n=32,
+        block_m=8,
+        num_warps=8,
+        stages=3,
+        registers=0,
+    ),
+    "warps 8 bits": replace(
+        plan_lowbit(PROBLEMS["m1 8 bits"], H200), path="warps", block_n=16, block_m=8, num_warps=8, stages=3, unroll=2
+    ),
+    "hopper 64": replace(
+        plan_lowbit(PROBLEMS["m64 4 bits"], H200),
+        path="hopper",
+        block_n=128,
+        block_m=64,
+        num_warps=4,
+        stages=8,
+        registers=0,
+    ),
+}
 PORTABLE = ("m16 4 bits", "m64 3 bits", "m64 8 bits fp16", "dequantise 4 bits")
 NEWEST = ("m1 4 bits", "m64 4 bits", "m64 table")
 JOBS = {
@@ -30,6 +56,10 @@ JOBS = {
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
     if target == "sm_90" or name in PORTABLE
+}
+JOBS |= {
+    (name, "sm_90"): Job("tilefold.ops.matrix.lowbit_launch:example_launch", {"plan": plan}, "sm_90")
+    for name, plan in MORE.items()
 }
 pytestmark = pytest.mark.xdist_group("test_aot_lowbit")  # one process compiles, the others would only repeat it
 
@@ -43,10 +73,16 @@ def results(request: pytest.FixtureRequest) -> Results:
 def test_kernels(results: Results, name: str, target: str) -> None:
     """Nothing spilled in a loop, tensor instructions, wgmma where the plan says so."""
     found = results.of(name, target)
-    path = JOBS[name, target].kwargs["plan"].path
-    tensor = {"hopper": "best", "dequantise": "none"}.get(path, "any")
+    plan = JOBS[name, target].kwargs["plan"]
+    path = plan.path
+    best = path == "hopper" or (path == "tile" and target == "sm_90")
+    tensor = "best" if best else "none" if path == "dequantise" else "any"
     assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
     assert found.report is not None
+    if path in ("tile", "warps") and target == "sm_90" and plan.problem.exact and plan.problem.aligned:
+        for loop in found.report.loops:  # scales come by asynchronous copies: nothing in the loop is waited for
+            assert not loop.opcodes.get("LDG"), loop.opcodes
+            assert loop.opcodes.get("LDGSTS"), loop.opcodes
     if path == "dequantise" and target == "sm_90":
         assert (
             sum(found.report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= 64

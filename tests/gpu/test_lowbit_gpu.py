@@ -1,5 +1,7 @@
 """Products with weights of few bits on a GPU: exact recovery through every path, fp64, reruns, graphs, 8-bit products."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,27 @@ def test_identity_recovers_the_weight(path, bits):
         for first in sorted({0, step, (k // 2) // step * step, k - step}):
             got = ops.lowbit_matmul(eye[first : first + step].contiguous(), weight)
             assert torch.equal(got, want[first : first + step]), (n, k, group, first)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("path", ["warps", "tile"])
+def test_the_portable_kernels_recover_the_weight(path, bits):
+    """N a multiple of four and not; groups of one slab to whole rows; parts of K; scaled after the product and before."""
+    own = {
+        "warps": {"path": "warps", "block_n": 32, "block_m": 16, "num_warps": 8, "stages": 3, "unroll": 2},
+        "tile": {"path": "tile", "block_n": 128, "block_m": 16, "num_warps": 4, "stages": 3, "join": True},
+    }[path]
+    for n, k, group, dtype, scaled in (
+        (704, 2112, 128, torch.bfloat16, "after"),
+        (202, 1040, 32, torch.float16, "before"),
+        (72, 528, 528, torch.float16, "after"),
+    ):
+        weight = weight_of(n, k, bits, group, True, dtype)
+        want, eye = weight.dequantize().t(), torch.eye(k, dtype=dtype, device=DEVICE)
+        for first in (0, (k // 2) // 16 * 16, k - 16):
+            x = eye[first : first + 16].contiguous()
+            plan = replace(ops.lowbit_matmul_plan(x, weight), splits=2, scaled=scaled, registers=0, **own)
+            assert torch.equal(ops.lowbit_matmul(x, weight, plan=plan), want[first : first + 16]), (n, k, group, first)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -16,9 +16,13 @@ addition takes off that and the zero point together.  8 bits do not fit under bf
 import triton
 import triton.language as tl
 
+from .partials import arrive
+from .tile import narrow
+
 POST = tl.constexpr(0)
 PRE = tl.constexpr(1)
 WIDE = tl.constexpr(2)
+FEW = tl.constexpr(8192)  # elements of a tile whose parts are added by code without a loop: all loads at once
 
 
 @triton.jit
@@ -103,6 +107,60 @@ def zero_term(zeros, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr, D
 
 
 @triton.jit
+def group_terms(
+    Scales, Zeros, lane, i_g, o_n, m_n, stride_sg, stride_sn, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """-> zeros as weight_slab takes them, and scales, of groups i_g (int64) and rows o_n, shaped as both are together.
+
+    WORDS: rows lie next to each other, N is a multiple of 4, o_n below N: then each value is read as the word of four bytes
+    that it lies in, which asynchronous copies can bring; single bytes and halves would be waited for.  lane: o_n & 3 loaded
+    from memory (int32), as the compiler moves values to where products have their operands only if they are made of loads and
+    constants."""
+    at = i_g * stride_sg
+    if WORDS:
+        if Scales.dtype.element_ty.primitive_bitwidth == 16:
+            word = tl.load(Scales.to(tl.pointer_type(tl.int32), bitcast=True) + ((at >> 1) + (o_n >> 1)))
+            scales = (word >> ((lane & 1) << 4)).to(tl.int16).to(Scales.dtype.element_ty, bitcast=True)
+        else:
+            scales = tl.load(Scales + (at + o_n))
+    else:
+        scales = tl.load(Scales + (at + o_n * stride_sn), mask=m_n, other=0.0)
+    if Zeros is None:
+        zeros = zero_term(tl.full(scales.shape, 1 << (BITS - 1), tl.float32), BITS, HOW, ASM, DTYPE)
+    elif WORDS:
+        word = tl.load(Zeros.to(tl.pointer_type(tl.int32), bitcast=True) + ((at >> 2) + (o_n >> 2)))
+        code = (word >> (lane << 3)) & 255
+        if ASM and HOW != 2 and (BITS < 8 or DTYPE == tl.float16):  # -(magic + zero) by its bits
+            zeros = (code | (0xE400 if DTYPE == tl.float16 else 0xC300)).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            zeros = zero_term(code.to(tl.float32), BITS, HOW, ASM, DTYPE)
+    else:
+        zeros = tl.load(Zeros + (at + o_n * stride_sn), mask=m_n, other=0).to(tl.float32)
+        zeros = zero_term(zeros, BITS, HOW, ASM, DTYPE)
+    return zeros, scales
+
+
+@triton.jit
+def side_by_side(a, b):
+    """[R, C] and [R, C] -> [R, 2 C]; where operands of products lie, no register moves."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def weight_slabs(low, high, zeros, scales, Table, J: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
+                 HOW: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+    """Slabs J to J + COUNT (a power of two) of a tile side by side."""
+    if COUNT == 1:
+        return weight_slab(low, high, zeros, scales, Table, J, BITS, HOW, ASM, DTYPE, COMPUTE)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        a = weight_slabs(low, high, zeros, scales, Table, J, HALF, BITS, HOW, ASM, DTYPE, COMPUTE)
+        b = weight_slabs(low, high, zeros, scales, Table, J + HALF, HALF, BITS, HOW, ASM, DTYPE, COMPUTE)
+        return side_by_side(a, b)
+
+
+@triton.jit
 def weight_slab(low, high, zeros, scales, Table, J: tl.constexpr, BITS: tl.constexpr, HOW: tl.constexpr, ASM: tl.constexpr,
                 DTYPE: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
     """Slab J of a tile as COMPUTE, rounded to DTYPE.  zeros, of `zero_term`, and scales have a 1 where low has its lanes."""
@@ -139,3 +197,34 @@ def rounded(x, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         return x.to(DTYPE).to(COMPUTE)
+
+
+@triton.jit
+def finish(acc, Out, Bias, Part, Arrived, item, i_k, o_m, o_n, M, N, stride_om, SPLITS: tl.constexpr, ATOMIC: tl.constexpr,
+           EMULATE: tl.constexpr):  # fmt: skip
+    """Store acc [BLOCK_N, BLOCK_M]; or all SPLITS' sum, made by the last to arrive, in order unless ATOMIC."""
+    inside = (o_m[None, :] < M) & (o_n[:, None] < N)
+    last = True
+    if SPLITS > 1:
+        place = o_m[None, :].to(tl.int64) * N + o_n[:, None]
+        size = M.to(tl.int64) * N
+        if ATOMIC:
+            tl.atomic_add(Part + place, acc, mask=inside, sem="relaxed")
+        else:
+            tl.store(Part + i_k * size + place, acc, mask=inside)
+        last = arrive(Arrived, item, SPLITS)
+        if last:
+            acc = tl.zeros(acc.shape, tl.float32)
+            if ATOMIC:
+                acc = tl.load(Part + place, mask=inside, other=0.0, cache_modifier=".cg")
+            elif acc.shape[0] * acc.shape[1] < FEW:
+                for s in tl.static_range(SPLITS):
+                    acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            else:
+                for s in range(tl.num_programs(1)):
+                    acc += tl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
+        if Bias is not None:
+            acc += tl.load(Bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
+        p_out = Out + o_m[None, :].to(tl.int64) * stride_om + o_n[:, None]
+        tl.store(p_out, narrow(acc, Out.dtype.element_ty, EMULATE), mask=inside)

@@ -77,7 +77,7 @@ def _panel(low, high, terms, P: gl.constexpr, BITS: gl.constexpr, CHUNK: gl.cons
 
 @jit
 def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, CID: gl.constexpr, BITS: gl.constexpr,
-             CHUNK: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr,
+             CHUNK: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr,
              CONSUMERS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of this program's tile."""
     w_buf, h_buf, x_buf, w_full, w_empty, x_full, x_empty = rings
@@ -126,7 +126,7 @@ def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, spl
     inside = (o_n < N)[:, None] & (o_m < M)[None, :]
     place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
     size = M.to(gl.int64) * N
-    acc, last = joined_sum(acc, Part, Arrived, item * CONSUMERS + CID, i_k, splits, place, inside, size, SPLIT)
+    acc, last = joined_sum(acc, Part, Arrived, item * CONSUMERS + CID, i_k, place, inside, size, SPLITS)
     if last:
         if Bias is not None:
             acc += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
@@ -136,7 +136,7 @@ def _consume(rings, sources, outs, sizes, row, token, item, first, end, i_k, spl
 @jit(do_not_specialize=RUNTIME)
 def lowbit_matmul_hopper(
     x_desc, w_desc, h_desc, Packed, Scales, Zeros, Bias, Out, Part, Arrived, M, N, rows, group, groups, blocks, each, stride_sg,
-    stride_sn, stride_om, BITS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    stride_sn, stride_om, BITS: gl.constexpr, CHUNK: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr,
     BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K] with boxes [BLOCK_M, 64], w_desc, h_desc (3 bits) planes as int16 [blocks * rows, 32] with boxes [64, 32],
@@ -183,16 +183,16 @@ def lowbit_matmul_hopper(
     splits = gl.num_programs(1)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 0, BITS, CHUNK, SPLIT, BLOCK_M,
+            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 0, BITS, CHUNK, SPLITS, BLOCK_M,
                         W_SLOTS, X_SLOTS, CONSUMERS)),
-            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 1, BITS, CHUNK, SPLIT, BLOCK_M,
+            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 1, BITS, CHUNK, SPLITS, BLOCK_M,
                         W_SLOTS, X_SLOTS, CONSUMERS)),
             (_produce, (w_desc, h_desc, x_desc, rings, row, token, first, end, rows, BITS == 3, SLABS // 2, BLOCK_M, W_SLOTS,
                         X_SLOTS, CONSUMERS)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 0, BITS, CHUNK, SPLIT, BLOCK_M,
+            (_consume, (rings, sources, outs, sizes, row, token, item, first, end, i_k, splits, 0, BITS, CHUNK, SPLITS, BLOCK_M,
                         W_SLOTS, X_SLOTS, CONSUMERS)),
             (_produce, (w_desc, h_desc, x_desc, rings, row, token, first, end, rows, BITS == 3, SLABS // 2, BLOCK_M, W_SLOTS,
                         X_SLOTS, CONSUMERS)),

@@ -101,19 +101,23 @@ def shift_high(high, amount):
 
 
 @jit
-def joined_sum(acc, Part, Arrived, item, i_k, splits, place, inside, size, SPLIT: gl.constexpr):
-    """With SPLIT: leave acc in Part -> the sum of all splits in order, and whether this was the last to arrive."""
-    if SPLIT:
+def joined_sum(acc, Part, Arrived, item, i_k, place, inside, size, SPLITS: gl.constexpr):
+    """Leave acc in Part if there are several SPLITS -> the sum of all in order, and whether this was the last to arrive."""
+    if SPLITS > 1:
         gl.store(Part + i_k * size + place, acc, mask=inside)
         thread_barrier()
-        last = gl.atomic_add(Arrived + item, 1, sem="acq_rel", scope="gpu") == splits - 1
+        last = gl.atomic_add(Arrived + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             gl.store(Arrived + item, 0)
         thread_barrier()
         if last:
             acc = gl.zeros_like(acc)
-            for s in range(splits):
-                acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            if acc.shape[0] * acc.shape[1] <= 1024:  # all loads at once
+                for s in gl.static_range(SPLITS):
+                    acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            else:
+                for s in range(gl.num_programs(1)):  # not unrolled: registers
+                    acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
         return acc, last
     else:
         return acc, True

@@ -11,7 +11,7 @@ of K over programs are added by the last to arrive, in order.
 from .gluon import begin_early, copies_commit, copies_wait, copy_async, gl, jit, mma, prefetch
 from .lowbit_parts import halves, joined_sum, middle, twice, unpack_words, zero_terms
 
-RUNTIME = ["M", "N", "rows", "group", "groups", "blocks", "each"]
+RUNTIME = ["M", "N", "rows", "groups", "blocks", "each"]
 
 
 @jit
@@ -23,7 +23,7 @@ def in_order(x):
 
 
 @jit
-def load_step(planes, x, terms, block, end, K, rows, group, groups, EVEN: gl.constexpr, BITS: gl.constexpr,
+def load_step(planes, x, terms, block, end, K, rows, groups, EVEN: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
               CHUNK: gl.constexpr, SLABS: gl.constexpr, LOAD: gl.constexpr, ROW: gl.constexpr,
               DEPTH: gl.constexpr):  # fmt: skip
     """Everything of the blocks `block` + warp of x and scales -> tuple: SLABS of x, scales and zeros of each chunk."""
@@ -44,7 +44,7 @@ def load_step(planes, x, terms, block, end, K, rows, group, groups, EVEN: gl.con
         made = made + (gl.load(x[0] + k, mask=m_here, other=0),)
     i_r = gl.arange(0, W, gl.SliceLayout(1, ROW))[:, None]
     for c in gl.static_range(SLABS // CHUNK):
-        i_g = gl.minimum(((block + i_r) * (SLABS * 32) + c * CHUNK * 32) // group, groups - 1)
+        i_g = gl.minimum(((block + i_r) * (SLABS * 32) + c * CHUNK * 32) // GROUP, groups - 1)
         made = made + (gl.load(terms[0] + i_g.to(gl.int64) * terms[2], mask=terms[3], other=0.0),)
         if terms[1] is not None:
             made = made + (gl.load(terms[1] + i_g.to(gl.int64) * terms[2], mask=terms[3], other=0),)
@@ -95,13 +95,14 @@ def use_step(acc, ring, slot, block, step, BITS: gl.constexpr, CHUNK: gl.constex
 
 @jit(do_not_specialize=RUNTIME)
 def lowbit_rows(
-    X, Packed, High, Scales, Zeros, Bias, Out, Part, Arrived, M, N, K, rows, group, groups, blocks, each, stride_xm, stride_sg,
-    stride_sn, stride_om, BITS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    X, Packed, High, Scales, Zeros, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm, stride_sg,
+    stride_sn, stride_om, BITS: gl.constexpr, GROUP: gl.constexpr, CHUNK: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr,
     EVEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """X [M, K], M at most BLOCK_M, rows 16-byte aligned; planes [blocks, rows, 16] int32; Scales, Zeros (uint8 or None) by
-    strides g, n; Out [M, N].  CHUNK: slabs that share a scale.  K a multiple of the block if EVEN, of 16 in any case.
-    Grid (cdiv(N, BLOCK_N), splits); a split makes `each` blocks.  Part [splits, M, N] fp32, Arrived int32 zeros, one a tile.
+    strides g, n; Out [M, N].  GROUP: columns that share a scale; CHUNK: slabs.
+    K a multiple of the block if EVEN, of 16 in any case.
+    Grid (cdiv(N, BLOCK_N), SPLITS); a split makes `each` blocks.  Part [SPLITS, M, N] fp32, Arrived int32 zeros, one a tile.
     EARLY: a dependent launch.  AHEAD: blocks that a program asks for at once, into the L2 cache, at most 32 a warp; if EARLY
     before the kernel before is through."""
     W: gl.constexpr = gl.num_warps()
@@ -141,14 +142,14 @@ def lowbit_rows(
         ring = (low_ring, gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED))
     for d in gl.static_range(DEPTH - 1):
         bring_step(ring, d, planes, first + d * W, end, rows, BITS, LOAD)
-    a = load_step(planes, x, terms, first, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH)
+    a = load_step(planes, x, terms, first, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH)
     slot = 0
     # two names for what is held of x, in turn: nothing is moved from register to register
     for block in range(first, end, 2 * W):
         if DEPTH > 1:
             copies_wait(DEPTH - 2)
         b = load_step(
-            planes, x, terms, block + W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH
+            planes, x, terms, block + W, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH
         )
         if DEPTH > 1:
             bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + (DEPTH - 1) * W, end, rows, BITS, LOAD)
@@ -157,7 +158,7 @@ def lowbit_rows(
         if DEPTH > 1:
             copies_wait(DEPTH - 2)
         a = load_step(
-            planes, x, terms, block + 2 * W, end, K, rows, group, groups, EVEN, BITS, CHUNK, SLABS, LOAD, ROW, DEPTH
+            planes, x, terms, block + 2 * W, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH
         )
         if DEPTH > 1:
             bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + DEPTH * W, end, rows, BITS, LOAD)
@@ -172,9 +173,7 @@ def lowbit_rows(
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUM))
     inside = (o_n < N)[:, None] & (o_m < M)[None, :]
     place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-    total, last = joined_sum(
-        total, Part, Arrived, tile, i_k, gl.num_programs(1), place, inside, M.to(gl.int64) * N, SPLIT
-    )
+    total, last = joined_sum(total, Part, Arrived, tile, i_k, place, inside, M.to(gl.int64) * N, SPLITS)
     if last:
         if Bias is not None:
             total += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]

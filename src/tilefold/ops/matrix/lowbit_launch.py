@@ -175,43 +175,85 @@ def _room(plan: "LowbitPlan", x: torch.Tensor, counted: int) -> tuple[torch.Tens
     return part, torch.empty(counted, dtype=torch.int32, device="meta") if x.is_meta else counters(counted, x.device)
 
 
-def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
-    """Calls of the portable kernel."""
-    from ...kernels.matrix.lowbit_matmul import lowbit_matmul as kernel
+def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
+    """Whether it is a dependent launch, and the option that makes it one."""
+    early = plan.early and plan.device.dependent_launches
+    return early, {"launch_pdl": True} if early else {}
+
+
+def _bind_portable(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
+    """Calls of the portable kernels, "tile" and "warps"."""
+    from ...kernels.matrix.lowbit_matmul import lowbit_matmul
+    from ...kernels.matrix.lowbit_warps import lowbit_warps
     from ..launch import Launch
 
     p = plan.problem
     cuda = plan.device.backend == "cuda"
     exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
+    early, option = _early(plan)
+    words = p.n % 4 == 0 and p.exact and weight.scales.numel() > 1
+    warps = plan.path == "warps"
+    own: dict[str, Any] = {"JOIN": plan.join}
+    if warps:
+        full = p.blocks % plan.each == 0 and plan.each % (plan.num_warps * plan.unroll) == 0
+        own = {"FULL": full, "WARPS": plan.num_warps, "UNROLL": plan.unroll}
     constants = {
         "BITS": p.bits,
         "HOW": exact if exact != 1 or p.scales == p.dtype else 2,
+        "GROUP": 0 if p.group >= p.k else p.group,
         "CHUNK": p.chunk,
-        "SPLIT": plan.parts > 1,
+        "SPLITS": plan.parts,
         "ATOMIC": plan.atomic,
         "ASM": cuda,
         "EMULATE": interpreting(),
         "EVEN": p.k % (p.slabs * 32) == 0,
+        "WORDS": words,
+        "EARLY": early,
+        **own,
         "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m,
         "STAGES": plan.stages,
     }
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": plan.num_warps, "num_stages": plan.stages},
-                    x.device.index or 0)  # fmt: skip
-    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
+    options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **option, **_registers(plan)}
+    kernel = lowbit_warps if warps else lowbit_matmul
+    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
+    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
+    lanes = _lanes(x.device) if words else None
 
     def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
         room = _room(plan, x, plan.items)
-        return (_flat(x), w.packed, w.packed_high, w.scales, w.zeros, w.table, bias, out, *room, *scalars, *strides)
+        return (
+            _flat(x),
+            w.packed,
+            w.packed_high,
+            w.scales,
+            w.zeros,
+            w.table,
+            lanes,
+            bias,
+            out,
+            *room,
+            *scalars,
+            *strides,
+        )
 
     return Bound(launch, arguments, p.n)
 
 
-def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
-    """Whether it is a dependent launch, and the option that makes it one."""
-    early = plan.early and plan.device.dependent_launches
-    return early, {"launch_pdl": True} if early else {}
+def _lanes(device: torch.device) -> torch.Tensor:
+    """0, 1, 2, 3 on a device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # written by replays alone: this call's own
+        return torch.arange(4, dtype=torch.int32, device=device)
+    made: torch.Tensor | None = _CACHE.get(("lanes", device))
+    if made is None:
+        made = remember(_CACHE, ("lanes", device), torch.arange(4, dtype=torch.int32, device=device))
+    return made
+
+
+def _registers(plan: "LowbitPlan") -> dict[str, int]:
+    """The option that keeps threads below a number of registers."""
+    return {"maxnreg": plan.registers} if plan.registers and plan.device.backend == "cuda" else {}
 
 
 def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
@@ -223,8 +265,9 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
     early, option = _early(plan)
     constants = {
         "BITS": p.bits,
+        "GROUP": min(p.group, p.blocks * p.slabs * 32),
         "CHUNK": p.chunk,
-        "SPLIT": plan.parts > 1,
+        "SPLITS": plan.parts,
         "EARLY": early,
         "EVEN": p.k % (p.slabs * 32) == 0,
         "BLOCK_N": plan.block_n,
@@ -232,9 +275,9 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
         "DEPTH": plan.stages,
         "AHEAD": plan.ahead,
     }
-    options = {"num_warps": plan.num_warps, **option, **({"maxnreg": plan.registers} if plan.registers else {})}
+    options = {"num_warps": plan.num_warps, **option, **_registers(plan)}
     launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
-    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.group, weight.groups, p.blocks, plan.each)
+    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
 
     def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
@@ -255,7 +298,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     constants = {
         "BITS": p.bits,
         "CHUNK": p.chunk,
-        "SPLIT": plan.parts > 1,
+        "SPLITS": plan.parts,
         "EARLY": early,
         "BLOCK_M": plan.block_m,
         "CONSUMERS": 2,
@@ -263,7 +306,13 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         "X_SLOTS": plan.stages,
         "AHEAD": plan.ahead,
     }
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, {"num_warps": 4, **option}, x.device.index or 0)
+    launch = Launch(
+        kernel,
+        (plan.items, plan.parts, 1),
+        constants,
+        {"num_warps": 4, **option, **_registers(plan)},
+        x.device.index or 0,
+    )
     rows = weight.packed.shape[1]
     scalars = (p.m, p.n, rows, weight.group, weight.groups, p.blocks, plan.each, *_scale_strides(weight), p.n)
 
@@ -286,7 +335,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     return Bound(launch, arguments, p.n)
 
 
-_BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
+_BINDERS = {"tile": _bind_portable, "warps": _bind_portable, "rows": _bind_rows, "hopper": _bind_hopper}
 
 
 def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from tilefold.errors import PlanError, ValueRangeError
 from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
+from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
 from tilefold.plan.serialise import from_json, to_json
 
 __all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
@@ -14,10 +15,11 @@ __all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
 BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
 HALVES = ("float16", "bfloat16")
-PATHS = ("rows", "hopper", "tile", "dequantise")
+PATHS = ("rows", "warps", "hopper", "tile", "dequantise")
 SLAB = 32  # columns
 FEW_ROWS = 16  # of x that the "rows" path takes
 MOST_SPLITS = 16
+TILE_UP_TO = 128  # rows of x, where no row of the table says something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,15 @@ class LowbitPlan:
     """The decision for one product on one device; `print` it.
 
     path: "rows": few rows of x, each warp a part of K, weights from memory to registers;
+          "warps": the same in portable Triton, for NVIDIA's GPUs, by asynchronous copies;
           "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
           "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
     block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
     stages: slots of the ring of weights ("rows"), of x ("hopper"), of the pipeline ("tile").
     splits: parts of K that programs make apart.  atomic: sums in memory in the order of arrival.
     scaled: "after" the product in fp32, or "before" it in the weight.  early: a dependent launch.
-    ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit."""
+    ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit.
+    join: a product a group ("tile") instead of one for 32 columns.  unroll: blocks that a warp takes at a step ("warps")."""
 
     problem: LowbitProblem
     device: Device
@@ -110,13 +114,15 @@ class LowbitPlan:
     early: bool = False
     ahead: int = 0
     registers: int = 0
+    join: bool = False
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
             raise PlanError(f"plan field path must be one of {PATHS}, got {self.path!r}")
         if refusal := refused(self.problem, self.device, self.path):
             raise PlanError(f"plan field path: {self.path!r} {refusal}")
-        for name in ("block_n", "block_m", "num_warps", "stages", "splits"):
+        for name in ("block_n", "block_m", "num_warps", "stages", "splits", "unroll"):
             value = getattr(self, name)
             if (
                 type(value) is not int
@@ -201,6 +207,8 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs groups of a multiple of {SLAB} columns or of whole rows, not {problem.group}"
     if path == "tile":
         return None
+    if path == "warps":
+        return None if device.backend in ("cuda", "interpreter") else f"is for NVIDIA's GPUs, not {device.target}"
     if device.generation < 90 or (path == "hopper" and device.generation != 90):
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
@@ -219,30 +227,22 @@ def _splits(problem: LowbitProblem, items: int, slots: int, least: int) -> int:
     return max(1, min(slots // max(items, 1), problem.blocks // least, MOST_SPLITS))
 
 
-def _rows(problem: LowbitProblem, device: Device) -> dict[str, object]:
-    """As measured: few rows of the weight, a small tile; few blocks of K, fewer warps; more rows of x, a ring of tiles."""
-    block_m, registers, stages, warps, block_n = 8 if problem.m <= 8 else 16, 0, 6, 4, 32
-    if problem.n <= 4096:
-        block_n, warps, stages, registers = 16, 8, 4, 128
-    elif problem.bits == 8 and block_m == 16:
-        block_n, registers = 16, 128
-    elif block_m == 8:
-        warps, stages = 8 if problem.blocks > 32 else 4, 6 if problem.bits == 2 else 1
-    items = -(-problem.n // block_n)
-    splits = _splits(problem, items, device.sms, 2 * warps)
-    return {"block_n": block_n, "block_m": block_m, "num_warps": warps, "stages": stages, "splits": splits, "early": True,
-            "registers": registers}  # fmt: skip
-
-
-def _hopper(problem: LowbitProblem, device: Device) -> dict[str, object]:
-    block_m = min(256, max(16, 1 << (problem.m - 1).bit_length()))
-    if -(-problem.m // 256) * -(-problem.n // 128) < 0.75 * device.sms:
-        block_m = min(block_m, 128)
-    items = -(-problem.m // block_m) * -(-problem.n // 128)
-    splits = _splits(problem, items, device.sms, 4)
-    slots = 5 if block_m == 256 else 6 if block_m == 128 else 8
-    return {"block_n": 128, "block_m": block_m, "num_warps": 4, "stages": slots, "splits": splits, "scaled": "before",
-            "early": True}  # fmt: skip
+def _chosen(problem: LowbitProblem, device: Device, row: Choice) -> dict[str, object]:
+    """The plan's fields by a row of the table."""
+    block_m = row.block_m
+    if not block_m:
+        block_m = min(256, max(16, 1 << (problem.m - 1).bit_length()))
+        if -(-problem.m // 256) * -(-problem.n // row.block_n) < 0.75 * device.sms:
+            block_m = min(block_m, 128)
+    items = -(-problem.m // block_m) * -(-problem.n // row.block_n)
+    splits = _splits(problem, items, row.per_sm * device.sms, row.least)
+    stages = row.stages
+    if row.path == "hopper" and block_m == 128 and row.stages == 5:  # a ring of smaller tiles
+        stages = 6
+    made = {
+        name: getattr(row, name) for name in ("block_n", "num_warps", "scaled", "join", "unroll", "early", "registers")
+    }
+    return {**made, "block_m": block_m, "stages": stages, "splits": splits}
 
 
 def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
@@ -259,21 +259,20 @@ def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
             "scaled": "before" if before else "after"}  # fmt: skip
 
 
-MADE = {"rows": _rows, "hopper": _hopper, "tile": _tile}
-UP_TO = {"rows": 16, "hopper": 1024, "tile": 128}  # rows of x
-
-
 @lru_cache(maxsize=4096)
 def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
     """The plan for a product on a device: pure, the same every time."""
-    rejected: list[str] = []
-    for path, made in MADE.items():
-        refusal = refused(problem, device, path)
-        if refusal is None and problem.m > UP_TO[path]:
-            refusal = f"is slower than dequantising from {UP_TO[path]} rows of x on"
-        if refusal is None:
-            reason = f"{problem.m} rows of x, at most {UP_TO[path]}"
-            plan = LowbitPlan(problem, device, path, reason, tuple(rejected), **made(problem, device))  # type: ignore[arg-type]
+    refusals = {path: refused(problem, device, path) for path in PATHS}
+    rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
+    if device.generation == 90:
+        possible = tuple(path for path, refusal in refusals.items() if not refusal)
+        if row := choice_for(problem.bits, problem.m, problem.n, problem.k, possible):
+            reason = f"{problem.m} rows of x, at most {row.m}"
+            plan = LowbitPlan(problem, device, row.path, reason, rejected, **_chosen(problem, device, row))  # type: ignore[arg-type]
             return replace(plan, splits=plan.parts)
-        rejected.append(f"{path} {refusal}")
-    return LowbitPlan(problem, device, "dequantise", "serves every problem", tuple(rejected))
+    if refusals["tile"] is None and problem.m <= TILE_UP_TO:
+        reason = f"{problem.m} rows of x, at most {TILE_UP_TO}"
+        plan = LowbitPlan(problem, device, "tile", reason, rejected, **_tile(problem, device))  # type: ignore[arg-type]
+        return replace(plan, splits=plan.parts)
+    slower = () if refusals["tile"] else (f"kernels that unpack are slower from {problem.m} rows of x on",)
+    return LowbitPlan(problem, device, "dequantise", "serves every problem", (*rejected, *slower))
