@@ -36,22 +36,23 @@ class Choice:
 
 ALL = (8, 4, 3, 2)
 CHOICES = (
-    # few rows of the weight
-    Choice(ALL, 8, 4096, 0, "rows", 16, 8, 8, 4, registers=128),
     # one to eight rows of x
+    Choice((4,), 8, 4096, 4096, "rows", 16, 8, 8, 4, registers=128),
+    Choice((4,), 8, 16384, 0, "rows", 32, 8, 4, 1, per_sm=4, least=8),
+    Choice((4,), 8, 100000, 4096, "rows", 16, 8, 4, 1, least=8),
+    Choice((4,), 8, 0, 4096, "rows", 32, 8, 2, 1, least=8),
+    Choice((8, 3, 2), 8, 4096, 0, "rows", 16, 8, 8, 4, registers=128),
     Choice((2,), 8, 0, 8192, "rows", 32, 8, 4, 6, least=8),
     Choice((2,), 8, 0, 0, "rows", 32, 8, 8, 6),
     Choice((8,), 8, 0, 2048, "rows", 32, 8, 4, 1, least=8),
-    Choice((4,), 8, 0, 4096, "rows", 32, 8, 4, 1, least=8),
+    Choice((8,), 8, 0, 0, "rows", 16, 8, 8, 1),
     Choice((3,), 8, 0, 8192, "rows", 32, 8, 4, 1, least=8),
     Choice(ALL, 8, 0, 0, "rows", 32, 8, 8, 1),
-    # up to 16; not yet measured: "warps" and "tile" as their prototype was fastest
-    Choice((4,), 16, 0, 0, "warps", 64, 16, 8, 3),
+    # up to 16
+    Choice((4,), 16, 4096, 0, "rows", 32, 16, 4, 6, least=8),
+    Choice((4,), 16, 0, 0, "tile", 128, 16, 4, 4, per_sm=2, least=4, join=True),
     Choice((8,), 16, 4096, 0, "rows", 16, 16, 8, 4, registers=128),
     Choice((8,), 16, 0, 0, "rows", 16, 16, 4, 6, least=8, registers=128),
-    # up to 64
-    Choice((4,), 32, 0, 0, "tile", 128, 32, 4, 4, per_sm=3, least=4, join=True, registers=168),
-    Choice((4,), 64, 0, 0, "tile", 128, 64, 8, 4, per_sm=2, least=4, scaled="before", join=True, registers=128),
     # more
     Choice(ALL, 64, 0, 0, "hopper", 128, 0, 4, 8, least=4, scaled="before"),
     Choice(ALL, 128, 0, 0, "hopper", 128, 0, 4, 6, least=4, scaled="before"),
