@@ -55,7 +55,8 @@ def counting() -> Iterator[Counts]:
         counts.flops += 2 * int(np.prod(a.data.shape)) * int(b.data.shape[-1])
         return original(a, b, *rest, **named)
 
-    for name, watched in zip(METHODS, (load, store, dot), strict=True):
+    watchers: tuple[Callable[..., Any], ...] = (load, store, dot)
+    for name, watched in zip(METHODS, watchers, strict=True):
         setattr(builder, name, _bound(watched, getattr(builder, name)))
     try:
         yield counts

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tilefold.device.product import add_product
 from tilefold.device.tile import narrow, widen
-from tilefold.ladder.cache import PagedCache, paged_cache
+from tilefold.ladder.cache import paged_cache
 from tilefold.ladder.inputs import Tile, checked, emulated, fitted, is_there, keys_read, strides
 from tilefold.plan.cost import Cost
 

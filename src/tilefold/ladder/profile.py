@@ -11,7 +11,7 @@ them and bytes over the rate of memory, and not to optimise what is not the boun
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,8 +35,8 @@ def attention(
 ) -> torch.Tensor:  # fmt: skip
     """`ladder.naive.attention` by the same kernels, on tensor cores, with larger tiles and P in q's dtype."""
     p = checked(q, k, v, causal, tile, bias=bias, padding_mask=padding_mask)
-    out: torch.Tensor = naive.run(q, k, v, p, mask_arguments(bias, padding_mask), tile or tile_for(p), ROW, q.dtype)
-    return out
+    masks, kernels = mask_arguments(bias, padding_mask), cast("Any", naive)
+    return cast("torch.Tensor", kernels.run(q, k, v, p, masks, tile or tile_for(p), ROW, q.dtype))
 
 
 def tile_for(p: AttentionProblem) -> Tile:
@@ -46,8 +46,7 @@ def tile_for(p: AttentionProblem) -> Tile:
 
 def cost(p: AttentionProblem, tile: Tile | None = None) -> Cost:
     """naive's, with P in q's dtype."""
-    found: Cost = naive.cost(p, tile or tile_for(p), weight_bytes=p.itemsize)
-    return found
+    return cast("Cost", cast("Any", naive).cost(p, tile or tile_for(p), weight_bytes=p.itemsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Line:
 
 
 def measure(calls: Mapping[str, Callable[[], Any]], gpu: bool, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of a call each, in turns: replays of CUDA graphs, where a call cannot be captured events, on a CPU the wall."""
+    """Milliseconds of a call each, in turns: replays of CUDA graphs, events where there is no capture, a CPU's wall."""
     samplers = {name: _sampler(call, gpu) for name, call in calls.items()}
     return {name: timing.ms for name, timing in timers.time_alternating(samplers, rounds if gpu else 1).items()}
 

@@ -5,9 +5,8 @@
     merge       O = sum of O_s 2^(lse_s - lse),   2^lse = sum of 2^lse_s
 
 With one query there are as many programs as heads, and most of the GPU idles.  What it teaches: (O, lse) is a state that can be
-merged in any order, and an empty split, which a causal mask or a short sequence leaves, is the identity: O = 0, lse = -inf,
-weight 2^-inf = 0, never NaN.  Heads that share a KV head are rows of one tile: keys are read once for all of them.  The
-library's own `attention_kvcache`, at the end, is this rung grown up.
+merged in any order, and an empty split, which a causal mask or a short sequence leaves, is its identity: O = 0, lse = -inf,
+weight 2^-inf = 0, never NaN.  Heads that share a KV head are rows of one tile.  `attention_kvcache` is this rung grown up.
 
     python -m tilefold.ladder.split
 """
@@ -50,9 +49,9 @@ def split_kernel(
     length = seq_k
     if len(lengths) > 0:
         length = tl.load(lengths[0] + i_b)
-    low, end = i_s * chunk, tl.minimum(length, i_s * chunk + chunk)
+    low, end, last = i_s * chunk, tl.minimum(length, i_s * chunk + chunk), i_q * 0 + length - 1  # last: that a row sees
     if CAUSAL:  # the tile's last query may see nothing of this split: then low >= end, and nothing is done
-        end = tl.minimum(end, (i_m * M + M - 1) // group + 1 + length - seq_q)
+        end, last = tl.minimum(end, (i_m * M + M - 1) // group + 1 + length - seq_q), i_q + (length - seq_q)
     p_k = K + i_b * stride_kb + i_kh * stride_kh + (low + o_n)[:, None].to(tl.int64) * stride_kn + o_d[None, :]
     p_v = V + i_b * stride_vb + i_kh * stride_vh + (low + o_n)[:, None].to(tl.int64) * stride_vn + o_d[None, :]
     acc, m, l = tl.zeros([M, BLOCK_D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
@@ -60,31 +59,26 @@ def split_kernel(
         cols = start + o_n
         k = widen(tl.load(p_k, mask=(cols < length)[:, None] & m_d, other=0.0), EMULATE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-        alive = (cols < length)[None, :]
-        if CAUSAL:
-            alive = alive & (cols[None, :] <= i_q[:, None] + (length - seq_q))
         v = widen(tl.load(p_v, mask=(cols < length)[:, None] & m_d, other=0.0), EMULATE)
-        acc, m, l = online_step(acc, m, l, tl.where(alive, s, float("-inf")), v)
+        acc, m, l = online_step(acc, m, l, tl.where(cols[None, :] <= last[:, None], s, float("-inf")), v)
         p_k += N * tl.cast(stride_kn, tl.int64)
         p_v += N * tl.cast(stride_vn, tl.int64)
     l = tl.where(l == 0.0, 1.0, l)
     row = ((i_s * batch + i_b) * seq_q + i_q) * (kv_heads * group) + i_h
-    tl.store(
-        Part + row[:, None] * DIM + o_d[None, :], narrow(acc / l[:, None], Part.dtype.element_ty, EMULATE), mask=m_q
-    )
+    out = narrow(acc / l[:, None], Part.dtype.element_ty, EMULATE)
+    tl.store(Part + row[:, None] * DIM + o_d[None, :], out, mask=m_q)
     tl.store(Lse + row, m + tl.log2(l), mask=rows < seq_q * group)  # base 2; -inf + 0 where there was no key
 
 
 @triton.jit
-def merge_kernel(
-    Part, Lse, Out, rows, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, EMULATE: tl.constexpr
-):
+def merge_kernel(Part, Lse, Out, rows, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+                 EMULATE: tl.constexpr):  # fmt: skip
     """M rows of Out [rows, DIM] from Part [splits, rows, DIM] and Lse [splits, rows]."""
     row, o_d = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
     mask = (row < rows)[:, None] & (o_d < DIM)[None, :]
     acc, m, l = tl.zeros([M, BLOCK_D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    for i in range(0, splits):
-        lse = tl.load(Lse + i * rows + row, mask=row < rows, other=float("-inf"))
+    for i in range(splits):
+        lse = tl.load(Lse + i * tl.cast(rows, tl.int64) + row, mask=row < rows, other=float("-inf"))
         part = tl.load(Part + (i * tl.cast(rows, tl.int64) + row)[:, None] * DIM + o_d[None, :], mask=mask, other=0.0)
         m_new = tl.maximum(m, lse)
         anchor = tl.where(m_new == float("-inf"), 0.0, m_new)  # both empty: weights 0, not 2^(-inf + inf)
@@ -107,7 +101,7 @@ def planned(p, tile, sms, splits=None):
 
 
 def attention(q, k, v, causal=False, *, lengths=None, splits=None, tile=None):
-    """q [batch, seq_q, heads, dim] over k and v [batch, seq_k, kv_heads, dim], of which the first lengths [batch] int32 are there;
+    """q [batch, seq_q, heads, dim] over k, v [batch, seq_k, kv_heads, dim], of which the first lengths [batch] int32 are there;
     causal: query i sits at key i + length - seq_q.  splits: parts of the keys; default: as many as keep every SM busy."""
     p = checked(q, k, v, causal, tile, lengths=lengths)
     if splits is not None and (type(splits) is not int or not 1 <= splits <= MOST):
@@ -129,8 +123,7 @@ def attention(q, k, v, causal=False, *, lengths=None, splits=None, tile=None):
     return out
 
 
-def library(q, k, v, causal=False, *, lengths=None):
-    """The same by what the library exports: splits planned for the device, pages, one query or many."""
+def library(q, k, v, causal=False, *, lengths=None):  # this rung as the library exports it
     return tilefold.attention_kvcache(q, k, v, causal=causal, cache_seqlens=lengths)
 
 
