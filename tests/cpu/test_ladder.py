@@ -75,7 +75,7 @@ def test_additive_and_padding_masks(name, device):
 @pytest.mark.parametrize("name", ["paged", "split"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_of_unequal_lengths(name, causal, device):
-    """A query sits at its sequence's own end; one sequence is empty, one shorter than the queries, one fills its blocks exactly."""
+    """A query sits at its sequence's own end; one sequence is empty, one shorter than the queries."""
     q, k, v = qkv(4, 5, 40, 2, 1, 16, device=device)
     lengths = torch.tensor([40, 0, 3, 20], dtype=torch.int32, device=device)
     options = {"splits": 3} if name == "split" else {}
@@ -86,9 +86,9 @@ def test_sequences_of_unequal_lengths(name, causal, device):
         judge(got[b : b + 1], want, plain, f"out {name} of {n} keys, causal {causal}")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 64])
+@pytest.mark.parametrize("splits", [1, 2, 5, 20])
 def test_empty_splits_are_the_identity(splits, device):
-    """Under a causal mask early queries see nothing of late splits, and 64 splits of three tiles are mostly empty."""
+    """Under a causal mask early queries see nothing of late splits, and 20 splits of three tiles are mostly empty."""
     q, k, v = qkv(1, 20, 40, 1, 1, 16, dtype=torch.float16, device=device)
     got = held("split", q, k, v, causal=True, tile=SMALL, splits=splits)
     assert got.isfinite().all()

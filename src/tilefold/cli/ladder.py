@@ -52,7 +52,7 @@ def ladder(
         str | None, typer.Option(metavar="N,N", help="Keys of a sequence.", show_default="1024,4096; no GPU: 64,128")
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(min=1, help="Queries of a sequence.", show_default="as many as keys; split: 1")
+        int | None, typer.Option(min=0, help="Queries of a sequence; 0: one a key.", show_default="0; split: 1")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.", show_default="16; no GPU: 2")] = None,
@@ -75,10 +75,10 @@ def ladder(
 
     name = rung_named(rung or "flash").name
     texts, own_heads, own_dim = GPU_SHAPE if runtime.gpu else CPU_SHAPE
-    few = queries or (1 if name == "split" else None)
+    few = (1 if name == "split" else 0) if queries is None else queries
     problems = []
     for keys in _numbers(seq or texts):
-        if causal and few is not None and few > keys:
+        if causal and few > keys:
             raise ShapeError(f"--queries must be at most --seq under --causal, got {few} and {keys}")
         count = heads or own_heads
         shape = (batch, few or keys, keys, count, kv_heads or count, dim or own_dim, dim or own_dim)

@@ -137,7 +137,7 @@ def cost(p, tile=None, weight_bytes=4):
     own = row * p.batch * (2 * p.seq_q * p.heads + 2 * p.seq_k * p.kv_heads)  # q, k, v and out
     products = row * each * (p.seq_q * tiles_n + 2 * p.seq_k * tiles_m + p.seq_q)
     return Cost(flops=4 * each * tiles_m * tile.block_m * tiles_n * tile.block_n * p.block_qk, exps=2 * scores,
-                bytes=own + scores * (4 + 4 + 2 * weight_bytes), l2_bytes=products + scores * (4 + 12 + 2 * weight_bytes))  # fmt: skip
+                bytes=own + scores * (8 + 2 * weight_bytes), l2_bytes=products + scores * (16 + 2 * weight_bytes))  # fmt: skip
 
 
 if __name__ == "__main__":
