@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
     "debug": {"reference"} | LEAVES,
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant"},
-    "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring: by the timers and judges of bench
+    "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant"},
     "__init__": {
         "ops",
