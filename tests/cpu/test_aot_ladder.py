@@ -12,6 +12,7 @@ KERNELS = {
     "paged": ("paged", "paged_kernel", {}, "best"),
     "flash": ("flash", "flash_kernel", {}, "best"),
     "flash masks": ("flash", "flash_kernel", {"masks": True, "dtype": "float16"}, "best"),
+    "flash fp32, D=256": ("flash", "flash_kernel", {"dtype": "float32", "dim": 256}, "none"),
     "split": ("split", "split_kernel", {}, "any"),
 }
 JOBS = {

@@ -173,8 +173,18 @@ def _show(console: Console, result: "Result", gpu: bool) -> None:
 
 
 def _timed(result: "Result") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    head = ("implementation", "ms", "GB/s", "TFLOP/s", "speed-up", "bound", "of bound", "FLOP/B", "FLOP/B of L2")
-    rows = [
+    head: tuple[str, ...] = (
+        "implementation",
+        "ms",
+        "GB/s",
+        "TFLOP/s",
+        "speed-up",
+        "bound",
+        "of bound",
+        "FLOP/B",
+        "FLOP/B of L2",
+    )
+    rows: list[tuple[str, ...]] = [
         (line.name, f"{line.ms:.3f}", "" if line.gbs is None else f"{line.gbs:.0f}", f"{line.tflops:.1f}", f"{line.speedup:.2f}x",
          "" if line.bound is None else line.bound.resource, "" if line.of_bound is None else f"{line.of_bound:.0%}",
          "" if line.intensity is None else f"{line.intensity:.1f}",
@@ -198,7 +208,7 @@ def _counted(result: "Result") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         "limit",
         "",
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, verdict in result.verdicts.items():
         counts, cost = result.counts[name], result.costs.get(name)
         rows.append((

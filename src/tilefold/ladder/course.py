@@ -14,7 +14,7 @@ from tilefold.bench.judge import Judge, Verdict
 from tilefold.ladder import profile, student
 from tilefold.ladder.count import Counts, counting
 from tilefold.ladder.inputs import Tile, here
-from tilefold.ladder.rungs import Rung, up_to
+from tilefold.ladder.rungs import RUNGS, Rung, up_to
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 
@@ -52,8 +52,7 @@ def declared(rungs: tuple[Rung, ...], p: AttentionProblem) -> dict[str, Cost]:
 
 def _library(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """What the library exports for such a call: `attention`, and for few queries what the last rung ends in."""
-    from tilefold.ladder import split
-
+    split: Any = RUNGS["split"].program
     p, (q, k, v) = inputs.problem, (inputs.q, inputs.k, inputs.v)
     if p.seq_q * p.group <= 128 < p.seq_k:
         return lambda: split.library(q, k, v, p.causal)
