@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
     ops = importlib.import_module(".ops", __name__)
     if name in ops.COLLECTION:
         return getattr(ops, name)
-    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
+    if name in ("compat", "debug", "ladder", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, show
 
 __all__ = ["app"]
 
@@ -31,6 +31,7 @@ app.add_typer(bench.app, name="bench")
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
+app.command(name="ladder", epilog=ladder.EPILOG)(ladder.ladder)
 app.add_typer(profile.app, name="profile")
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

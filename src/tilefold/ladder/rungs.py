@@ -1,0 +1,94 @@
+"""The five rungs as records: what they are called, what they teach, and how to get at their programs, which need Triton."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tilefold.errors import ValueRangeError
+from tilefold.plan.cost import Cost
+from tilefold.plan.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilefold.ladder.inputs import Tile
+
+__all__ = ["RUNGS", "Rung", "rung_named", "show", "up_to"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One rung: name, lesson in a line, page of the docs.  `program` is its module: attention, cost, TILES, tile_for."""
+
+    name: str
+    lesson: str
+
+    @property
+    def page(self) -> str:
+        """Its page, from the checkout's root."""
+        return f"docs/ladder/{self.name}.md"
+
+    @property
+    def program(self) -> Any:
+        """Its module.  Imports triton."""
+        return importlib.import_module(f"tilefold.ladder.{self.name}")
+
+    def prepare(
+        self, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool = False, tile: "Tile | None" = None
+    ) -> "Callable[[], torch.Tensor]":
+        """The call that is checked and timed; what is done once before it (a paged cache) is done here."""
+        program = self.program
+        if hasattr(program, "prepare"):
+            made: Callable[[], torch.Tensor] = program.prepare(q, k, v, causal, tile)
+            return made
+        return lambda: program.attention(q, k, v, causal, tile=tile)
+
+    def cost(self, p: AttentionProblem, tile: "Tile | None" = None) -> Cost:
+        """What it declares of a problem."""
+        found: Cost = self.program.cost(p, tile)
+        return found
+
+
+_ALL = (
+    Rung("naive", "the formula in three kernels, every score through memory"),
+    Rung(
+        "profile",
+        "measure, find the bound, change that: the same kernels on tensor cores, with tiles that a sweep found",
+    ),
+    Rung("paged", "keys in blocks behind a table; scores computed twice rather than stored"),
+    Rung("flash", "tiling and online softmax: one pass over the keys, nothing of the size of the scores"),
+    Rung("split", "few queries over many keys: parts folded apart and merged, empty ones the identity"),
+)
+RUNGS: Mapping[str, Rung] = MappingProxyType({rung.name: rung for rung in _ALL})
+
+
+def rung_named(name: str) -> Rung:
+    """The rung of that name.  ValueRangeError if there is none."""
+    if name not in RUNGS:
+        raise ValueRangeError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
+    return RUNGS[name]
+
+
+def up_to(name: str) -> tuple[Rung, ...]:
+    """The rungs from the first one to that one."""
+    names = list(RUNGS)
+    return tuple(RUNGS[each] for each in names[: names.index(rung_named(name).name) + 1])
+
+
+def show(name: str) -> None:
+    """Run a rung on a small problem, compare it with fp64, print what it declares: what `python -m tilefold.ladder.NAME` does."""
+    import torch
+
+    from tilefold import reference
+    from tilefold.ladder.inputs import here, problem_of
+    from tilefold.ops.device import interpreting
+
+    rung, place = rung_named(name), "cpu" if interpreting() else "cuda"
+    q, k, v = (torch.randn(1, 100, 2, 32, device=place, dtype=torch.float16) for _ in range(3))
+    wanted, plain = (reference.attention(q, k, v, causal=True, dtype=dtype)[0] for dtype in (torch.float64, q.dtype))
+    print(f"{rung.name}: {rung.lesson}")
+    print(reference.compare(rung.prepare(q, k, v, True)(), wanted, plain))
+    print(rung.cost(problem_of(q, k, True)))
+    print(f"on {here().title}; see {rung.page}, and `tilefold ladder --rung {name}`")

@@ -1,0 +1,33 @@
+"""The ladder's kernels compile for an H200: tensor cores from the second rung on, nothing spilled in a loop."""
+
+import pytest
+
+from aot_cases import Results, compiled
+from tilefold.aot import Job
+
+KERNELS = {
+    "naive values": ("naive", "value_kernel", {}, "none"),
+    "profile scores": ("profile", "score_kernel", {}, "best"),
+    "profile values": ("profile", "value_kernel", {}, "best"),
+    "paged": ("paged", "paged_kernel", {}, "best"),
+    "flash": ("flash", "flash_kernel", {}, "best"),
+    "flash masks": ("flash", "flash_kernel", {"masks": True, "dtype": "float16"}, "best"),
+    "flash fp32, D=256": ("flash", "flash_kernel", {"dtype": "float32", "dim": 256}, "none"),
+    "split": ("split", "split_kernel", {}, "any"),
+}
+JOBS = {
+    (name, "sm_90"): Job("ladder_cases:example_launch", {"name": rung, "kernel": kernel, **more}, "sm_90")
+    for name, (rung, kernel, more, _) in KERNELS.items()
+}
+pytestmark = pytest.mark.xdist_group("test_aot_ladder")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return compiled(JOBS, "installed", ())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(results: Results, name: str) -> None:
+    found = results.of(name, "sm_90")
+    assert found.problems(tensor=KERNELS[name][3], spills="outside loops") == ()  # type: ignore[arg-type]

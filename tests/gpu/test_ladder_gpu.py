@@ -1,0 +1,73 @@
+"""The ladder on a GPU: every rung at real sizes, dtypes and masks; empty splits; each rung faster than the one before."""
+
+import pytest
+import torch
+
+from cases import judge, qkv, rand
+from ladder_cases import NAMES, rung
+from tilefold import ladder, reference
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+def held(name, q, k, v, causal=False, oracle=None, **options):
+    given = {"causal": causal} if oracle is None else oracle
+    want, plain = (reference.attention(q, k, v, dtype=d, **given)[0] for d in (torch.float64, q.dtype))
+    got = rung(name, q, k, v, causal, block=16, **options)
+    judge(got, want, plain, f"out {name} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {sorted(options)}")
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes(name, dtype):
+    """Past 1024 keys, off every tile, grouped heads."""
+    q, k, v = qkv(2, 1000, 1500, 4, 2, 128, dtype=dtype, device=DEVICE)
+    held(name, q, k, v, causal=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("name", ["naive", "profile", "flash"])
+def test_masks(name):
+    q, k, v = qkv(2, 300, 1300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    there, bias = torch.rand(2, 1300, device=DEVICE) < 0.7, rand(1, 4, 300, 1300, device=DEVICE)
+    there[1] = False
+    got = held(name, q, k, v, True, {"causal": True, "bias": bias, "mask": there[:, None, None]}, bias=bias,
+               padding_mask=there)  # fmt: skip
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("splits", [2, 7, 64])
+def test_empty_splits_under_a_causal_mask(splits):
+    q, k, v = qkv(1, 512, 512, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    assert held("split", q, k, v, causal=True, splits=splits).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["paged", "split"])
+def test_lengths_of_a_decoding_step(name):
+    q, k, v = qkv(4, 1, 5000, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    lengths = torch.tensor([5000, 0, 1, 2049], dtype=torch.int32, device=DEVICE)
+    got = rung(name, q, k, v, True, block=16, lengths=lengths)
+    for b, n in enumerate(lengths.tolist()):
+        one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        want, plain = (reference.attention(*one, causal=True, dtype=d)[0] for d in (torch.float64, q.dtype))
+        judge(got[b : b + 1], want, plain, f"out {name} of {n} keys")
+
+
+def times(names, sq, n):
+    from tilefold.ladder import profile
+
+    q, k, v = qkv(1, sq, n, 16, 16, 128, dtype=torch.bfloat16, device=DEVICE)
+    return profile.measure({name: ladder.RUNGS[name].prepare(q, k, v) for name in names}, True)
+
+
+def test_each_rung_is_faster_than_the_one_before():
+    found = times(NAMES[:4], 4096, 4096)
+    ms = list(found.values())
+    assert ms == sorted(ms, reverse=True), found
+    assert found["naive"] >= 20 * found["flash"], found
+
+
+def test_splits_are_faster_than_flash_for_one_query():
+    found = times(("flash", "split"), 1, 4096)
+    assert found["split"] < found["flash"], found

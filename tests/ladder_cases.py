@@ -1,0 +1,63 @@
+"""Shared by the tests of the ladder: every rung as one function, and launches caught to compile them ahead of time."""
+
+import importlib
+from typing import Any
+
+import torch
+
+NAMES = ("naive", "profile", "paged", "flash", "split")
+
+
+def rung(name: str, q, k, v, causal=False, tile=None, block=5, **options):
+    """Out of a rung; the paged one over blocks of `block` keys, made from k and v."""
+    from tilefold import ladder
+
+    program = getattr(ladder, name)
+    if name == "paged":
+        cache = ladder.paged_cache(k, v, options.pop("lengths", None), block)
+        return program.attention(q, cache, causal, tile=tile, **options)
+    return program.attention(q, k, v, causal, tile=tile, **options)
+
+
+def example_launch(
+    name: str, kernel: str, dtype: str = "bfloat16", causal: bool = True, masks: bool = False, dim: int = 128
+):
+    """(kernel, args, kwargs) of what a rung launches for 2 x 1024 tokens as on an H200, caught before it runs."""
+    from tilefold import ladder
+    from tilefold.ladder import inputs
+    from tilefold.plan.device import device_named
+
+    program = importlib.import_module(f"tilefold.ladder.{name}")
+    owner = importlib.import_module("tilefold.ladder.naive") if name == "profile" else program
+    caught: dict[str, Any] = {}
+
+    class Catch:
+        def __init__(self, title: str) -> None:
+            self.title, self.fn = title, getattr(owner, title)
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **named: Any) -> None:
+                caught[self.title] = (self.fn, args, named)
+
+            return launch
+
+    inputs.device_of = lambda device: device_named("h200")
+    program.here = inputs.here = lambda: device_named("h200")
+    kept = {title: getattr(owner, title) for title in dir(owner) if title.endswith("_kernel")}
+    for title in kept:
+        setattr(owner, title, Catch(title))
+    q, k, v = (torch.zeros(2, 1024, heads, dim, dtype=getattr(torch, dtype)) for heads in (4, 2, 2))
+    if name == "split":
+        q = q[:, :1]
+    options = (
+        {"bias": torch.zeros(1, 4, 1024, 1024), "padding_mask": torch.ones(2, 1024, dtype=torch.bool)} if masks else {}
+    )
+    try:
+        if name == "paged":
+            program.attention(q, ladder.paged_cache(k, v), causal)
+        else:
+            program.attention(q, k, v, causal, **options)
+    finally:
+        for title, fn in kept.items():
+            setattr(owner, title, fn)
+    return caught[kernel]
