@@ -98,7 +98,9 @@ def test_the_file_of_a_machine(measured, tmp_path, monkeypatch):
 
 def test_bounds_use_what_was_measured(measured):
     device = device_named("h200")
-    made = replace(measured, dram_read=4.5e12, dram_copy=4.2e12, dram_write=4.1e12, l2_read=9e12, flops=(("float16", 7e14),))
+    made = replace(
+        measured, dram_read=4.5e12, dram_copy=4.2e12, dram_write=4.1e12, l2_read=9e12, flops=(("float16", 7e14),)
+    )
     found = roofs.with_roofs(device, made)
     assert found.dram_rate == 4.5e12 and found.measured_l2_bytes_per_s == 9e12
     assert found.matmul_rate("float16") == 7e14

@@ -35,7 +35,9 @@ def test_the_same_kernel_without_counters_is_unknown_not_compute_bound():
 
 
 def test_declared_l2_bytes_can_prove_it_too():
-    verdict = judge(replace(KERNEL, flops=0.616e12, tensor_rate=1e15, l2_bytes=8.4e9, l2_rate=1e13, measured_roofs=True))
+    verdict = judge(
+        replace(KERNEL, flops=0.616e12, tensor_rate=1e15, l2_bytes=8.4e9, l2_rate=1e13, measured_roofs=True)
+    )
     assert verdict.resource == "L2-to-SM path"
     assert "84.0 % of the measured roof by declared work" in verdict.sentence
 
@@ -52,7 +54,9 @@ SIGNATURES = {
     "exp unit": with_counters(exp=93.0, dram=12.0, issue=60.0),
     "too few programs": with_counters(replace(KERNEL, programs=8), dram=4.0, stalls={"long_scoreboard": 9.0}),
     "tail wave": with_counters(replace(KERNEL, programs=2 * 132 + 4, resident=2), dram=40.0, tensor=45.0),
-    "memory latency": with_counters(dram=30.0, l2_to_sm=9.0, stalls={"long_scoreboard": 9.0, "wait": 2.0, "selected": 1.0}),
+    "memory latency": with_counters(
+        dram=30.0, l2_to_sm=9.0, stalls={"long_scoreboard": 9.0, "wait": 2.0, "selected": 1.0}
+    ),
     "tensor latency": with_counters(tensor=45.0, stalls={"gmma": 5.0, "barrier": 1.0}),
     "barriers": with_counters(tensor=25.0, stalls={"gmma": 1.0, "barrier": 5.0}),
 }
@@ -106,7 +110,10 @@ def test_a_verdict_needs_no_field_that_nobody_measured():
 
 @pytest.mark.parametrize(
     ("programs", "resident", "waves", "filled"),
-    [(132, 1, 1.0, 1.0), (133, 1, 133 / 132, 133 / 264), (264, 4, 0.5, 1.0), (200, 4, 200 / 528, 200 / 264), (12, 2, 12 / 264, 12 / 132)],
+    [
+        (132, 1, 1.0, 1.0), (133, 1, 133 / 132, 133 / 264), (264, 4, 0.5, 1.0), (200, 4, 200 / 528, 200 / 264),
+        (12, 2, 12 / 264, 12 / 132),
+    ],
 )  # fmt: skip
 def test_waves(programs, resident, waves, filled):
     found = waves_of(programs, 132, resident)

@@ -1,4 +1,4 @@
-"""Kernels that do one thing as fast as the machine does it: read, write, copy, read from L2, multiply, take exponentials, or nothing.
+"""Kernels that do one thing as fast as the machine can: read, write, copy, read from L2, multiply, take exponentials, nothing.
 
 What they reach is what other kernels can at most reach, so it is what `tilefold roofline` draws.
 """

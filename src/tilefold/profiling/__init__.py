@@ -4,8 +4,8 @@
         step()
     print(p.profile.text())
 
-`evidence` and `verdict` are plain values and rules over them; `roofs` measures the machine; `launches` and `session` see what runs;
-`counters` asks Nsight Compute; `report` and `roofline` show it.
+`evidence` and `verdict` are plain values and rules over them; `roofs` measures the machine; `launches` and `session` see
+what runs; `counters` asks Nsight Compute; `report` and `roofline` show it.
 """
 
 from typing import TYPE_CHECKING, Any

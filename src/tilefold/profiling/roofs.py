@@ -16,7 +16,16 @@ from typing import Any
 
 from tilefold.plan.device import Device, Rates
 
-__all__ = ["FOLDER_VARIABLE", "Roofs", "Sizes", "load_roofs", "measure_roofs", "roofs_folder", "store_roofs", "with_roofs"]
+__all__ = [
+    "FOLDER_VARIABLE",
+    "Roofs",
+    "Sizes",
+    "load_roofs",
+    "measure_roofs",
+    "roofs_folder",
+    "store_roofs",
+    "with_roofs",
+]
 
 FOLDER_VARIABLE = "TILEFOLD_ROOFS"
 """Environment variable: folder of the measured roofs, or "off" to keep none."""

@@ -11,8 +11,7 @@ The rules are asked in order and the first that holds answers:
 5. Waiting: what warps wait for, where stall reasons were read.
 6. Otherwise "unknown", with what is missing to know.
 
-Without counters only declared work over time is known. It bounds from above what a resource can have been idle, and says nothing of the
-others: below `DECLARED` percent of a roof the answer is "unknown", not the nearest roof.
+Without counters only declared work over time is known, and nothing of the other resources: below `DECLARED` percent of a roof the answer is "unknown", not the nearest roof.
 """
 
 from collections.abc import Callable
@@ -77,7 +76,7 @@ TRY = {
     "issue slots": "fewer instructions for each byte and FLOP: wider loads, descriptors, larger tiles",
     "too few programs": "split the work further (along the reduced axis too), or use smaller tiles",
     "tail wave": "choose tiles so that the programs fill whole waves, or make the kernel persistent",
-    "memory latency": "have more loads in flight: software pipelining (num_stages), independent loads before the first use, more warps",
+    "memory latency": "have more loads in flight: software pipelining (num_stages), loads before their first use, more warps",
     "barriers": "let warps run apart: fewer synchronisations, warp specialisation, smaller programs",
     "tensor latency": "have more tensor work in flight: two tiles in turn, or a second program on the SM",
     "host": "replay from a CUDA graph, remove host synchronisations (.item(), .cpu()), or give the device larger calls",
@@ -120,7 +119,9 @@ def _launch(e: Evidence) -> Verdict | None:
     limit = SHORT * e.launch_seconds if e.launch_seconds else SHORT_SECONDS
     if e.seconds >= limit:
         return None
-    empty = f"an empty kernel takes {e.launch_seconds * 1e6:.1f} us" if e.launch_seconds else "an empty one takes 1 to 2"
+    empty = (
+        f"an empty kernel takes {e.launch_seconds * 1e6:.1f} us" if e.launch_seconds else "an empty one takes 1 to 2"
+    )
     return _found("launch", f"a launch takes {e.seconds * 1e6:.1f} us where {empty}")
 
 
@@ -130,7 +131,9 @@ def _spills(e: Evidence) -> Verdict | None:
         if local < LOCAL:
             return None
         count = f" ({e.spills} registers of a thread)" if e.spills else ""
-        return _found("spills", f"{100 * local:.0f} % of the sectors through L1 are local memory, spilled registers{count}")
+        return _found(
+            "spills", f"{100 * local:.0f} % of the sectors through L1 are local memory, spilled registers{count}"
+        )
     if e.spills is None or e.spills < MANY_SPILLS:
         return None
     held = f" beside {e.registers} that it holds" if e.registers else ""
@@ -165,7 +168,8 @@ def _uncoalesced(e: Evidence) -> Verdict | None:
     if not paths or paths[0][0] not in MEMORY:
         return None  # a few scattered accesses of a kernel whose time goes elsewhere
     return _found(
-        "uncoalesced", f"accesses use {used:.1f} of the {FULL_SECTOR:.0f} bytes of each sector they move, at {_listed(paths, 2)}"
+        "uncoalesced",
+        f"accesses use {used:.1f} of the {FULL_SECTOR:.0f} bytes of each sector they move, at {_listed(paths, 2)}",
     )
 
 
