@@ -46,6 +46,7 @@ FULL = {
     "l1tex__m_xbar2l1tex_read_sectors" + PEAK: ("%", "83.50"),
     "lts__lts2xbar_cycles_active" + PEAK: ("%", "79.90"),
     "sm__pipe_tensor_cycles_active" + PEAK: ("%", "61.60"),
+    "l1tex__data_pipe_lsu_wavefronts" + PEAK: ("%", "12.00"),
     "sm__inst_executed_pipe_xu" + PEAK: ("%", "n/a"),
     "dram__bytes_read.sum": ("Mbyte", "400"),
     "dram__bytes_write.sum": ("byte", "71,565,312"),

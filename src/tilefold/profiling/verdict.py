@@ -11,7 +11,8 @@ The rules are asked in order and the first that holds answers:
 5. Waiting: what warps wait for, where stall reasons were read.
 6. Otherwise "unknown", with what is missing to know.
 
-Without counters only declared work over time is known, and nothing of the other resources: below `DECLARED` percent of a roof the answer is "unknown", not the nearest roof.
+Without counters only declared work over time is known, and nothing of the other resources: below `DECLARED` percent of a roof
+the answer is "unknown", not the nearest roof.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,7 @@ DECLARED = 80.0  # percent of a roof by declared work, without counters to see o
 WASTED_SECTOR = 0.5  # of a sector's bytes used: below this, most of the traffic is for nothing
 CONFLICTS = 0.3  # of the passes over shared memory
 LOCAL = 0.1  # of the sectors through L1
+QUIET = 30.0  # percent of a peak: a path that nobody waits for
 MANY_SPILLS = 8  # registers; below this they are mostly moved outside of loops
 SHORT = 2.0  # launches of an empty kernel that a short kernel takes
 SHORT_SECONDS = 4e-6  # where an empty kernel was not measured
@@ -128,7 +130,10 @@ def _launch(e: Evidence) -> Verdict | None:
 def _spills(e: Evidence) -> Verdict | None:
     local = e.counters.local_share if e.counters else None
     if local is not None:
-        if local < LOCAL:
+        # A kernel that loads by descriptors sends little else through L1: a large share of little traffic is little.
+        stall, l1 = e.counters.top_stall if e.counters else None, e.counters.l1 if e.counters else None
+        waited = stall is not None and stall[0] in ("long_scoreboard", "lg_throttle")
+        if local < LOCAL or (l1 is not None and l1 < QUIET and not waited):
             return None
         count = f" ({e.spills} registers of a thread)" if e.spills else ""
         return _found(
