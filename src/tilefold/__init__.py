@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .nn import load_quantized, quantize, save_quantized
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
+    from .profiling import profile
     from .sparse import BlockIndex
 
 __version__ = "0.1.0"
@@ -73,6 +74,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "plan_attention",
+    "profile",
     "quantize",
     "quantize_fp8",
     "quantize_kv",
@@ -96,12 +98,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("load_quantized", "quantize", "save_quantized"):
         return getattr(importlib.import_module(".nn", __name__), name)
+    if name == "profile":
+        return importlib.import_module(".profiling", __name__).profile
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
     ops = importlib.import_module(".ops", __name__)
     if name in ops.COLLECTION:
         return getattr(ops, name)
-    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
+    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "profiling", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debug": {"reference"} | LEAVES,
     "ladder": WORK | {"reference", "sparse"},
     "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot", "paged", "quant"},
-    "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant"},
+    "profiling": WORK | {"bench", "aot"},
+    "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling"},
     "__init__": {
         "ops",
         "api",
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "paged",
         "sparse",
         "plan",
+        "profiling",
         "quant",
     }
     | LEAVES,

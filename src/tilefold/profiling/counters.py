@@ -169,7 +169,7 @@ def _checked(done: "subprocess.CompletedProcess[str]") -> tuple[Measured, ...]:
 
 
 def parse_csv(text: str) -> tuple[Measured, ...]:
-    """The kernels of a `--csv --page raw` output, in the order of their first launch. ValueRangeError if there are none."""
+    """The kernels of a `--csv --page raw` output, each grid apart, by their first launch. ValueRangeError if none."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"') and '"Kernel Name"' in line), None)
     if start is None:
@@ -182,17 +182,16 @@ def parse_csv(text: str) -> tuple[Measured, ...]:
     units: Mapping[str, str] = {}
     if not (rows[0].get("ID") or "").strip():
         units, rows = rows[0], rows[1:]
-    by_name: dict[str, list[dict[str, float]]] = {}
-    shape: dict[str, tuple[int | None, int | None]] = {}
+    by_shape: dict[tuple[str, int | None, int | None], list[dict[str, float]]] = {}
     for row in rows:
         name = row.get("Kernel Name") or ""
         if not name:
             continue
-        by_name.setdefault(name, []).append(_numbers(row, units))
-        shape.setdefault(name, (_volume(row.get("Grid Size")), _volume(row.get("Block Size"))))
-    if not by_name:
+        shape = name, _volume(row.get("Grid Size")), _volume(row.get("Block Size"))
+        by_shape.setdefault(shape, []).append(_numbers(row, units))
+    if not by_shape:
         raise ValueRangeError("the table of ncu is empty")
-    return tuple(_measured(name, launches, *shape[name]) for name, launches in by_name.items())
+    return tuple(_measured(name, launches, *shape) for (name, *shape), launches in by_shape.items())
 
 
 SCALES = {

@@ -36,6 +36,7 @@ TAIL = 0.75  # share of the places that are filled
 TAIL_WAVES = 4.0  # with more waves the last is a small part of the whole
 STALLED = 0.4  # of all waiting
 IDLE = 0.3  # of a region
+EAGER_SECONDS = 30e-6  # an eager launch through Triton's dispatch, watched by a profiler
 
 RESOURCES: dict[str, str] = {
     "launch": "the launch of the kernel, not its work",
@@ -275,7 +276,7 @@ def judge_region(region: Region) -> Verdict | None:
     watched = " (the profiler itself slows the host: an upper estimate)" if region.under_profiler else ""
     words = f"the device is idle {100 * region.idle:.0f} % of {region.span * 1e3:.3f} ms{watched}"
     gap = (region.span - region.busy) / max(1, region.kernels - 1)
-    limit = 3 * (region.launch_seconds or 5e-6)
+    limit = max(EAGER_SECONDS, 3 * (region.launch_seconds or 0.0))
     detail = f"{region.kernels} kernels of {region.median * 1e6:.1f} us with {gap * 1e6:.1f} us between them"
     # Gaps of a few launches' time are the price of launching; longer ones are something else that the host does.
     resource = "launch" if gap < limit and region.median < limit and not region.replayed else "host"
