@@ -112,7 +112,7 @@ def test_counters_are_joined_by_kernel_and_grid():
 
 def test_counters_alone():
     made = profile_of_counters(
-        [Measured("a", 2, 1e-5, Counters(dram=10.0), 8, 128), Measured("b", 1, 1e-3, Counters(dram=92.0), 999, 128)], "report", 132
+        [Measured("a", 2, 1e-5, Counters(dram=10.0), 8, 128), Measured("b", 1, 1e-3, Counters(dram=92.0), 999, 128)], "", 132
     )  # fmt: skip
     assert [(row.evidence.kernel, row.verdict.resource) for row in made.rows] == [
         ("b", "DRAM"),
