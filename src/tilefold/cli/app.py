@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, roofline, show
 
 __all__ = ["app"]
 
@@ -32,6 +32,7 @@ app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
 app.add_typer(profile.app, name="profile")
+app.command(name="roofline", epilog=roofline.EPILOG)(roofline.roofline)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

@@ -238,6 +238,31 @@ def with_counters(made: Profile, measured: Sequence[Measured]) -> Profile:
     return replace(made, rows=tuple(rows), notes=notes)
 
 
+def with_declared(made: Profile, work: Declared, calls: int, machine: Device) -> Profile:
+    """The work of one call given to its kernel, where all of them together are launches of one; else noted for the whole.
+
+    Which kernel of several does how much of a call's work is not known."""
+    if len(made.rows) != 1 or not made.rows[0].evidence.launches or not made.region:
+        busy = made.region.busy / calls if made.region else 0.0
+        rates = (
+            f"{(work.flops or 0) / busy * 1e-12:.1f} TFLOP/s, {(work.bytes or 0) / busy * 1e-9:.0f} GB/s"
+            if busy
+            else "no time"
+        )
+        return replace(
+            made, notes=(*made.notes, f"a call keeps the device busy for {busy * 1e6:.1f} us: {rates} of declared work")
+        )
+    e = made.rows[0].evidence
+    scale = calls / e.launches
+    evidence = replace(
+        e,
+        flops=work.flops and work.flops * scale,
+        bytes=work.bytes and work.bytes * scale,
+        tensor_rate=dict(machine.tensor_flops + machine.measured_flops).get(work.dtype),
+    )
+    return replace(made, rows=(Row(evidence, judge(evidence)),))
+
+
 def profile_of_counters(measured: Sequence[Measured], title: str, sms: int | None = None) -> Profile:
     """A profile of what Nsight Compute alone saw."""
     total = sum((each.seconds or 0.0) * each.launches for each in measured)
