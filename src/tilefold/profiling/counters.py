@@ -93,7 +93,8 @@ def available(ncu: str) -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return METRICS
     bases = set(re.findall(r"^(\w+__\w+)\b", done.stdout, re.MULTILINE))
-    kept = tuple(name for name in METRICS if name.split(".")[0] in bases or name.startswith("smsp__average_warps"))
+    ratios = any(name.startswith("smsp__average") for name in bases)  # some versions do not list them
+    kept = tuple(name for name in METRICS if name.split(".")[0] in bases or (not ratios and name.endswith(".ratio")))
     return kept if TIME in kept else METRICS
 
 

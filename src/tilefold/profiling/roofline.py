@@ -15,6 +15,7 @@ from tilefold.plan.device import Device
 __all__ = ["Picture", "Point", "Run", "read_run", "save_png", "to_html"]
 
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#0a7a83", "#d4359a", "#57606a")
+GREY = "#57606a"
 TITLES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -27,13 +28,14 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One kernel: intensity (FLOPs per byte), rate (FLOP/s), and what the hover says."""
+    """One kernel: intensity (FLOPs per byte), rate (FLOP/s), what the hover says; dtype of its products, "" if not known."""
 
     name: str
     intensity: float
     rate: float
     seconds: float
     detail: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,15 @@ class Picture:
 
     @property
     def bounds(self) -> tuple[float, float, float, float]:
-        """Decimal exponents of the axes (x from, to, y from, to) that hold all points and where the roofs meet."""
+        """Decimal exponents of the axes (x from, to, y from, to) that hold all points and where roofs meet."""
         points = [point for run in self.runs for point in run.points]
         ridges = [rate / bandwidth for _, rate in self.ceilings for _, bandwidth in self.slopes]
-        xs = [*(point.intensity for point in points), *ridges, 1.0]
+        xs = [*(point.intensity for point in points), min(ridges) / 4, 2 * max(ridges)]
         top = self.ceilings[0][1]
-        ys = [*(point.rate for point in points), top, top / 1e3]
-        return (
-            math.floor(math.log10(min(xs))), math.ceil(math.log10(max(xs)) + 0.3),
-            math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 0.1),
-        )  # fmt: skip
+        ys = [*(point.rate for point in points), top, *(() if points else (top / 1e3,))]
+        edges = (min(xs), max(xs), min(ys), max(ys))
+        left, right, low, high = (math.log10(edge) for edge in edges)
+        return left - 0.15, right + 0.15, low - 0.25, high + 0.2
 
 
 def read_run(path: Path, match: str | None = None) -> Run:
@@ -129,53 +130,56 @@ def _point(row: Mapping[str, Any]) -> Point | None:
     case, who = row.get("case"), row.get("implementation")
     name = row.get("name") or " ".join(str(part) for part in (case, who) if part)
     verdict = f"{row['verdict']}: {row.get('detail', '')}" if isinstance(row.get("verdict"), str) else ""
-    return Point(str(name), flops / moved, flops / seconds, float(seconds), verdict)
+    return Point(str(name), flops / moved, flops / seconds, float(seconds), verdict, str(row.get("dtype") or ""))
 
 
 def save_png(picture: Picture, path: Path) -> None:
     """Draw it. Unsupported if matplotlib is not installed."""
     from tilefold.bench import page
 
-    figure = page.new_figure(10, 6.5)
+    width, height = 10.5, 6.5
+    figure = page.new_figure(width, height)
     axes = figure.subplots()
-    x0, x1, y0, y1 = (10.0**each for each in picture.bounds)
-    top = picture.ceilings[0][1]
+    bounds = picture.bounds
+    x0, x1, y0, y1 = (10.0**each for each in bounds)
+    axes.set(xscale="log", yscale="log", xlim=(x0, x1), ylim=(y0, y1), xlabel="FLOPs per byte", ylabel="FLOP/s")
+    top, widest = picture.ceilings[0][1], picture.slopes[0][1]
     style: dict[str, Any] = {
-        "color": "#57606a",
+        "color": GREY,
         "linestyle": "-" if picture.measured else "--",
         "linewidth": 1.3,
         "zorder": 1,
     }
+    # inches of a decade along each axis, of a plot that fills about so much of the figure
+    rise = math.degrees(math.atan(0.87 * height / (bounds[3] - bounds[2]) / (0.8 * width / (bounds[1] - bounds[0]))))
     for name, bandwidth in picture.slopes:
-        end = min(x1, top / bandwidth)
-        axes.plot([x0, end], [x0 * bandwidth, end * bandwidth], **style)
-        at = max(x0, y0 / bandwidth) * 1.25
+        axes.plot([x0, top / bandwidth], [x0 * bandwidth, top], **style)
+        at = max(x0, y0 / bandwidth) * 10 ** (0.03 * (bounds[1] - bounds[0]))
         label = f"{name} {bandwidth * 1e-12:.2f} TB/s"
-        axes.text(at, at * bandwidth * 1.08, label, fontsize=8, color="#57606a", rotation_mode="anchor",
-                  rotation=math.degrees(math.atan2(1, 1)), transform_rotates_text=True, va="bottom")  # fmt: skip
-    widest = picture.slopes[0][1]
-    for name, rate in picture.ceilings:
+        axes.text(at, at * bandwidth * 1.07, label, fontsize=8, color=GREY, rotation=rise, rotation_mode="anchor")
+    labels = spread([math.log10(rate) for _, rate in picture.ceilings], (bounds[3] - bounds[2]) * 0.028)
+    for (name, rate), place in zip(picture.ceilings, labels, strict=True):
         axes.plot([rate / widest, x1], [rate, rate], **style)
-        axes.text(
-            x1 / 1.05,
-            rate * 1.03,
-            f"{name} {rate * 1e-12:.0f} TFLOP/s",
-            fontsize=8,
-            color="#57606a",
-            ha="right",
-            va="bottom",
-        )
+        text = f"{name} {rate * 1e-12:.0f} TFLOP/s"
+        axes.annotate(text, (x1, 10**place), (4, 0), textcoords="offset points", fontsize=8, color=GREY, va="center")
     for i, run in enumerate(picture.runs):
         xs, ys = [p.intensity for p in run.points], [p.rate for p in run.points]
         axes.scatter(
             xs, ys, s=30, color=COLOURS[i % len(COLOURS)], edgecolor="white", linewidth=0.6, label=run.name, zorder=3
         )
-    axes.set(xscale="log", yscale="log", xlim=(x0, x1), ylim=(y0, y1), xlabel="FLOPs per byte", ylabel="FLOP/s")
     axes.grid(True, which="major", color="#d0d7de", linewidth=0.5, zorder=0)
     axes.set_title(_title(picture), fontsize=10)
     if picture.runs:
         axes.legend(loc="lower right", fontsize=8)
     page.save_png(figure, path)
+
+
+def spread(places: list[float], apart: float) -> list[float]:
+    """Places of labels, highest first, each moved down where it would touch the one above."""
+    found: list[float] = []
+    for place in places:
+        found.append(min(place, found[-1] - apart) if found else place)
+    return found
 
 
 def _title(picture: Picture) -> str:
@@ -186,6 +190,7 @@ def to_html(picture: Picture) -> str:
     """A page that needs nothing else: the drawing is made by its own script from the data inside."""
     data = {
         "slopes": picture.slopes, "ceilings": picture.ceilings, "bounds": picture.bounds, "measured": picture.measured,
+        "rates": dict(picture.device.tensor_flops) | dict(picture.device.measured_flops), "titles": TITLES,
         "runs": [{**asdict(run), "colour": COLOURS[i % len(COLOURS)]} for i, run in enumerate(picture.runs)],
     }  # fmt: skip
     page = resources.files("tilefold.profiling").joinpath("roofline.html").read_text(encoding="utf-8")
