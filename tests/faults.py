@@ -75,7 +75,7 @@ def conflicting_transposes(X, Y, turns, SIZE: gl.constexpr):
     gl.store(Y + o_x + gl.program_id(0) * SIZE * SIZE, x)
 
 
-@triton.jit(do_not_specialize=["turns", "stride"])
+@triton.jit
 def serial_product(A, B, Out, turns, stride, M: tl.constexpr, K: tl.constexpr):
     """Loads of a tile, then its product, then the next loads: launched with num_stages=1 nothing is under way meanwhile."""
     o_m, o_k = tl.arange(0, M), tl.arange(0, K)

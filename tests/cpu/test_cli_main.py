@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tilefold.cli.app import app
 
-COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "doctor")
+COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "roofline", "doctor")
 
 
 def run(*arguments):

@@ -76,7 +76,10 @@ class Session:
             torch.cuda.profiler.start()
             return self
         if _ACTIVE:
-            raise Unsupported("tilefold.profile: a region is being profiled already; regions cannot be nested")
+            raise Unsupported(
+                "tilefold.profile: a region is being profiled already; regions cannot be nested (a script with "
+                "regions of its own: tilefold profile --marked)"
+            )
         _ACTIVE.append(self)
         if self._metadata:
             from triton import knobs

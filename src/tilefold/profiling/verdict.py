@@ -30,7 +30,7 @@ LOCAL = 0.1  # of the sectors through L1
 QUIET = 30.0  # percent of a peak: a path that nobody waits for
 MANY_SPILLS = 8  # registers; below this they are mostly moved outside of loops
 SHORT = 2.0  # launches of an empty kernel that a short kernel takes
-SHORT_SECONDS = 4e-6  # where an empty kernel was not measured
+SHORT_SECONDS = 3e-6  # and in any case: a wave of memory accesses alone takes about one
 FEW_SMS = 0.75  # share of the SMs that have work
 TAIL = 0.75  # share of the places that are filled
 TAIL_WAVES = 4.0  # with more waves the last is a small part of the whole
@@ -119,7 +119,7 @@ def _found(resource: str, sentence: str) -> Verdict:
 def _launch(e: Evidence) -> Verdict | None:
     if e.seconds is None:
         return None
-    limit = SHORT * e.launch_seconds if e.launch_seconds else SHORT_SECONDS
+    limit = max(SHORT * (e.launch_seconds or 0.0), SHORT_SECONDS)
     if e.seconds >= limit:
         return None
     empty = (
