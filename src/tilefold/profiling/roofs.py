@@ -69,7 +69,7 @@ class Roofs:
             ("DRAM read", f"{self.dram_read * 1e-12:.3f} TB/s", "a large buffer, read once"),
             ("DRAM write", f"{self.dram_write * 1e-12:.3f} TB/s", "a large buffer, written once"),
             ("DRAM copy", f"{self.dram_copy * 1e-12:.3f} TB/s", "read and written bytes together"),
-            ("L2 to SM", f"{self.l2_read * 1e-12:.3f} TB/s", "every SM reads the same quarter of the L2 cache, past L1"),
+            ("L2 to SM", f"{self.l2_read * 1e-12:.3f} TB/s", "every SM reads the same part of the L2 cache, past L1"),
             *((dtype, f"{rate * 1e-12:.1f} TFLOP/s", how.get(dtype, "a loop of tl.dot over tiles on the SM"))
               for dtype, rate in self.flops),
             ("exp2", f"{self.exps * 1e-12:.3f} T/s", "in registers"),
@@ -208,4 +208,4 @@ def sizes_of(device: Device) -> Sizes:
             elements=1 << 12, l2_elements=1 << 10, l2_turns=3, block=256, turns=2, programs=2, tile=(16, 16), k_bytes=64, warps=4
         )  # fmt: skip
     quarter = 1 << (device.l2_bytes // 16).bit_length() - 1  # elements of 4 bytes
-    return Sizes(elements=max(1 << 26, 32 * quarter), l2_elements=quarter)
+    return Sizes(elements=max(1 << 28, 128 * quarter), l2_elements=quarter)
