@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .ops.matrix.transpose import transpose
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
     from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
+    from .profiling import profile
     from .sparse import BlockIndex
 
 __version__ = "0.1.0"
@@ -84,6 +85,7 @@ __all__ = [
     "matmul_w8a8",
     "merge_attention",
     "plan_attention",
+    "profile",
     "quantize",
     "quantize_fp8",
     "quantize_kv",
@@ -108,12 +110,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".sparse", __name__).BlockIndex
     if name in ("load_quantized", "quantize", "save_quantized"):
         return getattr(importlib.import_module(".nn", __name__), name)
+    if name == "profile":
+        return importlib.import_module(".profiling", __name__).profile
     if name in ("register", "unregister"):
         return getattr(importlib.import_module(".integrations", __name__), name)
     ops = importlib.import_module(".ops", __name__)
     if name in ops.COLLECTION:
         return getattr(ops, name)
     if name in ("compat", "debug", "ladder", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
+    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "profiling", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -37,6 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant"},
+    "ladder": WORK | {"reference", "sparse"},
+    "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot", "paged", "quant"},
+    "profiling": WORK | {"bench", "aot"},
+    "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling"},
     "__init__": {
         "ops",
         "api",
@@ -50,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "paged",
         "sparse",
         "plan",
+        "profiling",
         "quant",
     }
     | LEAVES,

@@ -1,4 +1,4 @@
-"""The command line: `tilefold demo | check | bench | compare | explain | kv-memory | profile | doctor`."""
+"""The command line: `tilefold demo | check | bench | compare | explain | kv-memory | profile | roofline | doctor`."""
 
 import sys
 

@@ -3,6 +3,7 @@
 import typer
 
 from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, roofline, show
 
 __all__ = ["app"]
 
@@ -33,6 +34,7 @@ app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
 app.command(name="ladder", epilog=ladder.EPILOG)(ladder.ladder)
 app.add_typer(profile.app, name="profile")
+app.command(name="roofline", epilog=roofline.EPILOG)(roofline.roofline)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

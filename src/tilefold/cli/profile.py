@@ -1,14 +1,16 @@
-"""`tilefold profile video`: where the time of the video pipeline goes, stage by stage."""
+"""`tilefold profile`: a group of commands; and `tilefold profile video`: the video pipeline, stage by stage."""
 
 import json as jsonlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cli import profile_run
 from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, table_of, user_errors, writable
 from tilefold.errors import ValueRangeError
 
@@ -35,7 +37,38 @@ measured where known. Attention over blocks of 64 is bound by the way from L2, n
 """
 HEAD = ("", "ms", "%", "TFLOP", "GB", "L2 GB", "TFLOP/s", "bound", "of bound")
 
-app = typer.Typer(no_args_is_help=True, help="Where the time goes, and what bounds it.")
+GROUP_EPILOG = """
+**Examples**
+
+    tilefold profile train.py -- --steps 3
+
+    tilefold profile train.py --marked --ncu --kernels "attention|fold" --json profile.json
+
+    tilefold profile case dense d128,n16384x1,causal --ncu
+
+    tilefold profile import report.ncu-rep
+
+    tilefold profile video
+
+`tilefold profile FILE.py` is short for `tilefold profile script FILE.py`.
+"""
+
+
+class ScriptsToo(typer.core.TyperGroup):
+    """Takes a Python file where a command is expected."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].endswith(".py"):
+            args = ["script", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=ScriptsToo, no_args_is_help=True, epilog=GROUP_EPILOG, help="Where the time goes, and what bounds it."
+)
+app.command(name="script")(profile_run.script)
+app.command(name="case")(profile_run.case)
+app.command(name="import")(profile_run.import_report)
 
 
 @app.callback()

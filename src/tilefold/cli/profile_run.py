@@ -1,0 +1,215 @@
+"""`tilefold profile script | case | import`: kernels of a script, of a benchmark's case, or of a report of Nsight Compute."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors, writable
+from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.profiling.counters import Measured
+    from tilefold.profiling.report import Profile
+
+__all__ = ["case", "import_report", "script"]
+
+Ncu = Annotated[bool, typer.Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
+Kernels = Annotated[
+    str | None, typer.Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")
+]
+Launches = Annotated[
+    int, typer.Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")
+]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON (for `tilefold roofline`).")]
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and verdicts for a document.")]
+
+
+@user_errors
+def script(
+    path: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="The script.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, after -- if they begin with a dash.")
+    ] = None,
+    marked: Annotated[
+        bool, typer.Option("--marked", help="Only what runs inside the script's own `with tilefold.profile():`.")
+    ] = False,
+    ncu: Ncu = False,
+    kernels: Kernels = None,
+    launches: Launches = 40,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Profile every kernel that a script launches, whoever's they are."""
+    _outputs(json, markdown)
+    if not path.is_file():
+        raise ValueRangeError(f"the script must be a file, got {str(path)!r}")
+    _gpu()
+    found = _run_script(path, arguments or [], marked)
+    counters = _counters([sys.executable, str(path), *(arguments or [])], kernels, launches, marked) if ncu else ()
+    _show(found, counters, json, markdown)
+
+
+@user_errors
+def case(
+    family: Annotated[str, typer.Argument(help="dense, sparse, decode, gemm, conv or lowbit: as `tilefold bench`.")],
+    name: Annotated[
+        str, typer.Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")
+    ],
+    direction: Annotated[str, typer.Option(help="forward or backward, of dense and sparse.")] = "forward",
+    calls: Annotated[int, typer.Option(min=1, help="How many calls are watched.")] = 5,
+    ncu: Ncu = False,
+    kernels: Kernels = None,
+    launches: Launches = 10,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
+    _outputs(json, markdown)
+    from tilefold.bench.cases import select_cases
+    from tilefold.profiling.cases import cases_in, prepare_case
+
+    chosen = select_cases(cases_in(family, "full", direction), name)[0]
+    _gpu()
+    import torch
+
+    from tilefold.ops.device import device_of
+    from tilefold.profiling.roofs import load_roofs, with_roofs
+    from tilefold.profiling.session import Declared, profile, with_declared
+
+    made = prepare_case(family, chosen, "cuda")
+    with made.context():
+        for _ in range(2):
+            made.call()
+        torch.cuda.synchronize()
+        with profile() as session:
+            for _ in range(calls):
+                made.call()
+    if _watched():
+        return
+    machine = with_roofs(device_of(torch.device("cuda")), load_roofs())
+    found = with_declared(session.profile, Declared(made.flops, made.bytes, dtype=made.dtype), calls, machine)
+    Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
+    again = [
+        sys.executable,
+        "-m",
+        "tilefold",
+        "profile",
+        "case",
+        family,
+        name,
+        "--direction",
+        direction,
+        "--calls",
+        "1",
+    ]
+    counters = _counters(again, kernels, launches, True) if ncu else ()
+    _show([found], counters, json, markdown)
+
+
+@user_errors
+def import_report(
+    path: Annotated[Path, typer.Argument(metavar="REPORT", help="A .ncu-rep, or what `ncu --csv --page raw` printed.")],
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Verdicts on the kernels of a report that Nsight Compute made, by its counters alone; needs no GPU."""
+    _outputs(json, markdown)
+    from tilefold.profiling.counters import import_report as read
+    from tilefold.profiling.session import profile_of_counters
+
+    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), json, markdown)
+
+
+def _outputs(json: Path | None, markdown: Path | None) -> None:
+    writable(json, "--json")
+    writable(markdown, "--markdown")
+
+
+def _gpu() -> Runtime:
+    runtime = prepare_runtime()
+    if not runtime.gpu:
+        raise DeviceError(
+            "a profile needs a GPU, and none can be used here; `tilefold profile import` reads reports without"
+        )
+    return runtime
+
+
+def _watched() -> bool:
+    from tilefold.profiling.counters import ROLE_VARIABLE
+
+    return os.environ.get(ROLE_VARIABLE) == "ncu"
+
+
+def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> "list[Profile]":
+    """Run it as `python SCRIPT` would, in this process; the profiles of its own regions, or of all of it."""
+    from tilefold.profiling.session import FINISHED, profile
+
+    before, place = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
+    done = len(FINISHED)
+    try:
+        if marked:
+            _as_main(path)
+        else:
+            with profile():
+                _as_main(path)
+    finally:
+        sys.argv, sys.path[0] = before, place
+    found = FINISHED[done:]
+    if not found:
+        raise ValueRangeError(f"{path} has no region `with tilefold.profile():` that ran, which --marked asks for")
+    return found
+
+
+def _as_main(path: Path) -> None:
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def _counters(program: Sequence[str], kernels: str | None, launches: int, marked: bool) -> "tuple[Measured, ...]":
+    """Of a second run under ncu; none, and why, where it cannot."""
+    from tilefold.profiling.counters import run_ncu
+
+    try:
+        return run_ncu(program, kernels, launches, marked)
+    except TilefoldError as error:
+        Console(stderr=True).print(Text(f"no hardware counters: {error}", style="yellow"), soft_wrap=True)
+        return ()
+
+
+def _show(found: "list[Profile]", counters: "Sequence[Measured]", json: Path | None, markdown: Path | None) -> None:
+    from tilefold.profiling.report import HEAD
+    from tilefold.profiling.session import with_counters
+
+    console = Console()
+    profiles = [with_counters(each, counters) if counters else each for each in found]
+    for each in profiles:
+        console.print(Text(each.device, style="bold"))
+        console.print(table_of(HEAD, each.table()))
+        for line in each.lines():
+            console.print(Text(line), soft_wrap=True)
+    _write(profiles, json, markdown)
+    for path in (json, markdown):
+        if path is not None:
+            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+
+def _write(profiles: "list[Profile]", json: Path | None, markdown: Path | None) -> None:
+    if json is not None:
+        import json as jsonlib
+
+        documents: list[dict[str, Any]] = [each.document() for each in profiles]
+        whole = documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents}
+        json.write_text(jsonlib.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text("\n".join(each.markdown() for each in profiles), encoding="utf-8")

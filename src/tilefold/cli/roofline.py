@@ -1,0 +1,109 @@
+"""`tilefold roofline`: the roofs of this machine, measured or recorded, and kernels below them as PNG and interactive HTML."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.runtime import prepare_runtime, table_of, user_errors, writable
+from tilefold.errors import DeviceError, ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.plan.device import Device
+    from tilefold.profiling.roofs import Roofs
+
+__all__ = ["EPILOG", "roofline"]
+
+EPILOG = """
+**Examples**
+
+    tilefold roofline --measure
+
+    tilefold roofline before.json after.json --html roofline.html --png roofline.png
+
+    tilefold roofline benchmarks/results/dense.jsonl --device h200 --html roofline.html
+
+FILES are what `tilefold profile --json`, `tilefold bench --json` and `--results` wrote; each is a run of its own colour. A kernel
+is drawn where its FLOPs over bytes and FLOPs over time are known. Measured roofs are kept for this GPU, driver, torch and triton
+in the user's cache (TILEFOLD_ROOFS names another folder); without them, or with --device, the recorded ones are drawn, dashed.
+"""
+
+
+@user_errors
+def roofline(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILES", help="Results to draw.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the roofs of this machine and keep them.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Recorded roofs of a known device, such as h200.", show_default="this machine")
+    ] = None,
+    match: Annotated[
+        str | None, typer.Option("--filter", metavar="TEXT", help="Only kernels whose name has TEXT.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page: hover, zoom, filter; no network.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (needs matplotlib).")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measured roofs.")] = None,
+) -> None:
+    """Show what this machine can do at most, and how near to it kernels came."""
+    for path, name in ((html, "--html"), (png, "--png"), (json, "--json")):
+        writable(path, name)
+    if measure and device:
+        raise ValueRangeError("--measure measures this machine; it cannot be combined with --device")
+    console = Console()
+    record, roofs = _machine(measure, device, console)
+    if roofs is not None:
+        console.print(Text(f"{roofs.device}, measured {roofs.date[:10]}, driver {roofs.driver}", style="bold"))
+        console.print(table_of(("roof", "", "how"), roofs.rows()))
+    else:
+        console.print(Text(f"{record.title}: roofs as recorded ({record.source})", style="bold"))
+    if json is not None:
+        if roofs is None:
+            raise ValueRangeError("--json writes measured roofs, and none were measured here: use --measure")
+        json.write_text(roofs.to_json(), encoding="utf-8")
+    from tilefold.profiling import roofline as drawing
+
+    runs = tuple(drawing.read_run(path, match) for path in files or ())
+    for run in runs:
+        console.print(Text(f"{run.name}: {len(run.points)} kernels", style="dim"))
+    picture = drawing.Picture(record, roofs is not None, runs)
+    if html is not None:
+        html.write_text(drawing.to_html(picture), encoding="utf-8")
+    if png is not None:
+        drawing.save_png(picture, png)
+    for path in (html, png, json):
+        if path is not None:
+            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+
+def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
+    """The device with its roofs, and what was measured of it, if anything."""
+    from tilefold.plan.device import device_named
+    from tilefold.profiling.roofs import load_roofs, measure_roofs, store_roofs, with_roofs
+
+    if name is not None:
+        return device_named(name), None
+    import torch
+
+    if not torch.cuda.is_available() and not measure:
+        raise DeviceError(
+            "no GPU here whose roofs could be drawn: name a known one, --device h200, or --measure the interpreter"
+        )
+    runtime = prepare_runtime()
+    from tilefold.ops.device import device_of
+
+    where = torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu")
+    record = device_of(where)
+    if not measure:
+        found = load_roofs()
+        return with_roofs(record, found), found
+    console.print(Text(runtime.note, style="dim"))
+    found = measure_roofs(record, where)
+    kept = store_roofs(found) if runtime.gpu else None
+    if kept is not None:
+        console.print(Text(f"kept in {kept}", style="dim"), soft_wrap=True)
+    return with_roofs(record, found), found

@@ -1,0 +1,62 @@
+"""Cases of the benchmarks as calls to profile: the same inputs and the same call, with the work that they declare."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tilefold.errors import ValueRangeError
+
+__all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
+
+# Family -> where bench keeps it; the first two are families of attention and have a runner of their own.
+FAMILIES: dict[str, str] = {
+    "dense": "",
+    "sparse": "",
+    "decode": "decode_serving.DECODE",
+    "gemm": "gemm.GEMM",
+    "conv": "conv.CONV",
+    "lowbit": "lowbit.LOWBIT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A case ready to run: its name, the call, what has to be open while it runs, FLOPs and bytes of one call."""
+
+    name: str
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager[Any]]
+    flops: int
+    bytes: int
+    dtype: str
+
+
+def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, ...]:
+    """The cases of a family at a size. ValueRangeError for an unknown family."""
+    if family not in FAMILIES:
+        raise ValueRangeError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if not FAMILIES[family]:
+        from tilefold.bench.cases import cases_of
+
+        return cases_of(family, size, direction=direction)
+    return tuple(_family(family).cases(size))
+
+
+def _family(name: str) -> Any:
+    module, attribute = FAMILIES[name].split(".")
+    return getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
+
+
+def prepare_case(family: str, case: Any, device: str) -> Chosen:
+    """Inputs and call of one case by tilefold, as its benchmark makes them. Unsupported where tilefold refuses it."""
+    if FAMILIES[family]:
+        found = _family(family)
+        calls = found.peers["tilefold"].prepare([found.inputs(case, device, 0)])
+        return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype)
+    from tilefold.bench.implementation import make_inputs
+    from tilefold.bench.own import prepare_tilefold
+
+    made = prepare_tilefold(make_inputs(case, device))
+    return Chosen(case.name, made.call, made.context, case.flops, case.bytes, case.problem.dtype)

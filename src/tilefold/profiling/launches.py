@@ -1,0 +1,160 @@
+"""What ran: kernels and times from the trace of torch's profiler (CUPTI), spills and machine code from Triton's kernels."""
+
+import gc
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tilefold.aot.report import Occupancy, occupancy
+from tilefold.aot.targets import TARGETS, Target
+from tilefold.plan.device import Device
+from tilefold.profiling.evidence import Region
+
+__all__ = ["Code", "Launched", "codes_of", "occupancy_on", "read_trace", "region_of", "same_kernel"]
+
+COPIES = ("gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One kernel with one grid. seconds: of its launches, in order; None where the trace does not say."""
+
+    kernel: str
+    seconds: tuple[float, ...]
+    programs: int | None = None
+    threads: int | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What the compiler made of a Triton kernel: registers of a thread, of which `spills` in memory; `binary` to disassemble."""
+
+    kernel: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    binary: bytes = field(default=b"", repr=False)
+
+
+def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple[tuple[float, float], ...], bool]:
+    """A Chrome trace of torch's profiler -> kernels by total time, (begin, end) of all that the device did, graph replays?
+
+    Seconds. Copies and fills of memory are in the second, but no kernels.
+    """
+    found: dict[tuple[Any, ...], list[float]] = {}
+    spans: list[tuple[float, float]] = []
+    replayed = False
+    for event in document.get("traceEvents", ()):
+        if event.get("ph") != "X":
+            continue
+        category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
+        replayed = replayed or name == "cudaGraphLaunch"
+        if category != "kernel" and category not in COPIES:
+            continue
+        begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
+        spans.append((begin, begin + seconds))
+        if category == "kernel":
+            args = event.get("args", {})
+            shape = (
+                _product(args.get("grid")),
+                _product(args.get("block")),
+                args.get("registers per thread"),
+                args.get("shared memory"),
+            )
+            found.setdefault((name, *shape), []).append(seconds)
+    kernels = (Launched(key[0], tuple(times), *key[1:]) for key, times in found.items())
+    return tuple(sorted(kernels, key=lambda each: -sum(each.seconds))), tuple(sorted(spans)), replayed
+
+
+def _product(sizes: Any) -> int | None:
+    if not isinstance(sizes, list | tuple) or not sizes:
+        return None
+    total = 1
+    for size in sizes:
+        total *= int(size)
+    return total
+
+
+def region_of(
+    kernels: Sequence[Launched], spans: Sequence[tuple[float, float]], replayed: bool, launch_seconds: float | None = None
+) -> Region:  # fmt: skip
+    """The region between the first begin and the last end; what ran side by side is busy once."""
+    times = [seconds for kernel in kernels for seconds in kernel.seconds]
+    if not spans:
+        return Region(0.0, 0.0, 0, 0.0, launch_seconds, replayed)
+    busy, reached = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    median = statistics.median(times) if times else 0.0
+    return Region(reached - spans[0][0], busy, len(times), median, launch_seconds, replayed)
+
+
+def codes_of(names: Iterable[str]) -> tuple[Code, ...]:
+    """The loaded Triton kernels of these names, ours and anybody's, found among the objects of this process."""
+    compiler = sys.modules.get("triton.compiler.compiler")
+    if compiler is None:
+        return ()
+    wanted, found = set(names), []
+    for each in gc.get_objects():
+        if type(each) is compiler.CompiledKernel and each.name in wanted and getattr(each, "n_regs", None) is not None:
+            binary = each.asm.get("cubin", b"")
+            found.append(Code(each.name, each.n_regs, each.n_spills, each.metadata.shared, binary))
+    return tuple(found)
+
+
+def code_for(launched: Launched, codes: Sequence[Code]) -> Code | None:
+    """The compiled kernel of a launch; None where none fits, or several that differ in what matters."""
+    same = [code for code in codes if code.kernel == launched.kernel]
+    if launched.registers is not None:
+        same = [code for code in same if code.registers == launched.registers] or same
+    if launched.shared_bytes is not None:
+        same = [code for code in same if code.shared_bytes == launched.shared_bytes] or same
+    if not same or len({(code.registers, code.spills) for code in same}) > 1:
+        return None
+    return same[0] if len({code.binary for code in same}) == 1 else replace(same[0], binary=b"")
+
+
+def opcodes_of(code: Code) -> Mapping[str, int]:
+    """Instruction families of the machine code, most frequent first; empty where it cannot be disassembled."""
+    if not code.binary:
+        return {}
+    from tilefold.aot.compile import _disassemble
+    from tilefold.aot.sass import opcode_counts, parse_listing
+
+    try:
+        return opcode_counts(parse_listing(_disassemble(code.binary), "sass"))
+    except Exception:  # a missing or failing disassembler costs the instruction mix, not the profile
+        return {}
+
+
+def occupancy_on(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+    """Programs that fit one SM of a device."""
+    return occupancy(_target(device), threads=threads, registers=registers, shared_bytes=shared_bytes)
+
+
+def _target(device: Device) -> Target:
+    """The device's architecture, or the nearest older one with the device's own limits."""
+    known = TARGETS.get(device.target)
+    base = known or TARGETS["gfx942" if device.backend == "hip" else "sm_80"]
+    return replace(
+        base,
+        shared_per_sm=device.smem_per_sm,
+        registers_per_sm=device.registers_per_sm if known is None else base.registers_per_sm,
+        warps_per_sm=device.threads_per_sm // device.warp_size,
+        programs_per_sm=device.blocks_per_sm,
+    )
+
+
+def same_kernel(one: str, other: str) -> bool:
+    """Whether two tools mean the same kernel: C++ names are printed with and without their template arguments and signature."""
+    return one == other or _short(one) == _short(other)
+
+
+def _short(name: str) -> str:
+    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].strip()

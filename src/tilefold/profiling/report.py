@@ -1,0 +1,157 @@
+"""A profile as a record, a table, Markdown and JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilefold.profiling.evidence import Evidence, Region
+from tilefold.profiling.verdict import Verdict
+
+__all__ = ["HEAD", "Profile", "Row"]
+
+HEAD = (
+    "kernel",
+    "x",
+    "us",
+    "%",
+    "GB/s",
+    "TFLOP/s",
+    "of bound",
+    "regs",
+    "spills",
+    "smem KiB",
+    "prog/SM",
+    "waves",
+    "filled",
+    "verdict",
+)
+NAME_WIDTH = 44
+FEW = 3  # instruction families that a line names
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel: what is known of it, and what that says."""
+
+    evidence: Evidence
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Kernels by time, longest first; the region that they ran in and the verdict on it, None where the device was busy."""
+
+    device: str
+    rows: tuple[Row, ...]
+    region: Region | None
+    verdict: Verdict | None
+    notes: tuple[str, ...] = ()
+
+    def row(self, kernel: str) -> Row:
+        """The first row of a kernel by name. KeyError if it did not run."""
+        for row in self.rows:
+            if row.evidence.kernel == kernel:
+                return row
+        raise KeyError(kernel)
+
+    def table(self) -> tuple[tuple[str, ...], ...]:
+        """Cells under `HEAD`; empty where nobody measured."""
+        return tuple(_cells(row) for row in self.rows)
+
+    def lines(self) -> tuple[str, ...]:
+        """The verdicts in words: of the region, then of each kernel, then what else is to be known."""
+        whole = (f"the region: {self.verdict}",) if self.verdict else ()
+        each = tuple(f"{_short(row.evidence.kernel)}: {row.verdict}{_more(row.evidence)}" for row in self.rows)
+        return (*whole, *each, *self.notes)
+
+    def markdown(self) -> str:
+        """Table and verdicts for a document."""
+        head = f"| {' | '.join(HEAD)} |\n|{' --- |' + ' ---: |' * (len(HEAD) - 2) + ' --- |'}"
+        rows = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.table())
+        return f"{head}\n{rows}\n\n" + "\n".join(f"* {line}" for line in self.lines()) + f"\n\n{self.device}.\n"
+
+    def document(self) -> dict[str, Any]:
+        """Plain values for JSON; `tilefold roofline` draws the kernels whose work was declared."""
+        return {"kind": "profile", **asdict(self), "points": [_point(row) for row in self.rows if _point(row)]}
+
+    def to_json(self) -> str:
+        """`document` as text."""
+        return json.dumps(self.document(), indent=2, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(HEAD, *self.table(), strict=True)]
+        table = (HEAD, *self.table())
+        rows = ["  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+                for row in table]  # fmt: skip
+        return "\n".join([f"{self.device}", *rows, "", *self.lines()])
+
+
+def _point(row: Row) -> dict[str, Any] | None:
+    e = row.evidence
+    moved = e.bytes if e.bytes else e.counters.dram_bytes if e.counters else None
+    if not e.flops or not moved or not e.seconds:
+        return None
+    return {
+        "name": e.kernel, "flops": e.flops, "bytes": moved, "seconds": e.seconds, "verdict": row.verdict.resource,
+        "detail": row.verdict.sentence,
+    }  # fmt: skip
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    e, w = row.evidence, row.evidence.waves
+
+    def number(value: float | None, form: str = "{:.0f}", scale: float = 1.0) -> str:
+        return "" if value is None else form.format(value * scale)
+
+    rates = [work / e.seconds if work and e.seconds else None for work in (e.bytes, e.flops)]
+    shares = [share for share in (e.tensor_share, e.dram_share, e.l2_share) if share is not None]
+    return (
+        _short(e.kernel),
+        str(e.launches),
+        number(e.seconds, "{:.1f}", 1e6),
+        number(e.share, "{:.1f}", 100),
+        number(rates[0], "{:.0f}", 1e-9),
+        number(rates[1], "{:.1f}", 1e-12),
+        number(max(shares) if shares else None, "{:.0f} %"),
+        number(e.registers),
+        number(e.spills),
+        number(e.shared_bytes, "{:.1f}", 1 / 1024),
+        f"{e.resident} ({e.limit})" if e.resident is not None else "",
+        number(w.waves if w else None, "{:.2f}"),
+        number(w.filled if w else None, "{:.0f} %", 100),
+        row.verdict.resource,
+    )
+
+
+def _more(e: Evidence) -> str:
+    """Counters and instruction mix, where known, after the verdict."""
+    parts = []
+    c = e.counters
+    if c is not None:
+        named = {
+            "DRAM": c.dram,
+            "L2": c.l2,
+            "L2 to SM": c.l2_to_sm,
+            "L1": c.l1,
+            "tensor": c.tensor,
+            "exp": c.exp,
+            "warps": c.occupancy,
+        }
+        parts.append(", ".join(f"{name} {share:.0f} %" for name, share in named.items() if share is not None))
+        if c.top_stall:
+            parts.append(f"waits most for {c.top_stall[0]} ({100 * c.top_stall[1]:.0f} %)")
+    if mix := _mix(e.opcodes):
+        parts.append(f"code: {mix}")
+    return f" [{'; '.join(part for part in parts if part)}]" if any(parts) else ""
+
+
+def _mix(opcodes: Mapping[str, int]) -> str:
+    work = {name: count for name, count in opcodes.items() if name != "NOP"}
+    total = sum(work.values())
+    first = sorted(work.items(), key=lambda entry: -entry[1])[:FEW]
+    return ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in first)

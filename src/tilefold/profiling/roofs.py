@@ -1,0 +1,211 @@
+"""The machine's roofs, measured by kernels that do one thing each, and kept in a file per machine and software.
+
+A datasheet's figure is not reached by any kernel; a measured one is, by the kernel that measured it. `with_roofs` puts them where
+bounds look for them. Plans never see them: a plan must not depend on what was measured in a user's cache.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilefold.plan.device import Device, Rates
+
+__all__ = [
+    "FOLDER_VARIABLE",
+    "Roofs",
+    "Sizes",
+    "load_roofs",
+    "measure_roofs",
+    "roofs_folder",
+    "store_roofs",
+    "with_roofs",
+]
+
+FOLDER_VARIABLE = "TILEFOLD_ROOFS"
+"""Environment variable: folder of the measured roofs, or "off" to keep none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """What one machine reached. Rates per second (bytes, FLOPs, exponentials), times in seconds.
+
+    device, driver, torch, triton: of the measurement; other drivers and compilers are other machines. date: ISO.
+    dram_read, dram_write, dram_copy (read and written bytes together), l2_read: bytes/s. flops: (dtype, FLOP/s) pairs; "float32"
+    is multiply-adds without tensor cores. exps: exp2 per second. launch_device: from one empty kernel to the next in a CUDA
+    graph; launch_host: host time of an eager launch by Triton.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    date: str
+    dram_read: float
+    dram_write: float
+    dram_copy: float
+    l2_read: float
+    flops: Rates
+    exps: float
+    launch_device: float
+    launch_host: float
+
+    @property
+    def dram(self) -> float:
+        """The most that DRAM gave in any of the three ways."""
+        return max(self.dram_read, self.dram_write, self.dram_copy)
+
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """(what, figure, how) for a table."""
+        times = ((self.launch_device, "launch, device", "empty kernels in a CUDA graph, one after the other"),
+                 (self.launch_host, "launch, host", "eager launches of an empty kernel"))  # fmt: skip
+        how = {"float32": "multiply-adds in registers, no tensor cores"}
+        return (
+            ("DRAM read", f"{self.dram_read * 1e-12:.3f} TB/s", "a large buffer, read once"),
+            ("DRAM write", f"{self.dram_write * 1e-12:.3f} TB/s", "a large buffer, written once"),
+            ("DRAM copy", f"{self.dram_copy * 1e-12:.3f} TB/s", "read and written bytes together"),
+            ("L2 to SM", f"{self.l2_read * 1e-12:.3f} TB/s", "every SM reads the same part of the L2 cache, past L1"),
+            *((dtype, f"{rate * 1e-12:.1f} TFLOP/s", how.get(dtype, "a loop of tl.dot over tiles on the SM"))
+              for dtype, rate in self.flops),
+            ("exp2", f"{self.exps * 1e-12:.3f} T/s", "in registers"),
+            *((name, f"{seconds * 1e6:.2f} us", what) for seconds, name, what in times),
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        """Text that `from_json` turns back into an equal record."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Roofs":
+        """The record that `to_json` wrote; ValueError, KeyError or TypeError if it did not."""
+        fields = json.loads(text)
+        return cls(**{**fields, "flops": tuple((str(name), float(rate)) for name, rate in fields["flops"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much each measurement does. elements: int32 of the DRAM buffers; l2_elements: of the one in L2, read l2_turns times;
+    block: of a program at a time. turns: of the loops in registers and on tensor cores. programs: of those, an SM.
+    tile: M, N of the products; k_bytes: bytes of a row of their tiles. warps. Defaults are for a data-centre GPU."""
+
+    elements: int = 1 << 29
+    l2_elements: int = 1 << 21
+    l2_turns: int = 4
+    block: int = 8192
+    turns: int = 4096
+    programs: int = 8
+    tile: tuple[int, int] = (128, 256)
+    k_bytes: int = 128
+    warps: int = 8
+
+
+def with_roofs(device: Device, roofs: Roofs | None) -> Device:
+    """The device with what was measured in place of what was recorded; itself if nothing was measured."""
+    if roofs is None:
+        return device
+    return replace(
+        device,
+        measured_dram_bytes_per_s=roofs.dram,
+        measured_flops=tuple({**dict(device.measured_flops), **dict(roofs.flops)}.items()),
+        measured_l2_bytes_per_s=roofs.l2_read,
+        source=f"measured {roofs.date[:10]} on {roofs.device}; limits: {device.source}",
+    )
+
+
+def roofs_folder() -> Path | None:
+    """Folder of the files: $TILEFOLD_ROOFS, else tilefold/roofs in the user's cache; None if off."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "")
+    if chosen:
+        return None if chosen == "off" else Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilefold" / "roofs"
+
+
+def _path(identity: tuple[str, ...]) -> Path | None:
+    folder = roofs_folder()
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", "_".join(identity)).strip("-").lower()
+    return None if folder is None else folder / f"{name}.json"
+
+
+def identity_of(index: int | None = None) -> tuple[str, str, str, str]:
+    """(device, driver, torch, triton) of this process: what a measurement holds for."""
+    import torch
+    import triton
+
+    name, driver = "cpu", "none"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(index)
+        driver = _driver()
+    return name, driver, torch.__version__, triton.__version__
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module, "unknown" where it does not say."""
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return "unknown"
+    return found.group(1) if found else "unknown"
+
+
+def load_roofs(index: int | None = None) -> Roofs | None:
+    """What was measured on this machine with this software, None if nothing was or it cannot be read."""
+    path = _path(identity_of(index))
+    try:
+        return None if path is None else Roofs.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def store_roofs(roofs: Roofs) -> Path | None:
+    """Keep them for `load_roofs`; where, or None if nothing is kept."""
+    path = _path((roofs.device, roofs.driver, roofs.torch, roofs.triton))
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(roofs.to_json(), encoding="utf-8")
+    part.replace(path)
+    return path
+
+
+def measure_roofs(device: Device, torch_device: Any, sizes: Sizes | None = None) -> Roofs:
+    """Measure every roof of `torch_device`, whose record is `device`: about 20 s on a GPU, most of it compiling.
+
+    In the interpreter the figures say nothing; give small sizes. Raises what a launch raises.
+    """
+    from tilefold.profiling import roof_launches as run
+
+    sizes = sizes or sizes_of(device)
+    timer = run.timer(torch_device)
+    work = run.Work(device, torch_device, sizes)
+    moved = 4 * sizes.elements
+    l2_bytes = 4 * sizes.l2_elements * sizes.l2_turns * work.l2_programs
+    name, driver, torch, triton = identity_of(torch_device.index)
+    rate: Callable[[float, Callable[[], object]], float] = lambda amount, call: amount / timer(call)  # noqa: E731
+    return Roofs(
+        device=name, driver=driver, torch=torch, triton=triton,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        dram_read=rate(moved, work.read()),
+        dram_write=rate(moved, work.write()),
+        dram_copy=rate(2 * moved, work.copy()),
+        l2_read=rate(l2_bytes, work.read_l2()),
+        flops=tuple((dtype, rate(work.flops_of(dtype), work.multiply(dtype))) for dtype in work.dtypes),
+        exps=rate(work.exps, work.exponentials()),
+        launch_device=run.launch_on_device(work.nothing(), torch_device),
+        launch_host=run.launch_on_host(work.nothing(), torch_device),
+    )  # fmt: skip
+
+
+def sizes_of(device: Device) -> Sizes:
+    """Sizes for a device: buffers far beyond its L2 cache and within a quarter of it; next to nothing for the interpreter."""
+    if device.backend == "interpreter":
+        return Sizes(
+            elements=1 << 12, l2_elements=1 << 10, l2_turns=3, block=256, turns=2, programs=2, tile=(16, 16), k_bytes=64, warps=4
+        )  # fmt: skip
+    quarter = 1 << (device.l2_bytes // 16).bit_length() - 1  # elements of 4 bytes
+    return Sizes(elements=max(1 << 28, 128 * quarter), l2_elements=quarter)

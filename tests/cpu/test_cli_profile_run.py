@@ -1,0 +1,109 @@
+"""`tilefold profile script | case | import`: reports are judged without a GPU, scripts run as main, refusals."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tilefold.cli import profile_run
+from tilefold.cli.app import app
+from tilefold.plan import device_named
+from tilefold.profiling import session
+from tilefold.profiling.cases import FAMILIES, cases_in, prepare_case
+
+HEAD = '"ID","Kernel Name","Block Size","Grid Size","gpu__time_duration.sum","{}","{}"'
+PATHS = ("l1tex__m_xbar2l1tex_read_sectors", "sm__pipe_tensor_cycles_active")
+REPORT = "\n".join(
+    [
+        "==PROF== Connected to process 7",
+        HEAD.format(*(path + ".avg.pct_of_peak_sustained_elapsed" for path in PATHS)),
+        '"","","","","ns","%","%"',
+        '"0","sparse_forward","(128, 1, 1)","(364, 12, 1)","3,125,408","83.5","61.6"',
+    ]
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)], env={"COLUMNS": "250", "NO_COLOR": "1"})
+
+
+def test_a_report_of_counters(tmp_path):
+    (tmp_path / "report.csv").write_text(REPORT)
+    result = run("import", tmp_path / "report.csv", "--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md")
+    assert result.exit_code == 0, result.output
+    assert "L2-to-SM path at 83.5 % of its peak" in result.output
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["rows"][0]["verdict"]["resource"] == "L2-to-SM path"
+    assert "| sparse_forward |" in (tmp_path / "out.md").read_text()
+
+
+@pytest.mark.interpreter
+def test_refusals(tmp_path):
+    there = tmp_path / "there.py"
+    there.write_text("")
+    for arguments, message in (
+        (("absent.py",), "the script must be a file, got 'absent.py'"),  # short for: script absent.py
+        (("script", "absent.py"), "the script must be a file, got 'absent.py'"),
+        ((there,), "a profile needs a GPU"),
+        (("case", "dense", "nothing-like-it"), "matches none of"),
+        (("case", "dance", "d128"), "family must be one of dense"),
+        (("case", "dense", "d128"), "a profile needs a GPU"),
+        (("import", tmp_path / "absent.ncu-rep"), "must be a .ncu-rep or a CSV file"),
+        (("import", there), "no table of ncu"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert message in " ".join(result.output.split()), result.output
+
+
+def test_scripts_run_as_main_with_their_arguments(tmp_path):
+    """--marked, whose regions stand here for ones that a GPU would have filled."""
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys, beside\nfrom tilefold.profiling import session\nfrom tilefold.plan import device_named\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--steps', '3'] and beside.NAME\n"
+        "session.FINISHED.append(session.profile_of({}, device_named('h200')))\nsys.exit(0)\n"
+    )
+    before, place = list(sys.argv), sys.path[0]
+    try:
+        found = profile_run._run_script(script, ["--steps", "3"], marked=True)
+    finally:
+        session.FINISHED.clear()
+        sys.modules.pop("beside", None)
+    assert len(found) == 1 and found[0].device == device_named("h200").title
+    assert (sys.argv, sys.path[0]) == (before, place)
+    script.write_text("raise SystemExit(3)\n")
+    with pytest.raises(SystemExit):
+        profile_run._run_script(script, [], marked=True)
+    script.write_text("x = 1\n")
+    with pytest.raises(profile_run.ValueRangeError, match="no region"):
+        profile_run._run_script(script, [], marked=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_every_family_gives_a_call(family):
+    case = cases_in(family, "tiny")[0]
+    made = prepare_case(family, case, "cpu")
+    with made.context():
+        assert made.call() is not None
+    assert made.name == case.name and made.flops > 0 and made.bytes > 0
+    assert made.dtype in ("bfloat16", "float16", "float32") or made.dtype
+
+
+def test_the_work_of_a_call_goes_to_its_one_kernel():
+    args = {"grid": [132, 1, 1], "block": [128, 1, 1], "registers per thread": 64, "shared memory": 0}
+    events = [{"ph": "X", "cat": "kernel", "name": "fold", "ts": 2e3 * i, "dur": 1e3, "args": args} for i in range(4)]
+    h200 = device_named("h200")
+    work = session.Declared(flops=6e11, bytes=1e9, dtype="tf32")
+    made = session.with_declared(session.profile_of({"traceEvents": events}, h200), work, 2, h200)
+    evidence = made.rows[0].evidence
+    assert evidence.flops == 3e11, "two launches a call"
+    assert evidence.tensor_rate == h200.matmul_rate("tf32")
+    other = {**events[0], "name": "merge", "ts": 1e5}
+    made = session.with_declared(session.profile_of({"traceEvents": [*events, other]}, h200), work, 2, h200)
+    assert all(row.evidence.flops is None for row in made.rows)
+    assert any("of declared work" in note for note in made.notes)

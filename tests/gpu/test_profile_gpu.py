@@ -1,0 +1,68 @@
+"""Profiles on a GPU: the planted faults are found, roofs are plausible, machine code and counters are read where they can be."""
+
+import pytest
+import torch
+
+import tilefold
+from faults import FAULTS, counted, hit_of, run, table, watch
+from tilefold.errors import Unsupported
+from tilefold.profiling import roofs
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.no_poison
+
+
+@pytest.fixture(scope="module")
+def device():
+    from tilefold.ops.device import device_of
+
+    return device_of(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_faults_without_counters(fault):
+    hit = hit_of(fault, watch(fault, torch.device("cuda", 0)), ())
+    assert hit.ok, hit.sentence
+
+
+def test_faults_with_counters():
+    try:
+        counters = counted()
+    except Unsupported as error:
+        pytest.skip(str(error))
+    hits = run(counters, torch.device("cuda", 0))
+    print(table(hits))
+    assert all(hit.ok for hit in hits), table(hits)
+
+
+def test_roofs_are_below_the_datasheet(device):
+    found = roofs.measure_roofs(device, torch.device("cuda", 0))
+    for name in ("dram_read", "dram_write", "dram_copy"):
+        assert 0.5 < getattr(found, name) / device.dram_bytes_per_s < 1.02, name
+    assert found.l2_read > found.dram
+    recorded = dict(device.tensor_flops)
+    for dtype, rate in found.flops:
+        if dtype in recorded:
+            assert 0.4 < rate / recorded[dtype] < 1.1, (dtype, rate)
+    assert 0.4 < found.exps / device.exp_rate < 1.1
+    assert 5e-7 < found.launch_device < 1e-5 and 1e-6 < found.launch_host < 1e-4
+
+
+def test_an_attention_call():
+    q, k, v = (torch.randn(2, 4096, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    tilefold.attention(q, k, v)
+    with tilefold.profile() as p:
+        for _ in range(3):
+            tilefold.attention(q, k, v)
+    longest = p.profile.rows[0].evidence
+    assert longest.launches == 3 and longest.share > 0.9
+    assert longest.spills == 0 and longest.registers > 32 and longest.resident >= 1
+    assert any(name.startswith(("HGMMA", "HMMA")) for name in longest.opcodes)
+
+
+def test_regions_do_not_nest():
+    with tilefold.profile(), pytest.raises(Unsupported, match="cannot be nested"), tilefold.profile():
+        pass
+    with tilefold.profile() as p:
+        torch.ones(8, device=DEVICE).add_(1)
+    assert p.profile.rows
