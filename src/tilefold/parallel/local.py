@@ -5,7 +5,7 @@ A pair of shards is cut into pieces (plan/bands.py), each one call of the librar
 are those of the whole attention, so its gradients are plain summands."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
     dv, ...), out and lse being those over all keys."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = attention.forward
-    backward: Callable[..., tuple[torch.Tensor | None, ...]] = attention_backward.backward
+    backward: Callable[..., tuple[torch.Tensor | None, ...]] = partial(attention_backward.backward, whole=False)
 
 
 class Pair(NamedTuple):
