@@ -16,7 +16,6 @@ def run_ranks(module, suite, ranks, timeout=60.0, limit=170.0):
     """{case: [None or the traceback of each rank]}; suite: the name of a function of the module `module` that makes cases.
 
     The processes are forked from a server that has imported torch once, which does nothing else."""
-    os.environ["TRITON_INTERPRET"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,6 +46,7 @@ def run_ranks(module, suite, ranks, timeout=60.0, limit=170.0):
 def _rank(rank, module, suite, ranks, folder, timeout):
     import importlib
 
+    os.environ["TRITON_INTERPRET"] = "1"  # here, before triton is loaded: the caller may have a GPU
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,14 @@ from .agree import agree, number_of, text_of
 from .group import Ranks, ranks_of
 from .local import Kernels, Pair
 
-__all__ = ["all_gather_attention", "attention", "attention_plan", "head_exchange_attention", "ring_attention", "two_level_attention"]  # fmt: skip
+__all__ = [
+    "all_gather_attention",
+    "attention",
+    "attention_plan",
+    "head_exchange_attention",
+    "ring_attention",
+    "two_level_attention",
+]
 
 _OWN = Kernels()
 
@@ -217,13 +224,14 @@ def _plan(
 
 def _fields(job: schemes.Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, tuple[int, str]]:
     """What all ranks have to have in common, as numbers and as text; the same names whatever was given."""
+    counts = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
     found = {"function": (text_of("attention"), "attention")}
-    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}  # fmt: skip
+    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in counts}
     texts: dict[str, object] = {"dtype of q": getattr(q, "dtype", None), "gradients wanted": needs}
+    found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
     if job is None:
         names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "ranks per node")
-        return found | {name: (text_of(value), str(value)) for name, value in texts.items()} | dict.fromkeys(names, (0, ""))  # fmt: skip
-    found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
+        return found | dict.fromkeys(names, (0, ""))
     pair = job.pair
     scale = 0.0 if pair.scale is None else float(pair.scale)
     return found | {
@@ -251,7 +259,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         if dout is None and dlse is None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..cache_api import attention_kvcache as _local
 from ..errors import DtypeError, TilefoldError, Unsupported

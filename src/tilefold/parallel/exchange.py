@@ -1,7 +1,7 @@
-"""The transfers between ranks: one message of several tensors to the next rank of a ring, from all to all, or all to everyone.
+"""The transfers between ranks: one message of several tensors to the next rank of a ring, from all to all, or to everyone.
 
 Over NCCL every operation runs on a stream of the group's own, which waits for what was launched before the call; the caller's
-stream goes on, and waits for the transfer only in `wait`.  So what is launched between `start` and `wait` overlaps the transfer."""
+stream goes on, and waits for the transfer only in `wait`: what is launched between `start` and `wait` overlaps the transfer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def guarded(group: Any, what: str) -> Iterator[None]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         raise CommunicationError(
             f"rank {rank} of {size} failed while {what}: a rank has died, or has not come to the same call within the group's "
-            f"timeout. Look at the other ranks' first errors; destroy the process group before going on. The backend says: {error}"
+            f"timeout. Look at the other ranks' first errors; destroy the process group before going on. The backend: {error}"
         ) from error
 
 
@@ -84,7 +84,7 @@ class Ring:
 
 
 def all_gather(mine: torch.Tensor, sizes: Sequence[int], group: Any, what: str) -> list[torch.Tensor]:
-    """Every rank's flat tensor; sizes: of all ranks.  Shorter ones travel padded to the longest: one collective for any backend."""
+    """Every rank's flat tensor; sizes: of all ranks.  Shorter ones travel padded to the longest: one collective anywhere."""
     most = max(sizes)
     if most == 0:
         return [mine for _ in sizes]

@@ -1,5 +1,6 @@
 """The ranks that share a sequence: one group of all, and where there are two levels one within a node and one across."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -91,10 +92,10 @@ def _flat_of(group: Any, ranks_per_node: int | None) -> tuple[Any, list[list[int
 
 def _two_levels(flat: Any, members: list[int], size: int) -> Ranks:
     me = members.index(dist.get_rank())
-    local = {"use_local_synchronization": True, "sort_ranks": False}
+    made = functools.partial(dist.new_group, use_local_synchronization=True, sort_ranks=False)
     if flat is None:
-        flat = dist.new_group(members, **local)
+        flat = made(members)
     node, place = me // size, me % size
-    inner = dist.new_group(members[node * size : (node + 1) * size], **local)
-    outer = dist.new_group(members[place::size], **local)
+    inner = made(members[node * size : (node + 1) * size])
+    outer = made(members[place::size])
     return Ranks(flat, inner, outer)

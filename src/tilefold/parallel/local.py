@@ -84,7 +84,8 @@ class State:
         """out in the queries' dtype and lse."""
         if self.out is None or self.lse is None:
             self._own()
-        assert self.out is not None and self.lse is not None
+        assert self.out is not None
+        assert self.lse is not None
         return self.out.to(self.like.dtype), self.lse
 
 

@@ -102,7 +102,7 @@ def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
 
 def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | None, kv_heads: int) -> Tensors:
     """dq, dk, dv of this rank's tokens, in the dtypes of q, k and v; kv_heads: of the call, before they were repeated."""
-    q, k, v, out, _ = saved
+    q, k, v, _, _ = saved
     if job.inner is not None:
         for_q, for_k = job.exchanges()
         (dout,) = for_q.gather([dout], "gradients of outputs")
@@ -172,7 +172,8 @@ def _gradients_ring(
         travelling = torch.empty(keys.sizes[(source - 1) % ring.size], dtype=dq.dtype, device=dq.device)
         works, sent = ring.start(own, travelling, what), own
     ring.wait(works, "receiving the gradients of its own keys")
-    assert travelling is not None and sent is not None
+    assert travelling is not None
+    assert sent is not None
     return unpack(travelling, keys.shapes[ring.rank])
 
 
@@ -193,8 +194,8 @@ def _gathered(job: Job, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> list[to
 def _gradients_gathered(
     job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
-    """K and V are gathered once more; each rank gets what all have for its keys, and adds it in the order of the ranks, so that the
-    bits are the same every run."""
+    """K and V are gathered once more; each rank gets what all have for its keys, and adds it in the order of the ranks: the same
+    bits every run."""
     q, k, v, out, lse = saved
     keys = Keys(job, k, v)
     every = _gathered(job, keys, k, v)

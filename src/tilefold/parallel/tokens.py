@@ -83,7 +83,7 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
 
 
 def positions(sharding: Sharding, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """[tokens of the rank] int64: each one's position within its sequence, for rotary embedding: cos[positions], sin[positions]."""
+    """[tokens of the rank] int64: each one's position in its sequence, for rotary embedding: cos[positions], sin[positions]."""
     pieces = [torch.arange(first, first + count, device=device) for first, count in sharding.positions(rank)]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 

@@ -1,6 +1,6 @@
-"""Which rectangles of (queries of one rank) x (keys of another) a causal or window mask leaves, and with which mask each is folded.
+"""Which rectangles of (queries of one rank) x (keys of another) a causal or window mask leaves, and the mask of each.
 
-Masks of the library are aligned to the bottom right of what a call is given.  A rectangle cut out of a longer sequence has its own
+Masks of the library are aligned to the bottom right of what a call is given.  A rectangle out of a longer sequence has its own
 corner, so its window is shifted, and queries and keys that see nothing are cut off first: then no side of a window is negative.
 """
 

@@ -161,8 +161,8 @@ def head_refusal(heads: int, kv_heads: int, ranks: int) -> str:
 def plan_parallel(problem: ParallelProblem, links: Links, scheme: str = "auto") -> ParallelPlan:
     """The scheme for a problem on a machine: the fastest by prediction of those that are possible and fit the memory.
 
-    scheme: one of SCHEMES to ask for it; then Unsupported says why it is impossible, whatever the memory.  Pure, for any number of
-    ranks, here or not.  Raises PlanError if nothing fits, ValueRangeError for another scheme."""
+    scheme: one of SCHEMES to ask for it; then Unsupported says why it is impossible, whatever the memory.  Pure, for any number
+    of ranks, here or not.  Raises PlanError if nothing fits, ValueRangeError for another scheme."""
     if scheme not in ("auto", *SCHEMES):
         raise ValueRangeError(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     costs = {name: _COSTS[name](problem, links) for name in SCHEMES}

@@ -20,8 +20,8 @@ class Sharding:
     """The tokens of every rank; made by `shard`.
 
     starts: where each sequence starts, and the end: (0, total) for one sequence.  ranks: how many hold tokens.
-    kind: "contiguous", each rank holds one range of all tokens; or "zigzag", each sequence is cut into 2 * ranks chunks and rank r
-    holds chunks r and 2 * ranks - 1 - r, so that under a causal mask all ranks have the same work.
+    kind: "contiguous", each rank holds one range of all tokens; or "zigzag", each sequence is cut into 2 * ranks chunks and rank
+    r holds chunks r and 2 * ranks - 1 - r, so that under a causal mask all ranks have the same work.
     lengths: tokens of each rank, given by hand ("contiguous" only); () for shares as even as possible.
     """
 
@@ -90,7 +90,7 @@ def shard(
     tokens: the sequence's length; or the offsets of packed sequences, [sequences + 1] from 0 (cu_seqlens as a list).
     kind: "contiguous" or "zigzag"; any length works, shares differ by a few tokens.  lengths: of each rank, "contiguous" only.
     Raises DtypeError, ShapeError, ValueRangeError, naming the argument."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int | Sequence) or isinstance(tokens, str):
+    if isinstance(tokens, bool) or not isinstance(tokens, int | Sequence):
         raise DtypeError(f"tokens must be an int or a sequence of offsets, got {type(tokens).__name__}")
     starts = (0, tokens) if isinstance(tokens, int) else tuple(tokens)
     if not all(type(one) is int for one in (*starts, *(lengths or ()))):
