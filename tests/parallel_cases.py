@@ -1,75 +1,18 @@
 """What runs on several ranks: each scheme beside one process that has all tokens, in fp64, forward and backward."""
 
-import math
-
 import torch
 import torch.distributed as dist
 
 import tilefold
+from parallel_plain import PLAIN, plain_backward, plain_forward
 from tilefold import parallel as tp
 from tilefold import reference
-from tilefold.ops.call import window_of
 from tilefold.reference.tolerance import compare
-
-# ---------------------------------------------------------------- plain kernels: any dtype, fast on small shapes
-
-
-def plain_forward(q, k, v, call):
-    options = {"window": window_of(call.window, call.causal), "scale": call.scale, "softcap": call.softcap}
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if call.packed is None:
-        out, lse = reference.attention(q, k, v, dtype=dtype, **options)
-    else:
-        out, lse = reference.attention_varlen(q, k, v, *call.packed, dtype=dtype, **options)
-    return out.to(q.dtype), lse
-
-
-def plain_backward(saved, dout, dlse, call, wanted):
-    if call.packed is None:
-        return _plain_dense(saved, dout, dlse, call)
-    q, k, v, out, lse = saved
-    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    a, b = call.packed.cu_q.tolist(), call.packed.cu_k.tolist()
-    for i in range(len(a) - 1):
-        rows, cols = slice(a[i], a[i + 1]), slice(b[i], b[i + 1])
-        part = [t[None] for t in (q[rows], k[cols], v[cols], out[rows], lse[:, rows])]
-        found = _plain_dense(part, dout[None, rows], None if dlse is None else dlse[None, :, rows], call)
-        for grad, one, where in zip(grads, found, (rows, cols, cols), strict=True):
-            grad[where] += one[0]
-    return grads
-
-
-def _plain_dense(saved, dout, dlse, call):
-    """From the lse over all keys, as the library's kernels."""
-    q, k, v, out, lse = (t.transpose(1, 2) if t.dim() == 4 else t for t in saved)
-    dout = dout.transpose(1, 2)
-    group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (k, v))
-    scale = 1 / math.sqrt(q.shape[3]) if call.scale is None else call.scale
-    s = torch.einsum("bhqd,bhkd->bhqk", q, wide_k) * scale
-    slope = torch.ones_like(s)
-    if call.softcap:
-        slope = 1 - torch.tanh(s / call.softcap) ** 2
-        s = call.softcap * torch.tanh(s / call.softcap)
-    left, right = window_of(call.window, call.causal)
-    n, m = s.shape[2:]
-    at, key = torch.arange(n)[:, None] + m - n, torch.arange(m)[None]
-    keep = (key <= at + right if right >= 0 else key < m) & (key >= at - left if left >= 0 else key >= 0)
-    p = torch.where(keep, torch.exp(s - lse[..., None].to(s.dtype)), 0.0)
-    delta = (dout * out).sum(-1) - (0 if dlse is None else dlse)
-    ds = p * (torch.einsum("bhqd,bhkd->bhqk", dout, wide_v) - delta[..., None]) * slope * scale
-    ds, p = ds.to(q.dtype), p.to(q.dtype)
-    dq = torch.einsum("bhqk,bhkd->bhqd", ds, wide_k)
-    dk, dv = (torch.einsum("bhqk,bhqd->bhkd", a, b).unflatten(1, (-1, group)).sum(2) for a, b in ((ds, q), (p, dout)))
-    return [t.transpose(1, 2) for t in (dq, dk, dv)]
-
-
-PLAIN = tp.Kernels(plain_forward, plain_backward)
 
 # ---------------------------------------------------------------- one case
 
 
-def expected(q, k, v, w, u, starts, k_starts, dtype, **options):
+def expected(q, k, v, w, u, starts, k_starts, dtype, used="both", **options):
     """(out, lse, dq, dk, dv) of one process with all tokens, computed in dtype."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
     outs, sums = [], []
@@ -81,14 +24,18 @@ def expected(q, k, v, w, u, starts, k_starts, dtype, **options):
         outs.append(out)
         sums.append(lse)
     out, lse = torch.cat(outs, 1), torch.cat(sums, 2)
+    loss_of(out, lse, w.to(dtype), u.to(dtype), used).backward()
+    return out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)
+
+
+def loss_of(out, lse, w, u, used):
+    """A number that depends on out, on lse, or on both."""
     alive = torch.where(lse.isfinite(), lse, 0.0)
-    loss = (out * w.to(dtype)).sum() + (alive * u.to(dtype)).sum()
-    loss.backward()
-    return out.detach(), lse.detach(), *(t.grad for t in leaves)
+    return (out * w).sum() * (used != "lse") + (alive * u).sum() if used != "out" else (out * w).sum()
 
 
 def check(scheme, kind="contiguous", tokens=13, k_tokens=None, batch=1, heads=(4, 4), dims=(8, 8), dtype=torch.float64,
-          kernels=PLAIN, lengths=None, group=None, packed=False, **options):  # fmt: skip
+          kernels=PLAIN, lengths=None, group=None, packed=False, used="both", strided=False, **options):  # fmt: skip
     """One scheme beside the oracle: out, lse and the three gradients of this rank's tokens."""
     ranks = tp.ranks_of(group)
     sharding = tp.shard(tokens, ranks.size, kind, lengths)
@@ -101,18 +48,19 @@ def check(scheme, kind="contiguous", tokens=13, k_tokens=None, batch=1, heads=(4
     q = normal(batch, sharding.total, heads[0], dims[0])
     k, v = (normal(batch, other.total, heads[1], d) for d in dims)
     w, u = normal(batch, sharding.total, heads[0], dims[1]), normal(batch, heads[0], sharding.total)
-    oracle = expected(q, k, v, w, u, sharding.starts, other.starts, torch.float64, **options)
+    oracle = expected(q, k, v, w, u, sharding.starts, other.starts, torch.float64, used, **options)
     plain_dtype = torch.float32 if dtype == torch.float64 else dtype
-    plain = expected(q, k, v, w, u, sharding.starts, other.starts, plain_dtype, **options)
+    plain = expected(q, k, v, w, u, sharding.starts, other.starts, plain_dtype, used, **options)
     mine = [
         tp.shard_sequence(t, s, ranks.rank).detach() for t, s in ((q, sharding), (k, other), (v, other), (w, sharding))
     ]
-    leaves = [t[0].clone().requires_grad_() if packed else t.clone().requires_grad_() for t in mine[:3]]
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    mine = [torch.cat([t, t], 3)[..., : t.shape[3]] if strided else t.clone() for t in mine]
+    leaves = [(t[0] if packed else t).to(device).detach().requires_grad_() for t in mine[:3]]
     call = {"group": ranks, "scheme": scheme, "kernels": kernels, "return_lse": True, **options}
     out, lse = tp.attention(*leaves, sharding, kv_sharding=None if k_tokens is None else other, **call)
     own_u = tp.shard_sequence(u, sharding, ranks.rank, 2)
-    alive = torch.where(lse.isfinite(), lse, 0.0)
-    ((out * mine[3]).sum() + (alive * own_u).sum()).backward()
+    loss_of(out, lse, mine[3].to(device), own_u.to(device), used).backward()
     got = [t[None] if packed else t for t in (out, lse, *(t.grad for t in leaves))]
     places = ((sharding, 1), (sharding, 2), (sharding, 1), (other, 1), (other, 1))
     for name, one, exact, simple, place in zip(
@@ -156,6 +104,9 @@ def dense():
         yield f"{scheme}-varlen-stream", lambda s=scheme: check(s, "contiguous", [0, 9, 12, 12, 31], window=(3, 0))
         yield f"{scheme}-cross", lambda s=scheme: check(s, "contiguous", 11, k_tokens=18, causal=True)
         yield f"{scheme}-few", lambda s=scheme: check(s, "zigzag", 3, causal=True)  # more ranks than some have tokens
+        yield f"{scheme}-only-out", lambda s=scheme: check(s, "zigzag", 14, used="out", causal=True)
+        yield f"{scheme}-only-lse", lambda s=scheme: check(s, "zigzag", 14, used="lse", causal=True)
+        yield f"{scheme}-strided", lambda s=scheme: check(s, "zigzag", 14, strided=True, causal=True)
         yield f"{scheme}-fp32", lambda s=scheme: check(s, "zigzag", 33, dtype=torch.float32, causal=True)
         yield f"{scheme}-bf16", lambda s=scheme: check(s, "zigzag", 33, dtype=torch.bfloat16, causal=True)
 
@@ -204,6 +155,8 @@ def two():
     yield "context", context
     yield "decode", decode
     yield "repeated-bits", repeated_bits
+    yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
+    yield "plan", planned
 
 
 def four():
@@ -313,6 +266,17 @@ def decode():
         assert all(torch.equal(one, out) for one in every)
     for name, value in (("window", (3, 0)), ("alibi_slopes", torch.ones(4))):
         refused(tilefold.Unsupported, name, lambda n=name, x=value: tp.attention_kvcache(q, k, v, **{n: x}))
+
+
+def planned():
+    """What attention_plan says is what runs, and what it assumes can be given."""
+    ranks = dist.get_world_size()
+    sharding = tp.shard(16, ranks)
+    x = torch.zeros(1, sharding.length(dist.get_rank()), 4, 8)
+    plan = tp.attention_plan(x, x, x, sharding, causal=True, links=tp.Links(ranks, inside=1.0))
+    assert (plan.problem.window, plan.problem.seq_q, plan.links.inside) == ((-1, 0), 16, 1.0)
+    assert tp.attention_plan(x, x, x, sharding, scheme="ring").scheme == "ring"
+    refused(tilefold.ShapeError, "links are of 64", lambda: tp.attention_plan(x, x, x, sharding, links=tp.Links(64)))
 
 
 def repeated_bits():

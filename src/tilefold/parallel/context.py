@@ -32,9 +32,10 @@ def context_parallel(
 ) -> Iterator[None]:
     """Inside it, every `tilefold.attention(q, k, v, ...)` is `tilefold.parallel.attention(q, k, v, sharding, ...)`.
 
-    Nothing is patched: `tilefold.attention` itself looks whether such a context is open, so models reach it through
-    `tilefold.register()` as well.  It is open for the process, all threads: calls that activation checkpointing repeats during
-    the backward pass go the same way, so keep the context open around backward() where there are checkpoints.
+    Nothing is patched: `tilefold.attention` itself looks whether such a context is open, so calls by `tilefold.register()` and
+    `tilefold.compat` that end there are routed as well.  It is open for the process, all threads: calls that activation
+    checkpointing repeats during the backward pass go the same way, so keep the context open around backward() where there are
+    checkpoints.
 
     group: a ProcessGroup, DeviceMesh (mesh["cp"], or two dimensions: nodes, ranks of a node) or Ranks.
     sharding, scheme, links, kernels: as for `tilefold.parallel.attention`.
