@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from parallel_cases import SCHEMES, check
 
+from parallel_cases import SCHEMES, check
 from tilefold import parallel as tp
 
 

@@ -57,6 +57,14 @@ def test_a_long_sequence_hides_the_ring():
     assert plan.cost.seconds == pytest.approx(fold, rel=1e-9)
 
 
+def test_a_window_shortens_the_ring():
+    near = dataclasses.replace(SHORT, window=(1500, 0))
+    kv = 1024 * 8 * 256 * 2
+    assert costs(near, Links(8))["ring"].inside == 2 * kv
+    assert costs(near, Links(8, 4))["two_level"].across == kv
+    assert costs(dataclasses.replace(near, kind="zigzag"), Links(8))["ring"].inside == 7 * kv
+
+
 def test_memory_rules_out_gathering():
     plan = plan_parallel(LONG, Links(64, 8, across=1e12, memory=2e9))
     assert plan.scheme != "all_gather"

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
-from tilefold.plan.bands import chains_of, pieces_of, work_of
+from tilefold.plan.bands import chains_of, pieces_of, turns_of, work_of
 from tilefold.plan.sharding import ordered, shard, union
 
 pytest.importorskip("hypothesis")
@@ -105,6 +105,18 @@ def test_causal_contiguous_is_full_diagonal_or_nothing():
     assert kinds[0][1] == kinds[0][2] == kinds[1][2] == ()
     assert all(kinds[i][i][0][4:] == (-1, 0) for i in range(3))
     assert kinds[2][0][0].full
+
+
+def turns(kind, window, ranks=4, tokens=40):
+    sharding = shard(tokens, ranks, kind)
+    spans = tuple(sharding.spans(r) for r in range(ranks))
+    return turns_of(spans, spans, sharding.starts, sharding.starts, window)
+
+
+def test_a_causal_window_needs_the_nearest_ranks_only():
+    assert [turns("contiguous", (left, 0)) for left in (0, 1, 10, 11, 30, -1)] == [1, 2, 2, 3, 4, 4]
+    assert turns("contiguous", (3, 1)) == turns("zigzag", (3, 0)) == 4  # keys of the next rank come last round the ring
+    assert turns("contiguous", (-1, -1), ranks=1) == 1
 
 
 def test_a_node_of_ranks_in_order():

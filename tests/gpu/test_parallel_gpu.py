@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from parallel_worker import run_ranks
 
 pytestmark = [pytest.mark.no_poison, pytest.mark.xdist_group("parallel")]

@@ -61,24 +61,26 @@ class Ring:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
-    def start(self, message: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> list[Any]:
-        """Begin to send a message on and to receive one into `expected`; neither may be touched before `wait`."""
+    def start(
+        self, message: torch.Tensor | None, expected: torch.Tensor | None, what: str, distance: int = 1
+    ) -> list[Any]:
+        """Begin to send a message so many ranks on and to receive one into `expected`; neither may be touched before `wait`."""
+        target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         operations = []
         if message is not None and message.numel():
-            operations.append(dist.P2POp(dist.isend, message, group=self.group, group_peer=self.next))
+            operations.append(dist.P2POp(dist.isend, message, group=self.group, group_peer=target))
         if expected is not None and expected.numel():
-            operations.append(dist.P2POp(dist.irecv, expected, group=self.group, group_peer=self.previous))
+            operations.append(dist.P2POp(dist.irecv, expected, group=self.group, group_peer=source))
         if not operations:
             return []
-        with guarded(self.group, f"{what} (ring: to rank {self.next}, from rank {self.previous})"):
+        with guarded(self.group, f"{what} (to rank {target}, from rank {source})"):
             works: list[Any] = dist.batch_isend_irecv(operations)
         return works
 
     def wait(self, works: list[Any], what: str) -> None:
         """What is launched from now on sees the message."""
-        with guarded(self.group, f"{what} (ring: to rank {self.next}, from rank {self.previous})"):
+        with guarded(self.group, what):
             for work in works:
                 work.wait()
 

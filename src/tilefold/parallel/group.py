@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
             return None
 
 
-_MADE: dict[Any, Ranks] = {}
+_MADE: dict[Any, tuple[Any, Ranks]] = {}  # with the world they were made in, so that its id stays its own
 
 
 def ranks_of(group: Any = None, ranks_per_node: int | None = None) -> Ranks:
@@ -69,8 +69,8 @@ def ranks_of(group: Any = None, ranks_per_node: int | None = None) -> Ranks:
         raise ValueRangeError(f"ranks_per_node must divide the {len(members)} ranks of the group, got {size!r}")
     key = (id(flat) if flat is not None else None, tuple(members), size, id(dist.group.WORLD))
     if key not in _MADE:
-        _MADE[key] = _two_levels(flat, members, size)
-    return _MADE[key]
+        _MADE[key] = dist.group.WORLD, _two_levels(flat, members, size)
+    return _MADE[key][1]
 
 
 def _flat_of(group: Any, ranks_per_node: int | None) -> tuple[Any, list[list[int]] | None]:

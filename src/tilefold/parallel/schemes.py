@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..plan.bands import turns_of
 from ..plan.sharding import Sharding, Spans, union
 from .exchange import Ring, all_gather, all_to_all, pack, unpack
 from .group import Ranks
@@ -57,6 +58,14 @@ class Job:
     def spans(self, tokens: Sharding, node: int) -> Spans:
         """The tokens of a node."""
         return union([span for spans in self.members(tokens, node) for span in spans])
+
+    @property
+    def turns(self) -> int:
+        """Steps of the ring that anyone needs."""
+        queries, keys = (
+            tuple(self.spans(tokens, node) for node in range(self.nodes)) for tokens in (self.q_tokens, self.k_tokens)
+        )
+        return turns_of(queries, keys, *self.pair[:3])
 
     def exchanges(self) -> tuple[HeadExchange, HeadExchange]:
         """Of queries, and of keys."""
@@ -134,16 +143,16 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
 def _fold_ring(state: State, job: Job, mine: Spans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Keys go round; each fold hides the transfer of the next keys."""
     ring, keys = Ring(job.outer), Keys(job, k, v)
-    for spans, kv in _rotate(ring, keys, pack([k, v])):
+    for spans, kv in _rotate(ring, keys, pack([k, v]), job.turns):
         fold(state, job.pair, (mine, spans), q, *kv)
 
 
-def _rotate(ring: Ring, keys: Keys, current: torch.Tensor) -> Any:
-    """(tokens, (k, v)) of each rank, own first; the next ones arrive while the caller works on those it was given."""
-    for step in range(ring.size):
-        source, what = (ring.rank - step) % ring.size, f"passing keys on, step {step + 1} of {ring.size - 1}"
+def _rotate(ring: Ring, keys: Keys, current: torch.Tensor, turns: int) -> Any:
+    """(tokens, (k, v)) of the ranks one after the other, own first; the next ones arrive while the caller works on these."""
+    for step in range(turns):
+        source, what = (ring.rank - step) % ring.size, f"passing keys on, step {step + 1} of {turns - 1}"
         incoming, works = None, []
-        if step + 1 < ring.size:
+        if step + 1 < turns:
             incoming = torch.empty(keys.sizes[(source - 1) % ring.size], dtype=current.dtype, device=current.device)
             works = ring.start(current, incoming, what)
         yield keys.spans[source], unpack(current, keys.shapes[source])
@@ -155,22 +164,26 @@ def _rotate(ring: Ring, keys: Keys, current: torch.Tensor) -> Any:
 def _gradients_ring(
     job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
-    """K and V go round once more, the sums of their gradients one step behind them, and home after the last."""
+    """K and V go round once more, the sums of their gradients one step behind them, and straight home after the last."""
     q, k, v, out, lse = saved
-    ring, keys = Ring(job.outer), Keys(job, k, v)
+    ring, keys, turns = Ring(job.outer), Keys(job, k, v), job.turns
     travelling: torch.Tensor | None = None
     works: list[Any] = []
     sent: torch.Tensor | None = None  # stays alive until the transfer is through
-    for step, (spans, kv) in enumerate(_rotate(ring, keys, pack([k, v]))):
-        source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {ring.size}"
+    for step, (spans, kv) in enumerate(_rotate(ring, keys, pack([k, v]), turns)):
+        source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {turns}"
         own = torch.zeros(keys.sizes[source], dtype=dq.dtype, device=dq.device)
         sums = Gradients(dq, *unpack(own, keys.shapes[source]))
         add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
         ring.wait(works, what)  # what the ranks before have added for these keys
         if travelling is not None:
             own += travelling
-        travelling = torch.empty(keys.sizes[(source - 1) % ring.size], dtype=dq.dtype, device=dq.device)
-        works, sent = ring.start(own, travelling, what), own
+        if turns == 1:
+            return sums[1:]
+        home = step + 1 == turns
+        arriving = ring.rank if home else (source - 1) % ring.size  # whose keys' gradients come
+        travelling = torch.empty(keys.sizes[arriving], dtype=dq.dtype, device=dq.device)
+        works, sent = ring.start(own, travelling, what, 1 - turns if home else 1), own
     ring.wait(works, "receiving the gradients of its own keys")
     assert travelling is not None
     assert sent is not None

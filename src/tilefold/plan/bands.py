@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefold.plan.sharding import Spans
 
-__all__ = ["Chain", "Piece", "chains_of", "pieces_of", "work_of"]
+__all__ = ["Chain", "Piece", "chains_of", "pieces_of", "turns_of", "work_of"]
 
 Window = tuple[int, int]  # (left, right), -1 for unbounded
 
@@ -183,6 +183,23 @@ def _chain(pieces: list[Piece]) -> Chain:
         cu_q.append(one.q_high - q)
         cu_k.append(one.k_high - k)
     return Chain(tuple(pieces), tuple(cu_q), tuple(cu_k))
+
+
+@lru_cache(maxsize=256)
+def turns_of(
+    queries: tuple[Spans, ...],
+    keys: tuple[Spans, ...],
+    q_starts: tuple[int, ...],
+    k_starts: tuple[int, ...],
+    window: Window,
+) -> int:
+    """How many steps of a ring any rank needs, its own keys' included: in step t, rank r meets the keys of rank r - t.  All of
+    them, unless a causal window over contiguous shards leaves only the nearest."""
+    ranks = len(queries)
+    for step in range(ranks - 1, 0, -1):
+        if any(pieces_of(queries[r], keys[(r - step) % ranks], q_starts, k_starts, window) for r in range(ranks)):
+            return step + 1
+    return 1
 
 
 def work_of(pieces: Sequence[Piece]) -> int:

@@ -223,8 +223,14 @@ def _turns(steps: int, fold: float, bytes_: float, rate: float, latency: float) 
     return fold / steps + (steps - 1) * max(fold / steps, bytes_ / rate + latency)
 
 
+def _reach(n: ParallelProblem, parts: int) -> int:
+    """Steps of a ring of so many parts: a causal window over contiguous shards needs the nearest ones only."""
+    near = n.kind == "contiguous" and n.window[0] >= 0 and n.window[1] == 0 and n.sequences == 1 and n.seq_q == n.seq_k
+    return min(parts, -(-n.window[0] * parts // max(1, n.seq_k)) + 1) if near else parts
+
+
 def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
-    s, steps = _sizes(n, links), links.ranks
+    s, steps = _sizes(n, links), _reach(n, links.ranks)
     rate = links.across if links.nodes > 1 else links.inside  # the slowest link of the ring sets its pace
     seconds = _turns(steps, s.fold, s.kv, rate, links.latency)
     sent, messages, memory = (steps - 1) * s.kv, steps - 1, 2 * s.kv + s.state
@@ -277,7 +283,7 @@ def _heads(n: ParallelProblem, links: Links) -> SchemeCost:
 
 def _two_level(n: ParallelProblem, links: Links) -> SchemeCost:
     inner, outer = links.ranks_per_node, links.nodes
-    refusal = head_refusal(n.heads, n.kv_heads, inner)
+    steps, refusal = _reach(n, outer), head_refusal(n.heads, n.kv_heads, inner)
     if inner == 1:
         refusal = "the ranks of a node are not known (ranks_per_node), or are one"
     elif outer == 1:
@@ -285,17 +291,17 @@ def _two_level(n: ParallelProblem, links: Links) -> SchemeCost:
     s = _sizes(n, links, _spread(n, inner))
     inside, messages, memory = _exchange(n, s, inner)
     fold = s.fold / n.imbalance(links.ranks) * n.imbalance(outer)
-    seconds = _turns(outer, fold, s.kv, links.across, links.latency)
-    across = (outer - 1) * s.kv
+    seconds = _turns(steps, fold, s.kv, links.across, links.latency)
+    across = (steps - 1) * s.kv
     memory += 2 * s.kv + s.state
     if n.backward:
         seconds += (
-            _turns(outer, BACKWARD_FLOPS * fold, s.kv + s.dkv, links.across, links.latency) + s.dkv / links.across
+            _turns(steps, BACKWARD_FLOPS * fold, s.kv + s.dkv, links.across, links.latency) + s.dkv / links.across
         )
-        across, memory = 2 * across + outer * s.dkv, memory + 3 * s.dkv
+        across, memory = 2 * across + steps * s.dkv * (steps > 1), memory + 3 * s.dkv
     seconds += inside / links.inside + messages * links.latency
-    steps = (outer - 1) * (2 if n.backward else 1)
-    return SchemeCost("two_level", inside, across, messages + steps, seconds, memory, refusal)
+    messages += (steps - 1) * (2 if n.backward else 1)
+    return SchemeCost("two_level", inside, across, messages, seconds, memory, refusal)
 
 
 _COSTS: dict[str, Callable[[ParallelProblem, Links], SchemeCost]] = {
