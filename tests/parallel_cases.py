@@ -1,7 +1,10 @@
 """What runs on several ranks: each scheme beside one process that has all tokens, in fp64, forward and backward."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from parallel_plain import PLAIN, plain_backward, plain_forward
@@ -230,6 +233,13 @@ def context():
         packed = [t[0].float() for t in mine]
         refused(tilefold.Unsupported, "packed", lambda: tilefold.attention_varlen(*packed, cu, cu, 4, 4))
         refused(tilefold.ShapeError, "q has 20 tokens", lambda: tilefold.attention(q, k, v))
+        grads = []
+        for repeat in (False, True):  # what a checkpoint computes again goes the same way
+            leaves = [t.clone().requires_grad_() for t in mine]
+            run = partial(checkpoint, tilefold.attention, use_reentrant=False) if repeat else tilefold.attention
+            run(*leaves, causal=True).square().sum().backward()
+            grads.append([t.grad for t in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     for got, exact, dim in ((out, want, 1), (flipped.transpose(1, 2), want, 1), (sums, lse, 2)):
         exact = tp.shard_sequence(exact, sharding, rank, dim)
         assert compare(got, exact, exact).ok
