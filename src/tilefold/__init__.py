@@ -16,6 +16,7 @@ from .cache_api import (
     quantize_kv,
 )
 from .errors import (
+    CommunicationError,
     DeviceError,
     DtypeError,
     LayoutError,
@@ -53,6 +54,7 @@ __all__ = [
     "BlockIndex",
     "CacheBatch",
     "CacheStatistics",
+    "CommunicationError",
     "DecodePlan",
     "DeviceError",
     "DtypeError",
@@ -119,6 +121,7 @@ def __getattr__(name: str) -> Any:
         return getattr(ops, name)
     if name in ("compat", "debug", "ladder", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
     if name in ("compat", "debug", "nn", "ops", "paged", "plan", "profiling", "quant", "reference", "sparse"):
+    if name in ("compat", "debug", "nn", "ops", "paged", "parallel", "plan", "quant", "reference", "sparse"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

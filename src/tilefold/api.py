@@ -10,6 +10,7 @@ from .ops.dense import attention as _ops
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
 from .ops.quantise import quantize_fp8
+from .ops.route import STACK, refuse, route
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
@@ -120,6 +121,7 @@ def attention(
     if is_fp8(q, q_descale, k_descale, v_descale):
         from .ops.dense import attention_fp8, fp8_library  # here: `import tilefold` stays light
 
+        refuse("e4m3 tensors")
         fp8_library.refuse_others(
             q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
             score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
@@ -131,7 +133,7 @@ def attention(
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
                 deterministic)  # fmt: skip
-    out, lse = _run(q, k, v, call)
+    out, lse = route(q, k, v, call) if STACK else _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
 
@@ -193,7 +195,7 @@ def attention_varlen(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
-    out, lse = _run(q, k, v, call)
+    out, lse = route(q, k, v, call) if STACK else _run(q, k, v, call)
     return (out, lse) if return_lse else out
 
 

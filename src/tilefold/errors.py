@@ -5,6 +5,7 @@ Each class also derives from the built-in exception that a caller would expect (
 """
 
 __all__ = [
+    "CommunicationError",
     "DeviceError",
     "DtypeError",
     "LayoutError",
@@ -36,6 +37,10 @@ class DeviceError(TilefoldError, ValueError):
 
 class LayoutError(TilefoldError, ValueError):
     """The strides of a tensor cannot be honoured (tilefold never copies silently)."""
+
+
+class CommunicationError(TilefoldError, RuntimeError):
+    """Another rank did not answer, or left, while tensors were being exchanged; the process group is not usable afterwards."""
 
 
 class ModifiedError(TilefoldError, RuntimeError):

@@ -166,9 +166,11 @@ def backward(
     dlse: torch.Tensor | None,
     call: Call,
     wanted: tuple[bool, ...],
+    whole: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks, each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v,
-    out, lse of the forward pass; dout like out, dlse like lse or None."""
+    out, lse of the forward pass; dout like out, dlse like lse or None.  whole: False if out and lse are those of more keys than k
+    and v hold: the gradients are then these keys' summands, and their probabilities do not add up to 1."""
     q, k, v, out, lse = saved
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
@@ -191,7 +193,7 @@ def backward(
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
     score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
-    if exact:
+    if exact and whole:
         rows = q, k, dout, lse2, delta
         dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
     offsets = (None, None) if call.packed is None else call.packed[:2]

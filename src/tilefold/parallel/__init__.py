@@ -1,0 +1,47 @@
+"""Context parallelism: one sequence's attention over several GPUs, by torch.distributed."""
+
+from ..errors import CommunicationError
+from ..plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from ..plan.sharding import Sharding, shard
+from .calls import (
+    all_gather_attention,
+    attention,
+    attention_plan,
+    head_exchange_attention,
+    ring_attention,
+    two_level_attention,
+)
+from .context import context_parallel
+from .decode import attention_kvcache, cache_lengths, merge_ranks
+from .group import Ranks, ranks_of
+from .local import Kernels
+from .tokens import gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
+
+__all__ = [
+    "CommunicationError",
+    "Kernels",
+    "Links",
+    "ParallelPlan",
+    "ParallelProblem",
+    "Ranks",
+    "Sharding",
+    "all_gather_attention",
+    "attention",
+    "attention_kvcache",
+    "attention_plan",
+    "cache_lengths",
+    "context_parallel",
+    "gather_sequence",
+    "head_exchange_attention",
+    "loss_mean",
+    "merge_ranks",
+    "next_tokens",
+    "plan_parallel",
+    "positions",
+    "ranks_of",
+    "ring_attention",
+    "shard",
+    "shard_sequence",
+    "two_level_attention",
+    "unshard_sequence",
+]

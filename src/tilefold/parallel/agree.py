@@ -1,0 +1,90 @@
+"""Before the first exchange of a kind of call, every rank learns what every other one was given; all raise the same error."""
+
+import struct
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ShapeError
+from .exchange import gather_flat, guarded
+from .group import Ranks
+
+__all__ = ["agree", "forget", "number_of", "real_of", "text_of"]
+
+_AGREED: dict[
+    int, tuple[Any, set[tuple[int, ...]]]
+] = {}  # by id of the group, which is kept so that the id stays its own
+MOST = 4096
+WIDTH = 24  # of what travels, whichever function was called: ranks in different functions must not differ in size
+
+
+def number_of(value: float) -> int:
+    """The bits of a float as an int, so that it travels exactly."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def real_of(bits: int) -> float:
+    """Back."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def text_of(value: object) -> int:
+    """A checksum of what can only be compared, the same in every process."""
+    return zlib.crc32(repr(value).encode())
+
+
+def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | None, device: torch.device) -> None:
+    """Compare this call with those of the other ranks: a collective, the first time that this rank sees these fields.
+
+    fields: by name, the number to be compared and how this rank writes it; the first is "function", the others are the same
+    for every call of it, at most 22.  error: what this rank
+    found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits for it.
+
+    Raises ShapeError on every rank, naming what differs and on which ranks."""
+    kept, seen = _AGREED.setdefault(id(ranks.flat), (ranks.flat, set()))
+    key = tuple(number for number, _ in fields.values())
+    if error is None and kept is ranks.flat and key in seen:
+        return
+    where = torch.device("cpu") if dist.get_backend(ranks.flat) == "gloo" else device
+    row = [int(error is not None), *key]
+    mine = torch.tensor(row + [0] * (WIDTH - len(row)), dtype=torch.int64, device=where)
+    every = torch.zeros(ranks.size * mine.numel(), dtype=torch.int64, device=where)
+    with guarded(ranks.flat, "comparing the call with those of the other ranks"):
+        gather_flat(every, mine, group=ranks.flat)
+    table = every.view(ranks.size, -1).tolist()
+    if error is not None:
+        raise error
+    refused = [rank for rank, row in enumerate(table) if row[0]]
+    if refused:
+        raise ShapeError(
+            f"rank {ranks.rank} does not start: the arguments of rank{'s' * (len(refused) > 1)} "
+            f"{', '.join(map(str, refused))} were refused there; its error says why"
+        )
+    differing = [(name, i + 1) for i, name in enumerate(fields) if len({row[i + 1] for row in table}) > 1]
+    if differing:
+        raise ShapeError(_difference(ranks, fields, table, differing))
+    if len(seen) >= MOST:
+        seen.clear()
+    seen.add(key)
+
+
+def _difference(
+    ranks: Ranks, fields: dict[str, tuple[int, str]], table: list[list[int]], differing: list[tuple[str, int]]
+) -> str:
+    """Which arguments differ, and who has what."""
+    lines = []
+    for name, column in differing:
+        mine, text = fields[name]
+        odd = [rank for rank, row in enumerate(table) if row[column] != mine]
+        values = sorted({row[column] for row in table} - {mine})
+        plain = text == str(mine)
+        other = f" ({', '.join(map(str, values))})" if plain else ""
+        lines.append(f"{name} is {text} on rank {ranks.rank} but not on {', '.join(f'rank {r}' for r in odd)}{other}")
+    return f"the ranks were called with different arguments, all have to give the same: {'; '.join(lines)}"
+
+
+def forget() -> None:
+    """Compare everything again, for tests and after a process group was destroyed."""
+    _AGREED.clear()

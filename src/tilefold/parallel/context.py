@@ -1,0 +1,69 @@
+"""`context_parallel`: inside it, `tilefold.attention` takes tokens that are sharded over ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import DtypeError, ShapeError, Unsupported
+from ..ops import route
+from ..ops.call import Call
+from ..plan.parallel import SCHEMES, Links
+from ..plan.sharding import Sharding
+from .calls import attention
+from .group import ranks_of
+from .local import Kernels
+
+__all__ = ["context_parallel"]
+
+_DEFAULT = Call()
+_SERVED = {"causal", "window", "scale", "softcap", "layout", "deterministic"}
+
+
+@contextmanager
+def context_parallel(
+    group: Any,
+    sharding: Sharding,
+    *,
+    scheme: str = "auto",
+    links: Links | None = None,
+    kernels: Kernels | None = None,
+) -> Iterator[None]:
+    """Inside it, every `tilefold.attention(q, k, v, ...)` is `tilefold.parallel.attention(q, k, v, sharding, ...)`.
+
+    Nothing is patched: `tilefold.attention` itself looks whether such a context is open, so calls by `tilefold.register()` and
+    `tilefold.compat` that end there are routed as well.  It is open for the process, all threads: calls that activation
+    checkpointing repeats during the backward pass go the same way, so keep the context open around backward() where there are
+    checkpoints.
+
+    group: a ProcessGroup, DeviceMesh (mesh["cp"], or two dimensions: nodes, ranks of a node) or Ranks.
+    sharding, scheme, links, kernels: as for `tilefold.parallel.attention`.
+
+    A call whose tokens are not those of this rank, a packed call (give the sequences to `shard` instead), e4m3 tensors, and
+    arguments other than causal, window, scale, softcap and layout raise ShapeError or Unsupported: nothing is computed on one
+    rank's tokens as if they were all.  Other functions, `attention_kvcache` and the sparse ones, are not concerned."""
+    ranks = ranks_of(group)
+    if not isinstance(sharding, Sharding):
+        raise DtypeError(f"sharding must be a Sharding, made by tilefold.parallel.shard, got {type(sharding).__name__}")
+    if sharding.ranks != ranks.size:
+        raise ShapeError(f"sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
+    if scheme not in ("auto", *SCHEMES):
+        raise Unsupported(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
+
+    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        for name, value in call._asdict().items():
+            default = getattr(_DEFAULT, name)
+            if name not in _SERVED and not (value is default or (type(value) is type(default) and value == default)):
+                raise Unsupported(f"{name} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
+        if call.layout == "bhsd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse = attention(q, k, v, sharding, group=ranks, scheme=scheme, causal=call.causal, window=call.window,
+                             scale=call.scale, softcap=call.softcap, return_lse=True, links=links, kernels=kernels)  # fmt: skip
+        return (out.transpose(1, 2) if call.layout == "bhsd" else out), lse
+
+    route.STACK.append(("context_parallel", go))
+    try:
+        yield
+    finally:
+        route.STACK.pop()

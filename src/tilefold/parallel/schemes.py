@@ -1,0 +1,223 @@
+"""Forward and backward of context-parallel attention: head exchange within a node, then a ring, or a gathering, across."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..plan.bands import turns_of
+from ..plan.sharding import Sharding, Spans, union
+from .exchange import Ring, all_gather, all_to_all, pack, unpack
+from .group import Ranks
+from .heads import HeadExchange, spread, unspread
+from .local import Gradients, Pair, State, add_gradients, fold
+from .tokens import assemble, take
+
+__all__ = ["Job", "backward", "forward"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call.  scheme: of plan.parallel.SCHEMES.  q_tokens, k_tokens: who has which tokens.  pair: masks and scores."""
+
+    ranks: Ranks
+    scheme: str
+    q_tokens: Sharding
+    k_tokens: Sharding
+    pair: Pair
+
+    @property
+    def inner(self) -> Any:
+        """The group that exchanges heads, None if none does."""
+        return {"heads": self.ranks.flat, "two_level": self.ranks.inner}.get(self.scheme)
+
+    @property
+    def outer(self) -> Any:
+        """The group in which K and V travel, None if none does."""
+        return {"heads": None, "two_level": self.ranks.outer}.get(self.scheme, self.ranks.flat)
+
+    @property
+    def nodes(self) -> int:
+        return 1 if self.outer is None else dist.get_world_size(self.outer)
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node (of this rank, where heads are not exchanged)."""
+        return 0 if self.outer is None else dist.get_rank(self.outer)
+
+    def members(self, tokens: Sharding, node: int) -> tuple[Spans, ...]:
+        """The tokens of each rank of a node."""
+        size = self.ranks.size // self.nodes
+        return tuple(tokens.spans(rank) for rank in range(node * size, (node + 1) * size))
+
+    def spans(self, tokens: Sharding, node: int) -> Spans:
+        """The tokens of a node."""
+        return union([span for spans in self.members(tokens, node) for span in spans])
+
+    @property
+    def turns(self) -> int:
+        """Steps of the ring that anyone needs."""
+        queries, keys = (
+            tuple(self.spans(tokens, node) for node in range(self.nodes)) for tokens in (self.q_tokens, self.k_tokens)
+        )
+        return turns_of(queries, keys, *self.pair[:3])
+
+    def exchanges(self) -> tuple[HeadExchange, HeadExchange]:
+        """Of queries, and of keys."""
+        return tuple(  # type: ignore[return-value]
+            HeadExchange(self.inner, self.members(tokens, self.node)) for tokens in (self.q_tokens, self.k_tokens)
+        )
+
+
+class Keys:
+    """Shapes and sizes of the messages that carry K and V, or their gradients, of each node."""
+
+    def __init__(self, job: Job, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.spans = [job.spans(job.k_tokens, node) for node in range(job.nodes)]
+        lengths = [sum(stop - start for start, stop in spans) for spans in self.spans]
+        self.shapes = [[(t.shape[0], n, *t.shape[2:]) for t in (k, v)] for n in lengths]
+        self.sizes = [sum(map(prod, each)) for each in self.shapes]
+
+
+def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """((out, lse) of this rank's queries, what the backward pass needs: q, k, v, out and lse after the head exchange)."""
+    if job.inner is not None:
+        size = dist.get_world_size(job.inner)
+        for_q, for_k = job.exchanges()
+        (q,) = for_q.gather([q], "queries")
+        k, v = for_k.gather([spread(k, size), spread(v, size)], "keys and values")
+    state = State(q, v.shape[3])
+    mine = job.spans(job.q_tokens, job.node)
+    if job.nodes == 1:
+        fold(state, job.pair, (mine, job.spans(job.k_tokens, 0)), q, k, v)
+    elif job.scheme == "all_gather":
+        every = _gathered(job, Keys(job, k, v), k, v)
+        fold(state, job.pair, (mine, _all(job.k_tokens)), q, *every)
+    else:
+        _fold_ring(state, job, mine, q, k, v)
+    out, lse = state.result()
+    saved = (q, k, v, out, lse)
+    if job.inner is not None:
+        (out,) = for_q.scatter([out], "outputs")
+        (rows,) = for_q.scatter([lse.transpose(1, 2)[..., None]], "lse")
+        lse = rows[..., 0].transpose(1, 2)
+    return (out, lse), saved
+
+
+def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | None, kv_heads: int) -> Tensors:
+    """dq, dk, dv of this rank's tokens, in the dtypes of q, k and v; kv_heads: of the call, before they were repeated."""
+    q, k, v, _, _ = saved
+    if job.inner is not None:
+        for_q, for_k = job.exchanges()
+        (dout,) = for_q.gather([dout], "gradients of outputs")
+        if dlse is not None:
+            (rows,) = for_q.gather([dlse.transpose(1, 2)[..., None]], "gradients of lse")
+            dlse = rows[..., 0].transpose(1, 2)
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dq = torch.zeros(q.shape, dtype=exact, device=q.device)
+    mine = job.spans(job.q_tokens, job.node)
+    if job.nodes == 1:
+        sums = Gradients(dq, *(torch.zeros(t.shape, dtype=exact, device=t.device) for t in (k, v)))
+        add_gradients(sums, job.pair, (mine, job.spans(job.k_tokens, 0)), saved, dout, dlse)
+        dk, dv = sums.dk, sums.dv
+    else:
+        work = _gradients_gathered if job.scheme == "all_gather" else _gradients_ring
+        dk, dv = work(job, mine, saved, dq, dout, dlse)
+    if job.inner is None:
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    (dq,) = for_q.scatter([dq.to(q.dtype)], "gradients of queries")
+    if k.shape[2] * dist.get_world_size(job.inner) == kv_heads:  # nothing is left to be added up
+        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = for_k.scatter([dk, dv], "gradients of keys and values")
+    return dq, unspread(dk, kv_heads).to(k.dtype), unspread(dv, kv_heads).to(v.dtype)
+
+
+# ---------------------------------------------------------------- by a ring
+
+
+def _fold_ring(state: State, job: Job, mine: Spans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Keys go round; each fold hides the transfer of the next keys."""
+    ring, keys = Ring(job.outer), Keys(job, k, v)
+    for spans, kv in _rotate(ring, keys, pack([k, v]), job.turns):
+        fold(state, job.pair, (mine, spans), q, *kv)
+
+
+def _rotate(ring: Ring, keys: Keys, current: torch.Tensor, turns: int) -> Any:
+    """(tokens, (k, v)) of the ranks one after the other, own first; the next ones arrive while the caller works on these."""
+    for step in range(turns):
+        source, what = (ring.rank - step) % ring.size, f"passing keys on, step {step + 1} of {turns - 1}"
+        incoming, works = None, []
+        if step + 1 < turns:
+            incoming = torch.empty(keys.sizes[(source - 1) % ring.size], dtype=current.dtype, device=current.device)
+            works = ring.start(current, incoming, what)
+        yield keys.spans[source], unpack(current, keys.shapes[source])
+        ring.wait(works, what)
+        if incoming is not None:
+            current = incoming
+
+
+def _gradients_ring(
+    job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Sequence[torch.Tensor]:
+    """K and V go round once more, the sums of their gradients one step behind them, and straight home after the last."""
+    q, k, v, out, lse = saved
+    ring, keys, turns = Ring(job.outer), Keys(job, k, v), job.turns
+    travelling: torch.Tensor | None = None
+    works: list[Any] = []
+    sent: torch.Tensor | None = None  # stays alive until the transfer is through
+    for step, (spans, kv) in enumerate(_rotate(ring, keys, pack([k, v]), turns)):
+        source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {turns}"
+        own = torch.zeros(keys.sizes[source], dtype=dq.dtype, device=dq.device)
+        sums = Gradients(dq, *unpack(own, keys.shapes[source]))
+        add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
+        ring.wait(works, what)  # what the ranks before have added for these keys
+        if travelling is not None:
+            own += travelling
+        if turns == 1:
+            return sums[1:]
+        home = step + 1 == turns
+        arriving = ring.rank if home else (source - 1) % ring.size  # whose keys' gradients come
+        travelling = torch.empty(keys.sizes[arriving], dtype=dq.dtype, device=dq.device)
+        works, sent = ring.start(own, travelling, what, 1 - turns if home else 1), own
+    ring.wait(works, "receiving the gradients of its own keys")
+    assert travelling is not None
+    assert sent is not None
+    return unpack(travelling, keys.shapes[ring.rank])
+
+
+# ---------------------------------------------------------------- by gathering
+
+
+def _all(tokens: Sharding) -> Spans:
+    return union([(0, tokens.total)])
+
+
+def _gathered(job: Job, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """K and V of all tokens, in their order."""
+    flats = all_gather(pack([k, v]), keys.sizes, job.outer, "gathering keys and values")
+    views = [unpack(flat, shapes) for flat, shapes in zip(flats, keys.shapes, strict=True)]
+    return [assemble([view[i] for view in views], keys.spans, 1) for i in (0, 1)]
+
+
+def _gradients_gathered(
+    job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Sequence[torch.Tensor]:
+    """K and V are gathered once more; each rank gets what all have for its keys, and adds it in the order of the ranks: the same
+    bits every run."""
+    q, k, v, out, lse = saved
+    keys = Keys(job, k, v)
+    every = _gathered(job, keys, k, v)
+    sums = Gradients(dq, *(torch.zeros(t.shape, dtype=dq.dtype, device=dq.device) for t in every))
+    add_gradients(sums, job.pair, (mine, _all(job.k_tokens)), (q, *every, out, lse), dout, dlse)
+    parts = [pack([take(t, spans, 1) for t in (sums.dk, sums.dv)]) for spans in keys.spans]
+    own = keys.sizes[job.node]
+    got = all_to_all(parts, [own] * job.nodes, job.outer, "adding up the gradients of keys")
+    total = got[0].clone()
+    for part in got[1:]:
+        total += part
+    return unpack(total, keys.shapes[job.node])

@@ -1,0 +1,137 @@
+"""Tensors of one rank from tensors of all tokens and back, positions for rotary embedding, labels and the mean of a loss."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DtypeError, ShapeError
+from ..plan.sharding import Sharding, Spans, ordered
+from .exchange import gather_flat
+from .group import ranks_of
+
+__all__ = [
+    "assemble",
+    "gather_sequence",
+    "loss_mean",
+    "next_tokens",
+    "positions",
+    "shard_sequence",
+    "take",
+    "unshard_sequence",
+]
+
+
+def shard_sequence(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1) -> torch.Tensor:
+    """The tokens of one rank along dim (1: [batch, seq, ...]; 0: packed), a view where they lie together.  Differentiable.
+
+    Raises ShapeError if dim has not sharding.total tokens."""
+    if x.shape[dim] != sharding.total:
+        raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
+    return take(x, sharding.spans(rank), dim)
+
+
+def unshard_sequence(parts: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) -> torch.Tensor:
+    """All tokens in their order from the tensors of all ranks, rank 0's first.  Differentiable.
+
+    Raises ShapeError if there are not as many parts as ranks, or one has another length than its rank."""
+    if len(parts) != sharding.ranks:
+        raise ShapeError(f"parts has {len(parts)} tensors, the sharding has {sharding.ranks} ranks")
+    for rank, part in enumerate(parts):
+        if part.shape[dim] != sharding.length(rank):
+            raise ShapeError(
+                f"parts[{rank}] has {part.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}"
+            )
+    return assemble(parts, [sharding.spans(r) for r in range(sharding.ranks)], dim)
+
+
+def take(x: torch.Tensor, spans: Spans, dim: int) -> torch.Tensor:
+    """Rows of x along dim, span after span."""
+    if len(spans) == 1:
+        return x.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
+    if not spans:
+        return x.narrow(dim, 0, 0)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
+
+
+def assemble(parts: Sequence[torch.Tensor], spans: Sequence[Spans], dim: int) -> torch.Tensor:
+    """One tensor in ascending order of tokens from parts that hold them as spans says."""
+    pieces = [parts[part].narrow(dim, row, rows) for part, row, rows in ordered(spans)]
+    if not pieces:
+        return parts[0]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, dim: int = 1) -> torch.Tensor:
+    """All tokens on every rank, in their order: a collective, for results and tests.  No gradient passes it.
+
+    x: this rank's tensor; sizes but that of dim are the same on all ranks."""
+    flat = ranks_of(group).flat
+    rank, ranks = dist.get_rank(flat), dist.get_world_size(flat)
+    if ranks != sharding.ranks:
+        raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks}")
+    if x.shape[dim] != sharding.length(rank):
+        raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
+    most = max(sharding.length(r) for r in range(ranks))
+    rows = x.detach().movedim(dim, 0)
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    every = rows.new_zeros((ranks * most, *rows.shape[1:]))
+    gather_flat(every, padded, group=flat)
+    parts = [every[r * most : r * most + sharding.length(r)] for r in range(ranks)]
+    return unshard_sequence(parts, sharding, 0).movedim(0, dim)
+
+
+def positions(sharding: Sharding, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """[tokens of the rank] int64: each one's position in its sequence, for rotary embedding: cos[positions], sin[positions]."""
+    pieces = [torch.arange(first, first + count, device=device) for first, count in sharding.positions(rank)]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def next_tokens(tokens: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1, ignore: int = -100) -> torch.Tensor:
+    """The labels of one rank: for each of its tokens the one that follows in the whole sequence, `ignore` for a sequence's last.
+
+    tokens: all tokens along dim, the same on every rank.  Shifting a shard by itself would lose the label of its last token."""
+    if tokens.shape[dim] != sharding.total:
+        raise ShapeError(f"tokens has {tokens.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
+    labels = tokens.roll(-1, dim)
+    last = [stop - 1 for start, stop in zip(sharding.starts, sharding.starts[1:], strict=False) if stop > start]
+    if last:
+        labels.index_fill_(dim, torch.tensor(last, device=tokens.device), ignore)
+    return shard_sequence(labels, sharding, rank, dim)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks; the gradient goes to each rank's own share as it is."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def loss_mean(losses: torch.Tensor, keep: torch.Tensor | None = None, group: object = None) -> torch.Tensor:
+    """The mean of the losses of all ranks' tokens, the same number on every rank; 0 if no token counts.
+
+    losses: this rank's, any shape, floating point.  keep: bool, like losses: the tokens that count (labels != -100).
+    Backward, each rank gets the gradient of the mean by its own tokens: sum parameters' gradients over the ranks (where something
+    averages them, as DistributedDataParallel does, multiply the loss by the number of ranks).
+    A mean of the ranks' own means would be wrong wherever ranks have different numbers of tokens that count."""
+    if not losses.is_floating_point():
+        raise DtypeError(f"losses must be floating point, got {losses.dtype}")
+    if keep is not None and keep.shape != losses.shape:
+        raise ShapeError(f"keep has shape {tuple(keep.shape)}, losses has {tuple(losses.shape)}")
+    flat = ranks_of(group).flat
+    exact = losses.double() if losses.dtype == torch.float64 else losses.float()
+    if keep is not None:
+        exact = torch.where(keep, exact, 0.0)
+    count = torch.tensor(float(exact.numel()), device=losses.device) if keep is None else keep.sum()
+    count = count.to(exact.dtype)
+    dist.all_reduce(count, group=flat)
+    total: torch.Tensor = _SumOverRanks.apply(exact.sum(), flat)  # type: ignore[no-untyped-call]
+    return total / count.clamp(min=1)
