@@ -102,6 +102,22 @@ __all__ = [
 ]
 
 
+PARTS = (
+    "compat",
+    "debug",
+    "ladder",
+    "nn",
+    "ops",
+    "paged",
+    "parallel",
+    "plan",
+    "profiling",
+    "quant",
+    "reference",
+    "sparse",
+)
+
+
 def __getattr__(name: str) -> Any:
     """The planner, the paged cache, the index of blocks, quantised models and the bridges to others load when first used."""
     if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
@@ -119,9 +135,7 @@ def __getattr__(name: str) -> Any:
     ops = importlib.import_module(".ops", __name__)
     if name in ops.COLLECTION:
         return getattr(ops, name)
-    if name in ("compat", "debug", "ladder", "nn", "ops", "paged", "plan", "quant", "reference", "sparse"):
-    if name in ("compat", "debug", "nn", "ops", "paged", "plan", "profiling", "quant", "reference", "sparse"):
-    if name in ("compat", "debug", "nn", "ops", "paged", "parallel", "plan", "quant", "reference", "sparse"):
+    if name in PARTS:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -36,9 +36,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debug": {"reference"} | LEAVES,
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
-    "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant"},
-    "ladder": WORK | {"reference", "sparse"},
-    "bench": WORK | {"reference", "sparse", "nn", "compat", "ladder", "aot", "paged", "quant"},
     "profiling": WORK | {"bench", "aot"},
     "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling"},
     "__init__": {

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from tilefold.cli.app import app
 
-COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "doctor")
-COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "roofline", "doctor")
+COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor")
 
 
 def run(*arguments):

@@ -2,8 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, show
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, profile, roofline, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show
 
 __all__ = ["app"]
 
