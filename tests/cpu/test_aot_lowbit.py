@@ -25,18 +25,6 @@ PROBLEMS = {
 }
 H200 = device_named("h200")
 MORE = {  # as rows of the table may have them
-    "warps 4 bits": replace(
-        plan_lowbit(PROBLEMS["m1 4 bits"], H200),
-        path="warps",
-        block_n=32,
-        block_m=8,
-        num_warps=8,
-        stages=3,
-        registers=0,
-    ),
-    "warps 8 bits": replace(
-        plan_lowbit(PROBLEMS["m1 8 bits"], H200), path="warps", block_n=16, block_m=8, num_warps=8, stages=3, unroll=2
-    ),
     "hopper 64": replace(
         plan_lowbit(PROBLEMS["m64 4 bits"], H200),
         path="hopper",
@@ -79,7 +67,7 @@ def test_kernels(results: Results, name: str, target: str) -> None:
     tensor = "best" if best else "none" if path == "dequantise" else "any"
     assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
     assert found.report is not None
-    if path in ("tile", "warps") and target == "sm_90" and plan.problem.exact and plan.problem.aligned:
+    if path == "tile" and target == "sm_90" and plan.problem.exact and plan.problem.aligned:
         for loop in found.report.loops:  # scales come by asynchronous copies: nothing in the loop is waited for
             assert not loop.opcodes.get("LDG"), loop.opcodes
             assert loop.opcodes.get("LDGSTS"), loop.opcodes

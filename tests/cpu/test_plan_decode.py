@@ -111,6 +111,32 @@ def test_the_plan_looks_at_capacity_alone():
     assert plan_decode(problem(batch=64), H200).splits == 0
 
 
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits"),
+    [
+        (1, 8192, 16),
+        (1, 700, 2),
+        (1, 131072, 16),
+        (4, 2048, 4),
+        (4, 5000, 8),
+        (32, 512, 1),
+        (33, 8192, 0),
+        (4, 131072, 0),
+    ],
+)
+def test_few_keys_and_one_sequence_are_cut_into_fixed_shares(batch, keys, splits):
+    made = plan_decode(problem(batch=batch, seq_k=keys), H200)
+    assert (made.splits, made.merge) == (splits, "kernel" if splits > 3 else made.merge)
+    assert ("fixed splits" in str(made)) == (splits == 0)
+    assert not splits or made.grid <= 2 * H200.sms
+
+
+def test_one_long_sequence_in_small_pages_is_cut_into_even_slices():
+    for page, splits in ((16, 0), (48, 0), (64, 16), (256, 16), (0, 16)):
+        assert plan_decode(problem(seq_k=131072, page_size=page), H200).splits == splits
+    assert plan_decode(problem(seq_k=32768, page_size=16), H200).splits == 16  # 31 us: few keys
+
+
 def test_values_in_keys():
     mla = problem(32, 1, 8192, 16, 1, 576, 512, shared=True)
     made = plan_decode(mla, H200)

@@ -234,7 +234,9 @@ def test_ours_is_what_the_plans_say():
                 batch < 64 and capacity > 3 * 512
             )  # parts of 512 keys that 264 programs may make of 4 KV heads a sequence
             assert (step.kernel, step.combine) == ("attention_decode", "decode_combine" if many else "")
-            shares = min(132 // 4, -(-capacity // 512)) if batch == 1 else 1
+            few = batch * 4 * capacity * 512 / 4.27e12 < 40e-6  # bytes of a full cache, and what they take
+            places = 132 if batch == 1 else 264
+            shares = max(1, min(places // (4 * batch), -(-capacity // 512))) if few or batch == 1 else 1
             assert step.splits == shares and step.working <= step.programs
             problem = replace(QWEN, batch=batch, seq_q=64, seq_k=min(capacity, 5000))
             made = plan_splits(problem, H200, capacity=capacity)

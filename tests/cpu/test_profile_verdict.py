@@ -134,3 +134,24 @@ def test_regions():
     host = judge_region(Region(span=20e-3, busy=2e-3, kernels=10, median=200e-6, launch_seconds=4e-6))
     assert host.resource == "host" and "2000.0 us between" in host.sentence
     assert judge_region(Region(0.0, 0.0, 0, 0.0)) is None
+
+
+# What Nsight Compute counted on an H200 (2026-11-22) in kernels of tests/faults.py: two that had been taken for uncoalesced ones.
+COUNTED = {
+    "uncoalesced": Counters(dram=62.64, l2=56.79, l2_to_sm=13.88, l1=17.87, issue=0.92, occupancy=81.79, bytes_per_sector=4.0,
+                            store_bytes_per_sector=32.0, conflict_share=0.0, local_share=0.0,
+                            stalls={"drain": 141.91, "lg_throttle": 549.95, "long_scoreboard": 288.68, "mio_throttle": 313.05}),
+    "memory latency": Counters(dram=53.29, l2=52.97, l2_to_sm=13.55, l1=6.36, issue=0.51, occupancy=24.72, bytes_per_sector=4.02,
+                               store_bytes_per_sector=32.0, conflict_share=0.0, local_share=0.0,
+                               stalls={"long_scoreboard": 751.98, "wait": 2.82}),
+    "L2-to-SM path": Counters(dram=0.11, l2=50.78, l2_to_sm=74.03, l1=33.54, alu=23.1, issue=17.34, occupancy=49.85,
+                              bytes_per_sector=32.0, store_bytes_per_sector=4.0, conflict_share=0.0003, local_share=0.0,
+                              stalls={"long_scoreboard": 41.21, "barrier": 0.35, "wait": 1.73}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("resource", COUNTED)
+def test_counters_of_planted_faults(resource):
+    programs = 4096 if resource == "uncoalesced" else 528
+    verdict = judge(replace(KERNEL, programs=programs, seconds=3e-4, counters=COUNTED[resource]))
+    assert verdict.resource == resource, verdict

@@ -25,6 +25,8 @@ MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, a
 MOST_STAGES = 4
 MOST_WAVES = 8  # of programs: each begins by adding up all lengths
 LEAST_KEYS = 512  # of a slice: with fewer, merging takes longer than the keys
+FIXED_BELOW = 40e-6  # seconds that a full cache takes: below that finding even slices costs more than uneven shares do
+GATHERED = 4096  # keys of a share from which on even slices are better, where keys of a tile lie in several pages
 MOST_PARTS = 3  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
 
 
@@ -221,8 +223,8 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
     plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
-    if not splits and a.batch == 1:
-        return _one_sequence(plan)
+    if not splits and _few_or_one(plan):
+        return _fixed_shares(plan)
     # As many times the resident programs as give equal sequences one an item, in the order of items.
     waves = max(1, min(MOST_WAVES, -(-plan.items // plan.programs)))
     plan = replace(plan, programs=plan.programs * waves, least=max(1, LEAST_KEYS // block_n))
@@ -232,12 +234,21 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
 
 
-def _one_sequence(plan: DecodePlan) -> DecodePlan:
-    """All items are of one length: each in as many shares as give every SM a program, of LEAST_KEYS of a full cache at least.
-    A program then knows its share by its number, 3 us sooner than its slice by adding up lengths."""
-    splits = min(plan.device.sms // plan.items, -(-plan.problem.attention.seq_k // LEAST_KEYS), MAX_SPLITS)
+def _few_or_one(plan: DecodePlan) -> bool:
+    """A full cache is read sooner than slices are found; or there is one sequence, unless a page number for each key has to be
+    awaited for many keys, which two programs an SM hide from one another (131072 keys in pages of 16: 131.7 us, not 142)."""
+    keys, page = plan.problem.attention.seq_k, plan.problem.page_size
+    awaited = page % plan.block_n != 0 and keys * plan.items > GATHERED * plan.device.sms
+    return plan.bound.seconds <= FIXED_BELOW or (plan.problem.attention.batch == 1 and not awaited)
+
+
+def _fixed_shares(plan: DecodePlan) -> DecodePlan:
+    """Each item in as many shares as give every SM a program (two for several sequences, whose lengths differ), of LEAST_KEYS of
+    a full cache at least.  A program knows its share by its number, 3 to 7 us sooner than its slice by adding up lengths."""
+    each = 1 if plan.problem.attention.batch == 1 else 2
+    splits = min(each * plan.device.sms // plan.items, -(-plan.problem.attention.seq_k // LEAST_KEYS), MAX_SPLITS)
     if plan.num_warps == 4 and not plan.problem.page_size:
-        plan = replace(plan, num_stages=MOST_STAGES)  # an SM's memory is one program's, not two's
+        plan = replace(plan, num_stages=MOST_STAGES)  # measured; two programs of them fit an SM
     plan = replace(plan, splits=max(1, splits))
     plan = replace(plan, merge="kernel" if plan.splits > MOST_PARTS else "last")
     return replace(plan, reason=_reason(plan, 0), rejected=_rejected(plan, 0))
@@ -284,9 +295,14 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     if splits:
         return f"{packed}; the caller asked for {splits} splits."
     if plan.splits:
+        why = (
+            "one sequence"
+            if p.attention.batch == 1
+            else f"a full cache takes {plan.bound.seconds * 1e6:.0f} us at least"
+        )
         return (
-            f"{packed}; one sequence, whose {plan.items} items in {plan.splits} share{'s' * (plan.splits > 1)} each are "
-            f"{plan.grid} programs for {plan.device.sms} SMs."
+            f"{packed}; {why}: {plan.items} items in {plan.splits} share{'s' * (plan.splits > 1)} each are {plan.grid} programs "
+            f"for {plan.device.sms} SMs."
         )
     return (
         f"{packed}; {plan.programs} programs on {plan.device.sms} SMs own equal numbers of tiles of {plan.block_n} keys, "
@@ -302,7 +318,10 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
         found = [Rejected("attention_cached", "Splits by capacity, not by the keys that there are.")]
     if not splits:
         found.append(
-            Rejected("even slices of all tiles", "One length: fixed shares are as even, and need no sums over lengths.")
+            Rejected(
+                "even slices of all tiles",
+                "Sums over lengths come before the first key; they pay where there are many keys of several sequences.",
+            )
             if plan.splits
             else Rejected(
                 "fixed splits",

@@ -49,7 +49,7 @@ def _reason(plan: DecodePlan, given: int) -> str:
     if plan.splits:
         shares = f"{plan.splits} equal shares" if plan.splits > 1 else "one share"
         merges = f", and {who} merges" if plan.splits > 1 else ""
-        return f"One sequence: the keys of each of its {plan.items} KV heads and row blocks in {shares}{merges}."
+        return f"Few keys, or one sequence: those of each of {plan.items} KV heads and row blocks in {shares}{merges}."
     return (
         f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, at least {plan.least}, "
         f"whosever they are, and {who} merges what several have of one KV head."
@@ -65,7 +65,9 @@ def _rejected(plan: DecodePlan, given: int) -> tuple[Rejected, ...]:
     )
     found = [Rejected("attention_cached", why)]
     if plan.splits and not given:
-        found.append(Rejected("even slices of all keys", "One length: fixed shares are as even, and sooner known."))
+        found.append(
+            Rejected("even slices of all keys", "Fixed shares are sooner known, which counts where keys are few.")
+        )
     elif not given:
         found.append(Rejected("equal splits", "Lengths are on the device: a long sequence would be the work of few."))
     return tuple(found)

@@ -163,16 +163,23 @@ def _listed(paths: list[tuple[str, float]], first: int = 3) -> str:
     return ", ".join(f"{name} {share:.1f} %" for name, share in paths[:first])
 
 
+WANTING = ("lg_throttle", "drain", "mio_throttle")  # stall reasons of warps that have more to send than the way takes
 MEMORY = ("DRAM", "L2", "L1", "L2-to-SM path", "shared memory")
 
 
 def _uncoalesced(e: Evidence) -> Verdict | None:
-    used = e.counters.worst_sector if e.counters else None
-    if used is None or used >= WASTED_SECTOR * FULL_SECTOR:
+    c = e.counters
+    stall = c.top_stall if c else None
+    full = stall is not None and stall[0] in WANTING
+    # How many sectors stores have is not known: theirs count where warps wait to send more.
+    used = None if c is None else c.worst_sector if full else c.bytes_per_sector
+    if not used or used >= WASTED_SECTOR * FULL_SECTOR:
         return None
     paths = _paths(e)
     if not paths or paths[0][0] not in MEMORY:
         return None  # a few scattered accesses of a kernel whose time goes elsewhere
+    if stall is not None and not full and paths[0][1] < SATURATED:
+        return None  # nobody waits for room on the way: each access is waited for, however much it moves
     return _found(
         "uncoalesced",
         f"accesses use {used:.1f} of the {FULL_SECTOR:.0f} bytes of each sector they move, at {_listed(paths, 2)}",

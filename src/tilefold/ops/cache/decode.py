@@ -227,7 +227,7 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
 
 def example_launch(
     dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
-    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 32, splits: int = 0, **changes: Any,
+    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
     from dataclasses import replace

@@ -181,10 +181,9 @@ def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
     return early, {"launch_pdl": True} if early else {}
 
 
-def _bind_portable(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
-    """Calls of the portable kernels, "tile" and "warps"."""
+def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
+    """Calls of the portable kernel."""
     from ...kernels.matrix.lowbit_matmul import lowbit_matmul
-    from ...kernels.matrix.lowbit_warps import lowbit_warps
     from ..launch import Launch
 
     p = plan.problem
@@ -192,11 +191,6 @@ def _bind_portable(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan")
     exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
     early, option = _early(plan)
     words = p.n % 4 == 0 and p.exact and weight.scales.numel() > 1
-    warps = plan.path == "warps"
-    own: dict[str, Any] = {"JOIN": plan.join}
-    if warps:
-        full = p.blocks % plan.each == 0 and plan.each % (plan.num_warps * plan.unroll) == 0
-        own = {"FULL": full, "WARPS": plan.num_warps, "UNROLL": plan.unroll}
     constants = {
         "BITS": p.bits,
         "HOW": exact if exact != 1 or p.scales == p.dtype else 2,
@@ -209,14 +203,13 @@ def _bind_portable(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan")
         "EVEN": p.k % (p.slabs * 32) == 0,
         "WORDS": words,
         "EARLY": early,
-        **own,
+        "JOIN": plan.join,
         "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m,
         "STAGES": plan.stages,
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **option, **_registers(plan)}
-    kernel = lowbit_warps if warps else lowbit_matmul
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
+    launch = Launch(lowbit_matmul, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
     scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.groups, p.blocks, plan.each)
     strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
     lanes = _lanes(x.device) if words else None
@@ -335,7 +328,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     return Bound(launch, arguments, p.n)
 
 
-_BINDERS = {"tile": _bind_portable, "warps": _bind_portable, "rows": _bind_rows, "hopper": _bind_hopper}
+_BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
 
 
 def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ __all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
 BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
 HALVES = ("float16", "bfloat16")
-PATHS = ("rows", "warps", "hopper", "tile", "dequantise")
+PATHS = ("rows", "hopper", "tile", "dequantise")
 SLAB = 32  # columns
 FEW_ROWS = 16  # of x that the "rows" path takes
 MOST_SPLITS = 16
@@ -89,7 +89,6 @@ class LowbitPlan:
     """The decision for one product on one device; `print` it.
 
     path: "rows": few rows of x, each warp a part of K, weights from memory to registers;
-          "warps": the same in portable Triton, for NVIDIA's GPUs, by asynchronous copies;
           "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
           "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
     block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
@@ -97,7 +96,7 @@ class LowbitPlan:
     splits: parts of K that programs make apart.  atomic: sums in memory in the order of arrival.
     scaled: "after" the product in fp32, or "before" it in the weight.  early: a dependent launch.
     ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit.
-    join: a product a group ("tile") instead of one for 32 columns.  unroll: blocks that a warp takes at a step ("warps")."""
+    join: a product a group ("tile") instead of one for 32 columns."""
 
     problem: LowbitProblem
     device: Device
@@ -115,14 +114,13 @@ class LowbitPlan:
     ahead: int = 0
     registers: int = 0
     join: bool = False
-    unroll: int = 1
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
             raise PlanError(f"plan field path must be one of {PATHS}, got {self.path!r}")
         if refusal := refused(self.problem, self.device, self.path):
             raise PlanError(f"plan field path: {self.path!r} {refusal}")
-        for name in ("block_n", "block_m", "num_warps", "stages", "splits", "unroll"):
+        for name in ("block_n", "block_m", "num_warps", "stages", "splits"):
             value = getattr(self, name)
             if (
                 type(value) is not int
@@ -207,8 +205,6 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs groups of a multiple of {SLAB} columns or of whole rows, not {problem.group}"
     if path == "tile":
         return None
-    if path == "warps":
-        return None if device.backend in ("cuda", "interpreter") else f"is for NVIDIA's GPUs, not {device.target}"
     if device.generation < 90 or (path == "hopper" and device.generation != 90):
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
@@ -239,9 +235,7 @@ def _chosen(problem: LowbitProblem, device: Device, row: Choice) -> dict[str, ob
     stages = row.stages
     if row.path == "hopper" and block_m == 128 and row.stages == 5:  # a ring of smaller tiles
         stages = 6
-    made = {
-        name: getattr(row, name) for name in ("block_n", "num_warps", "scaled", "join", "unroll", "early", "registers")
-    }
+    made = {name: getattr(row, name) for name in ("block_n", "num_warps", "scaled", "join", "early", "registers")}
     return {**made, "block_m": block_m, "stages": stages, "splits": splits}
 
 

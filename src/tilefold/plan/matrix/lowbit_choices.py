@@ -29,7 +29,6 @@ class Choice:
     least: int = 16
     scaled: str = "after"
     join: bool = False
-    unroll: int = 1
     early: bool = True
     registers: int = 0
 
