@@ -234,12 +234,17 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
 
 
+def _seconds(plan: DecodePlan) -> float:
+    """What reading a full cache takes at least."""
+    return plan.cost.bytes / plan.device.dram_rate
+
+
 def _few_or_one(plan: DecodePlan) -> bool:
     """A full cache is read sooner than slices are found; or there is one sequence, unless a page number for each key has to be
     awaited for many keys, which two programs an SM hide from one another (131072 keys in pages of 16: 131.7 us, not 142)."""
     keys, page = plan.problem.attention.seq_k, plan.problem.page_size
     awaited = page % plan.block_n != 0 and keys * plan.items > GATHERED * plan.device.sms
-    return plan.bound.seconds <= FIXED_BELOW or (plan.problem.attention.batch == 1 and not awaited)
+    return _seconds(plan) <= FIXED_BELOW or (plan.problem.attention.batch == 1 and not awaited)
 
 
 def _fixed_shares(plan: DecodePlan) -> DecodePlan:
@@ -295,11 +300,7 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     if splits:
         return f"{packed}; the caller asked for {splits} splits."
     if plan.splits:
-        why = (
-            "one sequence"
-            if p.attention.batch == 1
-            else f"a full cache takes {plan.bound.seconds * 1e6:.0f} us at least"
-        )
+        why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.0f} us at least"
         return (
             f"{packed}; {why}: {plan.items} items in {plan.splits} share{'s' * (plan.splits > 1)} each are {plan.grid} programs "
             f"for {plan.device.sms} SMs."
