@@ -11,10 +11,10 @@ from decode_cases import E4M3, INT8, Case, run
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
-MERGES = [{"merge": "last"}, {"merge": "kernel"}]
+MERGES = [{"merge": "last", "splits": 0}, {"merge": "kernel", "splits": 0}]  # even slices; the planner's own cut is {}
 
 
-@pytest.mark.parametrize("way", MERGES)
+@pytest.mark.parametrize("way", [*MERGES, {}])
 @pytest.mark.parametrize("page", [0, 1, 16, 48, 64, 256])
 def test_uneven_lengths(page, way):
     case = Case(
@@ -41,7 +41,7 @@ def test_bytes(page, scales, stored):
         run(case, DEVICE)
 
 
-@pytest.mark.parametrize("way", MERGES)
+@pytest.mark.parametrize("way", [*MERGES, {}])
 @pytest.mark.parametrize("stored", [None, E4M3])
 def test_values_are_part_of_keys(stored, way):
     case = Case([3000, 77, 0, 640], heads=16, dim=576, dim_v=512, page=64, dtype=BF16, stored=stored, shared=True)
@@ -76,7 +76,7 @@ def cache(batch=8, rows=4096):
     return [torch.randn(batch, rows, 8, 128, device=DEVICE, dtype=BF16) for _ in range(2)]
 
 
-@pytest.mark.parametrize("changes", [*MERGES, {"splits": 5}])
+@pytest.mark.parametrize("changes", [*MERGES, {"splits": 5}, {}])
 def test_graph_with_other_lengths(changes):
     q, (k, v) = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=BF16), cache()
     lengths = torch.full((8,), 4096, dtype=torch.int32, device=DEVICE)
