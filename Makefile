@@ -14,6 +14,8 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes: each would compile all of Python's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/find-python
 

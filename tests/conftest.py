@@ -34,7 +34,7 @@ else:
     _found = DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis" / "examples")
     settings.register_profile("quick", max_examples=25, database=_found, **_common)
     settings.register_profile(
-        "ci", max_examples=200, derandomize=True, database=None, **_common
+        "ci", max_examples=100, derandomize=True, database=None, **_common
     )  # the same in every run
     settings.register_profile("deep", max_examples=5000, database=_found, **_common)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
