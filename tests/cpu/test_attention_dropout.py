@@ -41,12 +41,12 @@ def test_philox():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_gradients(dtype, device):
-    q, k, v = qkv(2, 20, 33, 2, 1, 16, dtype=dtype, device=device)
+    q, k, v = qkv(2, 20, 33, 4, 2, 16, dtype=dtype, device=device)
     drop = {"dropout_p": 0.3, "dropout_seed": seed(device)}
     check(q, k, v, causal=True, **drop)
     check_gradients(q, k, v, causal=True, **drop)
     kernel = None if dtype == torch.float32 else BOX_BACKWARD
-    extra = {"bias": rand(1, 2, 1, 33, device=device), "sinks": rand(2, device=device), "softcap": 3.0}
+    extra = {"bias": rand(1, 4, 1, 33, device=device), "sinks": rand(4, device=device), "softcap": 3.0}
     check_gradients(q, k, v, tile=(32, 16), kernel=kernel, window=(14, 9), **extra, **drop)
 
 
