@@ -4,6 +4,7 @@ import os
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tilefold.aot import Job, JobResult, newest_triton, run_jobs
 from tilefold.aot.jobs import NEWEST_VARIABLE
 from tilefold.plan import AttentionProblem
 
+TESTS = Path(__file__).resolve().parent  # where builders of jobs may lie
 DEVICES = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 
 
@@ -55,4 +57,4 @@ def compiled(
         for key, job in jobs.items()
         if (folder is None and is_sampled(*key)) or key in also or key[0] in everywhere
     }
-    return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder), strict=True)))
+    return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder, import_from=(TESTS,)), strict=True)))

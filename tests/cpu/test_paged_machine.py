@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
 
 # A failing run is short enough to be read; making it shorter would take minutes.
 RUN = settings(
-    max_examples=max(50, settings().max_examples), stateful_step_count=60, phases=(Phase.reuse, Phase.generate)
+    max_examples=max(200, settings().max_examples), stateful_step_count=60, phases=(Phase.reuse, Phase.generate)
 )
 
 

@@ -81,16 +81,16 @@ def test_tails(kernel, device):
 @pytest.mark.parametrize("sizes", [[16, 0, 5, 16, 1], [0, 0, 0, 0, 0], [0, 16, 16, 16, 16], [16, 16, 16, 16, 3]])
 def test_block_sizes(sizes, device):
     """Zero-length blocks first, in the middle, everywhere; padding may hold NaN and gets gradient 0."""
-    q, k, v = qkv(1, 48, 80, 2, 2, 16, device=device)
+    q, k, v = qkv(1, 48, 80, 4, 2, 16, device=device)  # two heads are so few numbers that one rounding decides
     valid = torch.tensor(sizes, dtype=torch.int32, device=device)
-    index = lists(1, 2, 48, 80, density=0.7, block_sizes=valid, device=device)
+    index = lists(1, 4, 48, 80, density=0.7, block_sizes=valid, device=device)
     torch.manual_seed(1)
     clean = check(q, k, v, index)
     position = torch.arange(80, device=device)
     padding = position % 16 >= valid.long()[position // 16]
     k[:, padding], v[:, padding] = float("nan"), float("nan")
     torch.manual_seed(1)
-    dout, dlse = rand(1, 48, 2, 16, device=device), rand(1, 2, 48, device=device)
+    dout, dlse = rand(1, 48, 4, 16, device=device), rand(1, 4, 48, device=device)
     dirty = gradients(q, k, v, index, dout, dlse, {})
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     assert not dirty[1][:, padding].any()
