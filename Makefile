@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/find-python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types clean
+.PHONY: help demo test reports lint format types clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
@@ -30,6 +30,11 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
+
+reports: .venv-test/stamp .cache/newest-triton ## compile the tests' kernels anew and keep what came out in the repository
+	@rm -rf .cache/aot
+	@TILEFOLD_AOT_REPORTS=ignore .venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup tests/cpu/test_aot_*.py $(PYTEST)
+	@.venv-test/bin/python tests/aot_kept.py
 
 lint: .venv-test/stamp ## check style and formatting
 	@.venv-test/bin/ruff check .

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from aot_kept import compile_again, unpack
 from tilefold.aot import Job, JobResult, newest_triton, run_jobs
 from tilefold.aot.jobs import NEWEST_VARIABLE
 from tilefold.plan import AttentionProblem
@@ -57,4 +58,8 @@ def compiled(
         for key, job in jobs.items()
         if (folder is None and is_sampled(*key)) or key in also or key[0] in everywhere
     }
-    return Results(dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder, import_from=(TESTS,)), strict=True)))
+    unpack()
+    found = dict(zip(chosen, run_jobs(list(chosen.values()), triton=folder, import_from=(TESTS,)), strict=True))
+    if folder is None:
+        compile_again(found, (TESTS,))
+    return Results(found)
