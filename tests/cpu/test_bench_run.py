@@ -10,8 +10,9 @@ from tilefold import reference
 from tilefold.bench.cases import Case, cases_of
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
+from tilefold.bench.loop import first_line
 from tilefold.bench.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.run import Options, commit, first_line, run_case, setting_of, warm_note
+from tilefold.bench.run import Options, commit, run_case, setting_of, warm_note
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 

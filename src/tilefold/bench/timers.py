@@ -36,13 +36,17 @@ QUEUE_DEPTH = 200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median, 20th and 80th percentile of the samples in milliseconds, how many there were and how they were taken."""
+    """Median, 20th and 80th percentile of the samples in milliseconds, how many there were and how they were taken.
+
+    values: the samples themselves in the order in which they were taken (rounds' medians where rounds alternate), which say how
+    sure a comparison with another run is; () where nobody keeps them."""
 
     ms: float
     low: float
     high: float
     samples: int
     method: str
+    values: tuple[float, ...] = ()
 
     @property
     def us(self) -> float:
@@ -61,7 +65,8 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def summarise(samples: Sequence[float], method: str) -> Timing:
     """A Timing from samples in milliseconds (at least one)."""
     ordered = sorted(samples)
-    return Timing(statistics.median(ordered), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), method)
+    low, high = quantile(ordered, 0.2), quantile(ordered, 0.8)
+    return Timing(statistics.median(ordered), low, high, len(ordered), method, tuple(samples))
 
 
 def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list[float]:

@@ -8,7 +8,8 @@ from typing import Any
 from tilefold.bench import page
 from tilefold.bench.judge import Verdict
 from tilefold.bench.peers import IMPLEMENTATIONS
-from tilefold.bench.report import digits, finite, times, version_named
+from tilefold.bench.record import finite
+from tilefold.bench.report import digits, times, version_named
 from tilefold.bench.run import Setting
 from tilefold.bench.video import TOTAL
 from tilefold.bench.video_sweep import FINE, SWEEPS, Overtake, Point, SweepRow, overtakes
