@@ -14,7 +14,7 @@ from typing import Any
 
 from tilefold.bench.runs import METHODS, Key, Measured
 
-__all__ = ["Change", "Comparison", "Interval", "compare", "ratio_interval"]
+__all__ = ["Change", "Comparison", "Interval", "compare", "ratio_interval", "verdict_of"]
 
 CONFIDENCE = 0.95
 LEAST_COVERAGE = 0.6  # below it, as of one round beside three, an interval says nothing
@@ -154,7 +154,9 @@ def _changes(old: Measured, new: Measured, noise: float) -> Iterable[Change]:
     if old.status != OK or new.status != OK:
         method = next(iter(old.times or new.times), JUDGED[0])
         worse = old.status == OK
-        note = f"{old.status} -> {new.status}" + (f": {new.note if worse else old.note}" if (new.note or old.note) else "")
+        note = f"{old.status} -> {new.status}" + (
+            f": {new.note if worse else old.note}" if (new.note or old.note) else ""
+        )
         verdict = "worse" if worse else "mended"
         yield Change(new.key, method, new.ours, old.ms(method), new.ms(method), None, verdict, note=note)
         return
@@ -162,11 +164,12 @@ def _changes(old: Measured, new: Measured, noise: float) -> Iterable[Change]:
         before, after = old.times.get(method), new.times.get(method)
         if before and after and min(before) > 0:
             interval = ratio_interval(before, after)
-            verdict, rough = _verdict(interval, noise), old.rough or new.rough
+            verdict, rough = verdict_of(interval, noise), old.rough or new.rough
             yield Change(new.key, method, new.ours, old.ms(method), new.ms(method), interval, verdict, rough)
 
 
-def _verdict(interval: Interval, noise: float) -> str:
+def verdict_of(interval: Interval, noise: float) -> str:
+    """What an interval of a ratio says; noise: what may differ between two runs of the same code."""
     if interval.coverage < LEAST_COVERAGE:
         return "unclear"
     if interval.low > 1 + noise:
@@ -188,11 +191,14 @@ def _differences(both: Sequence[tuple[Measured, Measured]]) -> tuple[tuple[str, 
         if versions[0] != versions[1]:
             found.append("{} is another one: old {}, new {}".format(name, *_named(versions)))
     for old, new in both:
-        versions = tuple(one.setting.get("version", "") for one in (old, new))
-        line = f"{new.key.implementation} is another version: old {versions[0]}, new {versions[1]}"
-        if not new.ours and all(versions) and versions[0] != versions[1] and line not in found:
+        before, after = old.setting.get("version", ""), new.setting.get("version", "")
+        line = f"{new.key.implementation} is another version: old {before}, new {after}"
+        if not new.ours and before and after and before != after and line not in found:
             found.append(line)
-    rounds = [sorted({len(one.times[m]) for pair in both for m in JUDGED if m in (one := pair[side]).times}) for side in (0, 1)]
+    rounds = [
+        sorted({len(one.times[m]) for pair in both for m in JUDGED if m in (one := pair[side]).times})
+        for side in (0, 1)
+    ]
     if rounds[0] != rounds[1]:
         found.append("rounds are not as many: old {}, new {}".format(*(" or ".join(map(str, each)) for each in rounds)))
     clocks = [[one.clock for pair in both if (one := pair[side]).clock] for side in (0, 1)]

@@ -66,10 +66,14 @@ def chosen(known: Mapping[str, One], names: Sequence[str], must: bool = False) -
         found = meant(name, known.values())
         if not found and name != INSTALLED:
             accepted = ", ".join(one for one in known if one != OURS)
-            raise ValueRangeError(f"peers must be from {accepted} (or none), got {name!r}; {whereabouts(known.values())}")
+            raise ValueRangeError(
+                f"peers must be from {accepted} (or none), got {name!r}; {whereabouts(known.values())}"
+            )
         absent = [one for one in found if not installed(one)]
         if must and absent:
-            raise Unsupported(f"{name} needs {absent[0].package}, which is not installed; {whereabouts(known.values())}")
+            raise Unsupported(
+                f"{name} needs {absent[0].package}, which is not installed; {whereabouts(known.values())}"
+            )
         wanted |= {one.name: one for one in found}
     return (known[OURS], *wanted.values())
 

@@ -95,9 +95,7 @@ class AttentionEngine:
             raise ValueRangeError(
                 f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
             )
-        return select_cases(
-            cases_of(self.name, request.size(gpu), request.dtype, request.direction), request.pattern
-        )
+        return select_cases(cases_of(self.name, request.size(gpu), request.dtype, request.direction), request.pattern)
 
     def run(
         self,
@@ -180,9 +178,7 @@ class FamilyEngine:
     ) -> list[Any]:
         from tilefold.bench.family_run import run_family_cases
 
-        return run_family_cases(
-            self.family, cases, peers, device, options.rounds, progress, finished, options.budget_s
-        )
+        return run_family_cases(self.family, cases, peers, device, options.rounds, progress, finished, options.budget_s)
 
     def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
         from tilefold.bench.family_report import family_records
@@ -231,5 +227,5 @@ def engine_named(name: str) -> Engine:
 
 
 def peers_of(engine: Engine, names: Sequence[str] | None, device: str, must: bool = False) -> tuple[Any, ...]:
-    """tilefold and the peers of a family that the names mean, or those usual on the device; `choice.chosen` says what is raised."""
+    """tilefold and the peers of a family that the names mean, or those usual on the device; raises as `choice.chosen`."""
     return chosen(engine.known, engine.usual(device) if names is None else names, must)

@@ -4,6 +4,7 @@ A thread reads them a few times a second, through NVML where the Python package 
 nvidia-smi process that prints a line every half second.  Nothing is read without an NVIDIA GPU.
 """
 
+import importlib
 import statistics
 import subprocess
 import threading
@@ -12,7 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Reading", "Sampler", "Spread", "Summary", "nvml_readings", "parse_smi", "smi_readings", "source_of", "summarise"]
+__all__ = [
+    "Reading",
+    "Sampler",
+    "Spread",
+    "Summary",
+    "nvml_readings",
+    "parse_smi",
+    "smi_readings",
+    "source_of",
+    "summarise",
+]
 
 # Bits of NVML's reasons for a clock below the highest, of which these three are no fault: an idle GPU, clocks that someone set,
 # and a display's clock.
@@ -100,7 +111,10 @@ class Summary:
         if clock is not None and clock.most and (clock.most - clock.least) / clock.most > MOVED:
             share = 100 * (1 - clock.least / clock.most)
             found.append(f"the SM clock moved between {clock.least:.0f} and {clock.most:.0f} MHz ({share:.0f} %)")
-        found += [f"the GPU was throttled in {100 * share:.0f} % of the samples: {why}" for why, share in self.throttled.items()]
+        found += [
+            f"the GPU was throttled in {100 * share:.0f} % of the samples: {why}"
+            for why, share in self.throttled.items()
+        ]
         return found
 
 
@@ -130,12 +144,12 @@ def parse_smi(line: str) -> Reading | None:
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(COLUMNS) + 1 or not any(part[:1].isdigit() for part in parts):
         return None
-    values = [_number(part) for part in parts[:-1]]
+    sm, memory, watts, degrees, busy = (_number(part) for part in parts[:-1])
     try:
         reasons = int(parts[-1], 0)
     except ValueError:
         reasons = 0
-    return Reading(*values, reasons=reasons)
+    return Reading(sm, memory, watts, degrees, busy, reasons)
 
 
 def _number(text: str) -> float | None:
@@ -232,7 +246,7 @@ def source_of(device: str) -> Source | None:
     if torch.version.hip or uuid is None:
         return None
     try:
-        import pynvml
+        pynvml = importlib.import_module("pynvml")
     except ImportError:
         return smi_readings(f"GPU-{uuid}") if shutil.which("nvidia-smi") else None
     return nvml_readings(pynvml, f"GPU-{uuid}")

@@ -31,6 +31,7 @@ __all__ = [
     "markdown_text",
     "notes_text",
     "rounds_of",
+    "table_lines",
     "tail",
     "version_in",
 ]
@@ -128,12 +129,17 @@ def markdown_text(sheets: Sequence[Sheet], setting: "Setting", notes: Sequence[s
     """Tables for a document, each with the sentence that says what it shows, then where and with what all were measured."""
     parts = []
     for sheet in sheets:
-        dashes = ["---"] * sheet.left + ["---:"] * (len(sheet.head) - sheet.left)
-        parts += [f"| {' | '.join(cells)} |" for cells in (sheet.head, dashes, *sheet.rows)]
+        parts += table_lines(sheet.head, sheet.rows, sheet.left)
         parts += ["", f"{sheet.title}; in brackets how many times as fast as the peer tilefold is.", ""]
     where = f"{setting.device}, {setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
     said = [power] if power else []
     return "\n".join([*parts, where, *(f"\n{note}." for note in [*said, *notes])]) + "\n"
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A table's lines in markdown; left: columns that are aligned to the left."""
+    dashes = ["---"] * left + ["---:"] * (len(head) - left)
+    return [f"| {' | '.join(cells)} |" for cells in (head, dashes, *rows)]
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

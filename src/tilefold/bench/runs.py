@@ -41,7 +41,8 @@ class Measured:
     """One implementation on one case in one run.
 
     times: method -> each round's milliseconds.  rough: its record is of before rounds were kept, so `times` holds the 20th
-    percentile, the median and the 80th in their place.  setting: device, commit, date, versions.  clock: median SM clock in MHz."""
+    percentile, the median and the 80th in their place.  setting: device, commit, date, versions.  clock: median of the
+    SM's in MHz."""
 
     key: Key
     status: str
@@ -107,9 +108,8 @@ def _one(row: Mapping[str, Any]) -> Measured:
     who = str(row.get("implementation", ""))
     taken = _times(row)
     ours = bool(row.get("ours", who in OURS))
-    return Measured(
-        _key(row, who), str(row.get("status", "ok")), str(row.get("note") or ""), ours, taken.times, taken.rough, _setting(row), _clock(row)
-    )  # fmt: skip
+    status, note = str(row.get("status", "ok")), str(row.get("note") or "")
+    return Measured(_key(row, who), status, note, ours, taken.times, taken.rough, _setting(row), _clock(row))
 
 
 def _times(row: Mapping[str, Any]) -> _Taken:
@@ -136,8 +136,8 @@ def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:
 
 
 def _key(row: Mapping[str, Any], who: str) -> Key:
-    texts = (row.get("family"), row.get("case"), row.get("direction") or "forward", row.get("dtype"))
-    return Key(*(str(text or "") for text in texts), who)
+    family, case, dtype = (str(row.get(name) or "") for name in ("family", "case", "dtype"))
+    return Key(family, case, str(row.get("direction") or "forward"), dtype, who)
 
 
 def _setting(row: Mapping[str, Any]) -> dict[str, str]:
