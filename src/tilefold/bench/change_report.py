@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tilefold.bench.changes import Change, Comparison
+from tilefold.bench.changes import LEAST_COVERAGE, Change, Comparison
 from tilefold.bench.grid import title_of
 from tilefold.bench.page import Rows
 from tilefold.bench.record import table_lines
@@ -42,10 +42,12 @@ def change_lines(found: Comparison) -> list[str]:
         share = " to ".join(dict.fromkeys(f"{100 * each:.0f}" for each in coverage))
         lines.append(
             f"intervals cover the ratio of the medians in {share} % of repetitions; beyond {100 * found.noise:g} % it counts"
-            + (": with so few rounds they are wide" if coverage[0] < 0.94 else "")
+            + (": too few rounds to conclude anything from some" if coverage[0] < LEAST_COVERAGE else "")
         )
     if any(one.rough for one in found.changes):
-        lines.append("~: one of the records holds percentiles only, no rounds: its interval is a rough one")
+        lines.append(
+            "~: one of the records holds percentiles only, no rounds: its interval is a rough one, which fails nothing"
+        )
     if found.control is not None:
         mean, count = found.control
         lines.append(f"the other libraries took {mean:.3f} times as long as in the old run (geometric mean of {count})")

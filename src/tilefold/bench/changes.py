@@ -17,7 +17,9 @@ from tilefold.bench.runs import METHODS, Key, Measured
 __all__ = ["Change", "Comparison", "Interval", "compare", "ratio_interval", "verdict_of"]
 
 CONFIDENCE = 0.95
-LEAST_COVERAGE = 0.6  # below it, as of one round beside three, an interval says nothing
+LEAST_COVERAGE = (
+    0.85  # below it, as of two rounds beside two, an interval concludes nothing; three beside three have 0.9
+)
 EXACT = 2500  # pairs up to which the exact distribution is worth its time
 JUDGED = ("events", "graph")  # methods that can fail a comparison; the others are shown
 CLOCK = 0.03
@@ -72,7 +74,7 @@ class Change:
     """One implementation on one case, by one method, in both runs.
 
     verdict: "faster", "slower", "same" (within the noise), "unclear" (the interval reaches from within it to beyond), "worse"
-    (was right, now fails, is wrong or is refused), "mended" (the other way round).  note: what became of it."""
+    (was right, now fails, is wrong, refused or out of memory), "mended" (the other way round).  note: what became of it."""
 
     key: Key
     method: str
@@ -103,7 +105,8 @@ class Comparison:
     noise: float
 
     def regressions(self, slower: float | None = None) -> list[Change]:
-        """tilefold's changes that are worse, or whose whole interval is beyond 1 + slower (None: times fail nothing)."""
+        """tilefold's changes that are worse, or whose whole interval is beyond 1 + slower (None: times fail nothing, and rough
+        intervals never do)."""
         return [one for one in self.changes if one.ours and (one.verdict == "worse" or _beyond(one, slower))]
 
     @property
@@ -134,9 +137,9 @@ class Comparison:
 
 def _beyond(change: Change, slower: float | None) -> bool:
     interval = change.interval
-    if slower is None or interval is None or change.method not in JUDGED or interval.coverage < LEAST_COVERAGE:
+    if slower is None or interval is None or change.rough or change.method not in JUDGED:
         return False
-    return interval.low > 1 + slower
+    return interval.coverage >= LEAST_COVERAGE and interval.low > 1 + slower
 
 
 def compare(old: Mapping[Key, Measured], new: Mapping[Key, Measured], noise: float = 0.02) -> Comparison:

@@ -20,6 +20,7 @@ LABELS = 7  # of runs below a panel
 OURS_COLOUR = "#0b5394"
 COLOURS = ("#c55a11", "#38761d", "#7b3f9e", "#8a6d00", "#b3245b", "#4a7f8c", "#7f6000", "#666666")
 BAD = "#cc0000"
+CAPTION = "median of the rounds, and its interval by order statistics (all rounds where they are few); lower is faster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Mark:
 
     @property
     def label(self) -> str:
-        """The commit and the day."""
-        return f"{self.commit[:7]}{'+' if self.commit.endswith('+') else ''}\n{self.date[5:10]}"
+        """The commit and the day with its time."""
+        return f"{self.commit[:7]}{'+' if self.commit.endswith('+') else ''}\n{self.date[5:16].replace('T', ' ')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +177,15 @@ def _page(words: Sequence[str], panels: Sequence[Sequence[Series]], note: str) -
         step = -(-len(runs) // LABELS)
         axes.set_xticks(range(0, len(runs), step), [run[2] for run in runs[::step]], fontsize=8)
         axes.set_xlim(-0.4, len(runs) - 0.6)
-    figure.suptitle(
-        " ".join(filter(None, (words[1], "on", words[0], f"({words[2]})" if len(words) > 2 else "", note))), fontsize=12
-    )
+    page = f" ({words[2]})" if len(words) > 2 else ""
+    figure.suptitle(f"{words[1]} on {words[0]}{page}{f', {note}' if note else ''}\n{CAPTION}", fontsize=11)
     handles = {
         text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=9, frameon=False)
+    order = sorted(handles, key=lambda text: text != title_of("tilefold"))
+    figure.legend(
+        [handles[text] for text in order], order, loc="outside lower center", ncols=6, fontsize=9, frameon=False
+    )
     return figure
 
 

@@ -40,9 +40,9 @@ class Key:
 class Measured:
     """One implementation on one case in one run.
 
-    times: method -> each round's milliseconds.  rough: its record is of before rounds were kept, so `times` holds the 20th
-    percentile, the median and the 80th in their place.  setting: device, commit, date, versions.  clock: median of the
-    SM's in MHz."""
+    times: method -> each round's milliseconds.  rough: its record is of before rounds were kept, and of more than three of them,
+    so `times` holds the 20th percentile, the median and the 80th in their place.  setting: device, commit, date, versions.
+    clock: median of the SM's in MHz."""
 
     key: Key
     status: str
@@ -119,11 +119,26 @@ def _times(row: Mapping[str, Any]) -> _Taken:
     taken = _Taken()
     for method, places in COLUMNS.items():
         for middle, low, high, unit in places:
-            if row.get(middle):
-                spread = (row.get(low), row[middle], row.get(high))
-                taken.times[method] = tuple(float(value) * unit for value in spread if value is not None)
-                taken.rough = True
+            if not row.get(middle):
+                continue
+            spread = [float(row[name]) * unit for name in (low, middle, high) if row.get(name) is not None]
+            rounds = _rounds(spread, row.get("samples") if method == "events" else None)
+            taken.times[method] = rounds or tuple(spread)
+            taken.rough = taken.rough or rounds is None
     return taken
+
+
+def _rounds(spread: Sequence[float], count: Any) -> tuple[float, ...] | None:
+    """One to three rounds from their 20th percentile, median and 80th, which are straight lines between them; None for more."""
+    if len(spread) != 3 or count not in (1, 2, 3):
+        return None
+    low, middle, high = spread
+    if count == 1:
+        return (middle,)
+    if count == 2:
+        half = (high - low) / 1.2
+        return middle - half, middle + half
+    return middle - (middle - low) / 0.6, middle, middle + (high - middle) / 0.6
 
 
 def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:

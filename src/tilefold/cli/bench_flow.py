@@ -219,7 +219,7 @@ def show_comparison(found: "Comparison", fail_slower: float | None, console: Con
     table = change_table(found)
     if table.rows:
         wide = Console(width=max(console.width, WIDTH), file=console.file)
-        wide.print(table_of(table.head, table.rows))
+        wide.print(table_of(table.head, table.rows, left=3))
         console.print()
     say(change_lines(found), console)
     bad = found.regressions(None if fail_slower is None else fail_slower / 100)

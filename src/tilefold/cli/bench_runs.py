@@ -131,7 +131,7 @@ def history(
     for name, of in dict.fromkeys((one.device, one.key.family) for one in series):
         table = history_table([one for one in series if (one.device, one.key.family) == (name, of)], noise / 100)
         console.print(Text(f"{of} on {name}", style="bold"), soft_wrap=True)
-        wide.print(table_of(table.head, table.rows))
+        wide.print(table_of(table.head, table.rows, left=3))
         console.print()
     if json is not None:
         json.write_text(json_module.dumps([asdict(one) for one in series], indent=2) + "\n", encoding="utf-8")
@@ -153,4 +153,4 @@ def peers() -> None:
             if one.name != "tilefold":
                 there = version_of(one.package) or ("here" if installed(one) else "not installed")
                 rows.append((engine.name, one.name, one.package, there, one.what))
-    Console(width=WIDTH).print(table_of(("family", "name", "package", "version", "what"), rows))
+    Console(width=WIDTH).print(table_of(("family", "name", "package", "version", "what"), rows, left=5))

@@ -73,7 +73,7 @@ def suite(
     from tilefold.bench.suites import SUITES, peers_for, suite_named
 
     if name is None:
-        Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()]), soft_wrap=True)
+        Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
         return
     names, must = peer_names(peers, against)
     runtime = prepare_runtime()
@@ -164,4 +164,4 @@ def _summary(parts: list[Done], console: Console) -> None:
         counts = ", ".join(f"{ours.count(status)} {status}" for status in dict.fromkeys(ours))
         rows.append((done.engine.name, f"{len(done.results)} of {done.asked}", counts or done.trouble or "not reached"))
     console.print()
-    console.print(table_of(("family", "cases", "tilefold"), rows))
+    console.print(table_of(("family", "cases", "tilefold"), rows, left=3))
