@@ -263,6 +263,10 @@ def test_the_compare_command(tmp_path):
     assert run("compare", old, new, "--fail-slower", 19).exit_code == 0
     assert run("compare", old, new, "--fail-slower", 10, "--case", "n4096").exit_code == 0
     assert run("compare", old, worse).exit_code == 1
+    nothing = tmp_path / "nothing.json"
+    nothing.write_text(json.dumps({"rows": [row("n99")]}))
+    assert run("compare", old, nothing).exit_code == 0
+    assert run("compare", old, nothing, "--fail-slower", 10).exit_code == 1
     other = run("compare", old, elsewhere)
     assert other.exit_code == 0 and "NOT THE SAME SETTING: the DEVICE is another one" in other.output
     refused = run("compare", old, elsewhere, "--fail-slower", 10)

@@ -16,7 +16,7 @@ __all__ = ["Mark", "Series", "draw", "history_table", "median_interval", "series
 
 PANELS, COLUMNS = 12, 3  # of a picture: more cases go into further ones
 PANEL = (4.5, 2.5)  # inches
-LABELS = 7  # of runs below a panel
+LABELS = 5  # of runs below a panel
 OURS_COLOUR = "#0b5394"
 COLOURS = ("#c55a11", "#38761d", "#7b3f9e", "#8a6d00", "#b3245b", "#4a7f8c", "#7f6000", "#666666")
 BAD = "#cc0000"
@@ -196,10 +196,12 @@ def _panel(axes: Any, some: Sequence[Series], places: dict[tuple[str, str], int]
     for one in sorted(some, key=lambda each: each.ours):
         plain = one.key.implementation == "tilefold"
         colour = OURS_COLOUR if plain else colours.get(one.key.implementation, "#5b8db8")
-        at = [places[mark.date, mark.commit] for mark in one.timed]
-        middle = [(mark.ms or 0.0) * scale for mark in one.timed]
-        below = [m - mark.low * scale for m, mark in zip(middle, one.timed, strict=True)]
-        above = [mark.high * scale - m for m, mark in zip(middle, one.timed, strict=True)]
+        at = [places[mark.date, mark.commit] for mark in one.marks]
+        middle = [
+            math.nan if mark.ms is None else mark.ms * scale for mark in one.marks
+        ]  # a line breaks where a run failed
+        below = [m - mark.low * scale for m, mark in zip(middle, one.marks, strict=True)]
+        above = [mark.high * scale - m for m, mark in zip(middle, one.marks, strict=True)]
         axes.errorbar(
             at, middle, [below, above], color=colour, marker="o" if plain else ".", markersize=5, capsize=3,
             linewidth=1.8 if plain else 1.0, label=title_of(one.key.implementation), zorder=3 if plain else 2,

@@ -93,6 +93,7 @@ def bench(
     done = measure(engine, cases, chosen, runtime, options, outputs, setting, console, log)
     if done.results:
         show(done, setting, runtime, host or graph, console)
+    if done.results or compare is not None:
         finish([done], setting, runtime, outputs, console)
 
 

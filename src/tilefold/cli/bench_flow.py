@@ -212,7 +212,8 @@ def say(lines: Sequence[str], console: Console, style: str = "dim") -> None:
 
 
 def show_comparison(found: "Comparison", fail_slower: float | None, console: Console) -> bool:
-    """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing."""
+    """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing;
+    with it a comparison of nothing fails, too."""
     from tilefold.bench.change_report import change_lines, change_table
 
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
@@ -226,7 +227,12 @@ def show_comparison(found: "Comparison", fail_slower: float | None, console: Con
     for one in bad:
         ratio = f"{one.ratio:.3f} times as long" if one.verdict != "worse" and one.ratio else one.note
         console.print(Text(f"regression: {one.key}, {one.method}: {ratio}", style="bold red"), soft_wrap=True)
-    return bool(bad)
+    nothing = fail_slower is not None and not any(one.ours for one in found.changes)
+    if nothing:
+        console.print(
+            Text("regression: nothing of tilefold was compared, so nothing was found to be as fast", style="bold red")
+        )
+    return bool(bad) or nothing
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------------
