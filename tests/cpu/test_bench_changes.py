@@ -179,7 +179,13 @@ def test_records_of_before_rounds_were_kept_are_read(tmp_path):
         "spread": {"fine": (0.9, 1.1)},
         "errors": {"fine": {"ok": True}},
     }
-    assert [(m.key.implementation, m.ours) for m in read_measured([video])] == [("fine", True), ("dense cuDNN", False)]
+    both = [video, video | {"rounds_ms": {"fine": [1.0, 1.1], "dense cuDNN": [3.0]}}]
+    assert [(m.key.implementation, m.ours, m.rough, m.times["events"]) for m in read_measured(both)] == [
+        ("fine", True, True, (0.9, 1.0, 1.1)),
+        ("dense cuDNN", False, True, (3.0, 3.0, 3.0)),
+        ("fine", True, False, (1.0, 1.1)),
+        ("dense cuDNN", False, False, (3.0,)),
+    ]
 
 
 def test_a_commit_of_a_growing_file_can_be_named(tmp_path):

@@ -60,7 +60,8 @@ def test_quick_dense_with_every_output(tmp_path):
 @pytest.mark.no_poison
 def test_quick_sparse_in_both_directions(tmp_path):
     figures, results = tmp_path / "sparse.json", tmp_path / "results"
-    options = ("--direction", "both", "--case", "video", "--peers", "math,bsa,portable", "--rounds", "1", "--dtype", "fp32", "--log")
+    options = ("--direction", "both", "--case", "video", "--peers", "math,bsa,portable", "--dtype", "fp32", "--log")
+    options += ("--rounds", "1")
     result = run("sparse", "--quick", *options, "--json", str(figures), "--results", str(results))
     assert result.exit_code == 0, result.output
     assert "sparse attention, forward, float32" in result.output

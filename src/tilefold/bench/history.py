@@ -25,7 +25,7 @@ CAPTION = "median of the rounds, and its interval by order statistics (all round
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One run of one case.  ms: its median, None if it failed; low, high: the median's interval."""
+    """One run of one case.  ms: its median, None if it failed; low, high: the median's interval.  rough: values are percentiles."""
 
     date: str
     commit: str
@@ -34,6 +34,7 @@ class Mark:
     low: float
     high: float
     values: tuple[float, ...]
+    rough: bool = False
 
     @property
     def label(self) -> str:
@@ -94,7 +95,7 @@ def _mark(run: Measured, method: str) -> Mark:
     values = tuple(run.times.get(method, ())) if run.status == "ok" else ()
     low, high = median_interval(values) if values else (0.0, 0.0)
     date, commit = (run.setting.get(name, "") for name in ("date", "commit"))
-    return Mark(date, commit, run.status, run.ms(method) if values else None, low, high, values)
+    return Mark(date, commit, run.status, run.ms(method) if values else None, low, high, values, run.rough)
 
 
 def history_table(series: Sequence[Series], noise: float) -> Rows:
@@ -121,7 +122,8 @@ def history_table(series: Sequence[Series], noise: float) -> Rows:
         row += [digits(min(mark.ms or math.inf for mark in timed)), digits(last.ms or 0.0)]
         if len(timed) > 1:
             interval = ratio_interval(first.values, last.values)
-            row += [f"{(last.ms or 0.0) / (first.ms or 1.0):.3f}", f"{interval.low:.3f} to {interval.high:.3f}"]
+            rough = "~ " if first.rough or last.rough else ""
+            row += [f"{(last.ms or 0.0) / (first.ms or 1.0):.3f}", f"{rough}{interval.low:.3f} to {interval.high:.3f}"]
             row.append(verdict_of(interval, noise))
         else:
             row += ["", "", ""]

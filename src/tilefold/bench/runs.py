@@ -145,9 +145,9 @@ def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:
     wrong = {name for name, error in (row.get("errors") or {}).items() if not error.get("ok", True)}
     for name, ms in row["ms"].items():
         low, high = (row.get("spread") or {}).get(name, (ms, ms))
-        status = "WRONG" if name in wrong else "ok"
-        times = {"events": (float(low), float(ms), float(high))}
-        yield Measured(_key(row, name), status, "", not name.startswith("dense "), times, True, _setting(row))
+        status, kept = "WRONG" if name in wrong else "ok", (row.get("rounds_ms") or {}).get(name)
+        times = {"events": tuple(kept or (float(low), float(ms), float(high)))}
+        yield Measured(_key(row, name), status, "", not name.startswith("dense "), times, not kept, _setting(row))
 
 
 def _key(row: Mapping[str, Any], who: str) -> Key:

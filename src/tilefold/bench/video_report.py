@@ -111,6 +111,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "page_size": point.page_size,
         "density": row.density,
         "ms": {name: timing.ms for name, timing in row.timings.items()},
+        "rounds_ms": {name: list(timing.values) for name, timing in row.timings.items()},
         "spread": {name: (timing.low, timing.high) for name, timing in row.timings.items()},
         "stages_ms": row.sum_ms,
         "fine_flops": row.cost.flops,

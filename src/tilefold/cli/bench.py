@@ -39,12 +39,31 @@ from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_err
 if TYPE_CHECKING:
     from tilefold.bench.cases import Case
 
-__all__ = ["app", "bench"]
+__all__ = ["EPILOG", "app", "bench"]
 
 ATTENTION_ONLY = ("dtype", "direction", "host", "graph")  # the other families' cases say it, or they do it always
 
+EPILOG = """
+**Examples**
+
+    tilefold bench dense --quick
+
+    tilefold bench suite quick --json before.json
+
+    tilefold bench suite quick --compare before.json --fail-slower 5
+
+    tilefold bench decode --against fa4,flashinfer --results benchmarks/results --refresh decode.md
+
+    tilefold bench history benchmarks/results --png history.png
+
+    tilefold bench peers
+
+dense, sparse, decode, gemm, conv and lowbit have the same options; `tilefold bench dense --help` says what is measured, and how.
+"""
+
 app = typer.Typer(
     no_args_is_help=True,
+    epilog=EPILOG,
     help="Time tilefold and other libraries, each output checked first; compare runs, and keep them.",
 )
 

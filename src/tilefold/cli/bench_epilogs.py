@@ -23,7 +23,7 @@ ATTENTION_EPILOG = """
 
     tilefold bench video --sweep length --peers cudnn,fa4
 
-    tilefold bench startup
+    tilefold bench dense --against installed --compare before.json --fail-slower 3
 
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
@@ -34,7 +34,8 @@ deterministic=False, where another kernel makes them then). Peers that know no l
 **Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order
 alternates. Backward, the gradients of q, k and v are computed over a graph that is kept. Rates of sparse cases count the listed
-blocks only, dense peers' too. Exit code 1 if a result of tilefold is wrong.
+blocks only, dense peers' too. Clocks and power are read meanwhile, and a clock that moved is said. Exit code 1 if a result of
+tilefold is wrong, or with --compare if it is not right any more, or with --fail-slower if it is surely slower by more.
 """
 DECODE_EPILOG = """
 **Examples**
