@@ -25,7 +25,7 @@ CAPTION = "median of the rounds, and its interval by order statistics (all round
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One run of one case.  ms: its median, None if it failed; low, high: the median's interval.  rough: values are percentiles."""
+    """One run of one case.  ms: its median, None if it failed; low, high: its interval.  rough: values are percentiles."""
 
     date: str
     commit: str
