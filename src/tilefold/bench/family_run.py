@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench import timers
 from tilefold.bench.family import Calls, Case, Family, Judge, Peer
 from tilefold.bench.judge import Verdict
-from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each
+from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.run import l2_bytes
 from tilefold.bench.timers import Timing
 
@@ -152,7 +152,12 @@ def _timed(cells: dict[str, Cell], ready: dict[str, Calls], device: str, rounds:
     """Put times into the cells; the copy's bytes a second."""
     copy = plain_copy(device)
     samplers = {name: _sampler(calls, device) for name, calls in ready.items()}
-    found = timers.time_alternating({**samplers, COPY: _sampler(Calls([copy]), device)}, rounds, method="events")
+    failed: dict[str, Exception] = {}
+    found = timers.time_alternating({**samplers, COPY: _sampler(Calls([copy]), device)}, rounds, "events", failed)
+    for name, (status, note) in untimed(failed).items():
+        if name != COPY:
+            cells[name] = replace(cells[name], status=status, note=note)
+            del ready[name]
     for name in ready:
         cells[name] = replace(cells[name], events=found[name])
     if device == "cuda":
@@ -167,7 +172,7 @@ def _timed(cells: dict[str, Cell], ready: dict[str, Calls], device: str, rounds:
                 cells[name] = replace(cells[name], note=f"no graph: {first_line(error)}")
         for name, timing in timers.time_alternating(replays, rounds, method="graph").items():
             cells[name] = replace(cells[name], graph=timing)
-    return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3)
+    return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3) if COPY in found else 0.0
 
 
 def _sampler(calls: Calls, device: str) -> timers.Sampler:

@@ -1,7 +1,7 @@
 """What every runner does alike: case after case whatever one of them does, and an outcome for whatever a library does."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from tilefold.bench.judge import Verdict
@@ -19,6 +19,7 @@ __all__ = [
     "complaint",
     "first_line",
     "run_each",
+    "untimed",
 ]
 
 OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
@@ -93,6 +94,19 @@ def checked(attempt: Callable[[], tuple[Verdict, Ready]]) -> "Outcome[Ready]":
     if not verdict.ok:
         return WRONG, complaint(verdict), verdict, None
     return OK, "", verdict, ready
+
+
+def untimed(failed: Mapping[str, Exception]) -> dict[str, tuple[str, str]]:
+    """The status of those that raised while they were timed, and why; raises what lost the GPU."""
+    import torch
+
+    found = {}
+    for name, error in failed.items():
+        if gpu_lost(error):
+            raise error
+        status = MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+        found[name] = status, f"while it was timed: {type(error).__name__}: {first_line(error)}"
+    return found
 
 
 def complaint(verdict: Verdict) -> str:

@@ -13,7 +13,7 @@ from tilefold.bench import timers
 from tilefold.bench.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, Result, make_inputs
 from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each
+from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.timers import Timing
 
 __all__ = ["Cell", "Options", "Setting", "run_case", "run_cases", "setting_of"]
@@ -164,8 +164,12 @@ def run_case(
             if prepared is not None:
                 ready[implementation.name] = prepared
         progress(case, "timing")
-        for name, timing in time_all(ready, device, options).items():
+        failed: dict[str, Exception] = {}
+        for name, timing in time_all(ready, device, options, failed).items():
             cells[name] = replace(cells[name], timing=timing)
+        for name, (status, note) in untimed(failed).items():
+            cells[name] = replace(cells[name], status=status, note=note)
+            del ready[name]
         for implementation in implementations:
             if implementation.name in ready:
                 cells[implementation.name] = extras(cells[implementation.name], implementation, ready, device, options)
@@ -257,8 +261,10 @@ def warm_note(touched: int, cache: int) -> str:
     return f"a replay touches {touched / 1e6:.0f} MB, L2 holds {cache / 1e6:.0f}: warm, too, reads from memory"
 
 
-def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[str, Timing]:
-    """Time the prepared calls of one case against each other."""
+def time_all(
+    ready: dict[str, Prepared], device: str, options: Options, failed: dict[str, Exception]
+) -> dict[str, Timing]:
+    """Time the prepared calls of one case against each other; what one of them raises goes into failed."""
 
     def sampler(prepared: Prepared) -> timers.Sampler:
         def sample() -> list[float]:
@@ -269,7 +275,8 @@ def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[
 
         return sample
 
-    return timers.time_alternating({name: sampler(prepared) for name, prepared in ready.items()}, options.rounds)
+    samplers = {name: sampler(prepared) for name, prepared in ready.items()}
+    return timers.time_alternating(samplers, options.rounds, failed=failed)
 
 
 def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:

@@ -100,7 +100,10 @@ def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
 
 
 def time_alternating(
-    samplers: Mapping[str, Sampler], rounds: int = 5, method: str = "alternating"
+    samplers: Mapping[str, Sampler],
+    rounds: int = 5,
+    method: str = "alternating",
+    failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls against each other: each round samples every call once, odd rounds in reverse order.
 
@@ -108,13 +111,21 @@ def time_alternating(
     `lambda: event_samples(call)` on a GPU and `lambda: wall_samples(call)` on the CPU. rounds: how often each gets its turn.
     A figure is the median over the rounds' medians: a round that a clock change disturbed counts once, however many samples it
     holds.
+    failed: takes what a sampler raises, by its name; that one is left out from then on, the others are still measured.
     """
     medians: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
-            medians[name].append(statistics.median(samplers[name]()))
-    return {name: summarise(times, method) for name, times in medians.items()}
+            if failed is not None and name in failed:
+                continue
+            try:
+                medians[name].append(statistics.median(samplers[name]()))
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[name] = error
+    return {name: summarise(times, method) for name, times in medians.items() if name not in (failed or {})}
 
 
 def rotations(bytes_per_call: int, l2_bytes: int) -> int:
