@@ -10,8 +10,9 @@ from tilefold import reference
 from tilefold.bench.cases import Case, cases_of
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
+from tilefold.bench.loop import first_line
 from tilefold.bench.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.run import Options, commit, first_line, run_case, setting_of, warm_note
+from tilefold.bench.run import Options, commit, run_case, setting_of, warm_note
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -110,6 +111,33 @@ def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
     assert [(cell.case.problem.batch, cell.status) for cell in cells] == [(1, "ok"), (2, "failed")]
     assert cells[1].note == "the GPU was lost in this case: CUDA error: an illegal memory access was encountered"
     assert [len(each) for each in kept] == [1, 1]
+
+
+def once(error):
+    """Right at the first call, by which it is judged; later ones raise."""
+
+    def prepare(inputs):
+        call, calls = right(inputs).call, []
+
+        def later():
+            calls.append(1)
+            if len(calls) > 1:
+                raise error
+            return call()
+
+        return Prepared(later)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("too late"), "failed"), (torch.OutOfMemoryError("full"), "no memory")]
+)
+def test_what_raises_while_it_is_timed_is_left_out_and_the_others_are_timed(error, status):
+    cells, _ = run(made_up("good", right), made_up("bad", once(error)))
+    assert cells["bad"].status == status and cells["bad"].timing is None
+    assert cells["bad"].note == f"while it was timed: {type(error).__name__}: {error}"
+    assert cells["good"].status == "ok" and cells["good"].timing.samples == FAST.rounds
 
 
 def test_a_budget_begins_no_further_case():

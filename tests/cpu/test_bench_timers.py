@@ -28,7 +28,7 @@ def test_summary_is_the_median_with_percentiles():
     timing = timers.summarise([5.0, 1.0, 3.0, 2.0, 4.0], "events")
     assert (timing.ms, timing.low, timing.high) == pytest.approx((3.0, 1.8, 4.2))
     assert (timing.samples, timing.method, timing.us) == (5, "events", 3000.0)
-    assert timers.summarise([7.0], "x") == timers.Timing(7.0, 7.0, 7.0, 1, "x")
+    assert timers.summarise([7.0], "x") == timers.Timing(7.0, 7.0, 7.0, 1, "x", (7.0,))
 
 
 def test_alternating_changes_the_order_and_takes_medians_of_rounds():

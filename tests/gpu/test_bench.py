@@ -175,3 +175,30 @@ def test_video_sweeps_on_the_gpu(tmp_path):
             assert all(one["ok"] for one in row["errors"].values()), row
             assert row["ms"]["fine"] < row["ms"]["pipeline"]
             assert row["speedup"]
+
+
+def test_clocks_and_power_are_read_while_the_gpu_works(products):
+    """Through NVML or nvidia-smi, whichever this machine has."""
+    import time
+
+    from tilefold.bench.power import Sampler, source_of
+
+    source = source_of("cuda")
+    if source is None:
+        pytest.skip("neither NVML nor nvidia-smi is here")
+    with Sampler(source) as sampler:
+        begin = time.perf_counter()
+        while len(sampler.readings) < 4 and time.perf_counter() - begin < 10:
+            for _ in range(200):
+                products[0]()
+            torch.cuda.synchronize()
+    found = sampler.since()
+    assert found is not None and found.sm_mhz is not None and found.power_w is not None
+    assert 200 < found.sm_mhz.least <= found.sm_mhz.most < 4000
+    assert 20 < found.power_w.median < 2000
+
+
+def test_a_launch_that_is_refused_does_not_count_as_a_lost_gpu():
+    from tilefold.bench.loop import gpu_lost
+
+    assert not gpu_lost(RuntimeError("CUDA error: invalid configuration argument"))

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilefold.errors import ValueRangeError
+from tilefold.bench.choice import chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,12 +91,7 @@ class Family:
 
     def peers_named(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
         """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
-        known = [name for name in self.peers if name != "tilefold"]
-        wanted = () if names == ("none",) else tuple(dict.fromkeys(name for name in names if name != "tilefold"))
-        for name in wanted:
-            if name not in known:
-                raise ValueRangeError(f"peers must be from {', '.join(known)} (or none), got {name!r}")
-        return (self.peers["tilefold"], *(self.peers[name] for name in wanted))
+        return chosen(self.peers, names)
 
 
 def each(make: "Callable[[Any], Callable[[], Tensor]]") -> Callable[[Sequence[Any]], Calls]:

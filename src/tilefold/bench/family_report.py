@@ -1,15 +1,14 @@
 """A family's rows as tables, by events and by graph replays, as sentences, records and markdown."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from tilefold.bench.family_run import METHODS, Cell, Row
-from tilefold.bench.implementation import version_of
+from tilefold.bench.loop import FAILED, OK, WRONG
 from tilefold.bench.page import Rows
-from tilefold.bench.report import LABELS, digits, finite, times
-from tilefold.bench.run import OK, WRONG, Setting
+from tilefold.bench.record import Sheet, head, json_text, markdown_text, notes_text, rounds_of, tail, version_in
+from tilefold.bench.report import LABELS, digits, times
+from tilefold.bench.run import Setting
 
 __all__ = [
     "METHODS",
@@ -17,6 +16,7 @@ __all__ = [
     "family_lines",
     "family_markdown",
     "family_records",
+    "family_sheets",
     "family_table",
     "family_title",
     "methods_of",
@@ -95,22 +95,13 @@ def best_speedup(row: Row, method: str) -> float | None:
 def family_lines(rows: Sequence[Row]) -> list[str]:
     """Sentences below the tables: the family's own, and why something is missing, equal reasons said once."""
     lines = list(rows[0].family.lines(rows)) if rows else []
-    missing: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        for cell in row.cells:
-            if cell.note:
-                missing.setdefault((cell.implementation, cell.status, cell.note), []).append(row.case.name)
-    for (name, status, note), cases in missing.items():
-        some = ", ".join(cases) if len(cases) <= 2 else f"{len(cases)} cases"
-        where = "" if len(cases) == len(rows) else f" ({some})"
-        word = "" if status in (OK, "refused") else f"{status}: "
-        lines.append(f"{rows[0].family.peers[name].title}{where}: {word}{note}")
-    return lines
+    said = [(cell.implementation, cell.status, cell.note, row.case.name) for row in rows for cell in row.cells]
+    return lines + notes_text(said, len(rows), lambda name: str(rows[0].family.peers[name].title))
 
 
 def ours_wrong(rows: Sequence[Row]) -> bool:
     """Whether a result of tilefold failed its check, or failed."""
-    return any(r.family.peers[c.implementation].ours and c.status in (WRONG, "failed") for r in rows for c in r.cells)
+    return any(r.family.peers[c.implementation].ours and c.status in (WRONG, FAILED) for r in rows for c in r.cells)
 
 
 # --- documents and data -----------------------------------------------------------------------------------------------------
@@ -135,17 +126,12 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
             f"{method}_times_floor": time.ms / row.floor_ms if time and row.floor_ms else None,
             f"{method}_tilefold_speedup": speedup(row, cell.implementation, method),
         }
-    verdict = cell.verdict
     return {
-        "commit": setting.commit,
-        "device": setting.device,
-        "date": setting.date,
-        "family": row.family.name,
-        "case": case.name,
-        "direction": "forward",
+        **head(setting, row.family.name, case.name, "forward"),
         **row.family.record(case),
         "implementation": cell.implementation,
-        "version": setting.tilefold if peer.ours else setting.torch if peer.package == "torch" else version_of(peer.package),
+        "ours": peer.ours,
+        "version": version_in(peer.package, setting),
         "status": cell.status,
         **timed,
         "copy_gb_per_s": row.copied * 1e-9 or None,
@@ -154,34 +140,24 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
         "sets": row.sets,
         "bytes": case.bytes,
         "flops": case.flops,
-        "max_abs_error": finite(verdict.max_error) if verdict else None,
-        "max_abs_limit": finite(verdict.max_limit) if verdict else None,
-        "relative_l2": finite(verdict.l2_error) if verdict else None,
-        "note": cell.note,
-        "tilefold": setting.tilefold,
-        "torch": setting.torch,
-        "triton": setting.triton,
-        "python": setting.python,
-    }  # fmt: skip
+        **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.timing(method) for method in METHODS})),
+    }
 
 
 def family_json(rows: Sequence[Row], setting: Setting) -> str:
     """{"setting", "lines", "rows"} as JSON."""
-    document = {"setting": asdict(setting), "lines": family_lines(rows), "rows": family_records(rows, setting)}
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return json_text(setting, family_records(rows, setting), lines=family_lines(rows))
 
 
 def family_markdown(rows: Sequence[Row], setting: Setting) -> str:
     """The tables for a document, with the sentences that say where they were measured."""
-    parts = []
-    for method in methods_of(rows):
-        table = family_table(rows, method)
-        dashes = ("---", *("---:",) * (len(table.head) - 1))
-        parts.append(f"{family_title(rows, method, setting)}; in brackets how many times as fast tilefold is\n")
-        parts += [f"| {' | '.join(cells)} |" for cells in (table.head, dashes, *table.rows)]
-        parts.append("")
-    where = f"{setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
-    return "\n".join([*parts, where, *(f"\n{line}." for line in family_lines(rows))]) + "\n"
+    return markdown_text(family_sheets(rows, setting), setting, family_lines(rows))
+
+
+def family_sheets(rows: Sequence[Row], setting: Setting) -> list[Sheet]:
+    """A table for each method, for documents."""
+    tables = ((method, family_table(rows, method)) for method in methods_of(rows))
+    return [Sheet(family_title(rows, method, setting), table.head, table.rows) for method, table in tables]
 
 
 def methods_of(rows: Sequence[Row]) -> list[str]:

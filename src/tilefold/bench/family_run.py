@@ -1,6 +1,5 @@
 """Run a family's cases: check every implementation, time those that are right, in turns with a plain copy."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -8,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench import timers
 from tilefold.bench.family import Calls, Case, Family, Judge, Peer
 from tilefold.bench.judge import Verdict
-from tilefold.bench.run import FAILED, MEMORY, OK, REFUSED, WRONG, complaint, first_line, l2_bytes
+from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
+from tilefold.bench.run import l2_bytes
 from tilefold.bench.timers import Timing
-from tilefold.errors import TilefoldError, Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,24 +83,17 @@ def run_family_cases(
 ) -> list[Row]:
     """`run_family_case` for each case; progress(case, what) before each step, one per implementation and one, "timing", per case;
     finished(row) after each case.  No case is begun after budget_s seconds, or after the GPU's context was lost."""
-    rows: list[Row] = []
-    begin = time.perf_counter()
-    for case in cases:
-        if budget_s is not None and time.perf_counter() - begin >= budget_s:
-            break
-        lost = False
-        try:
-            row = run_family_case(family, case, peers, device, rounds, progress)
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            note = f"the GPU was lost in this case: {first_line(error)}"
-            row, lost = Row(family, case, tuple(Cell(one.name, FAILED, note) for one in peers)), True
-        finished(row)
-        rows.append(row)
-        if lost:
-            break
-    return rows
+
+    def failed(case: Case, note: str) -> Row:
+        return Row(family, case, tuple(Cell(one.name, FAILED, note) for one in peers))
+
+    return run_each(
+        cases,
+        lambda case: run_family_case(family, case, peers, device, rounds, progress),
+        failed,
+        finished,
+        budget_s,
+    )
 
 
 def run_family_case(
@@ -144,36 +136,28 @@ def run_family_case(
 
 def check_one(case: Case, peer: Peer, sets: Sequence[Any], judge: Judge, device: str) -> tuple[Cell, Calls | None]:
     """Prepare an implementation, run it once on the first inputs and judge that; what is ready to be timed comes back too."""
-    import torch
-
-    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
-        return Cell(peer.name, status, note, verdict)
-
     if reason := peer.refuses(case, device):
-        return cell(REFUSED, reason), None
-    try:
+        return Cell(peer.name, REFUSED, reason), None
+
+    def attempt() -> tuple[Verdict, Calls]:
         calls = peer.prepare(sets)
         with calls.context():
-            verdict = (calls.judge or judge).verdict(calls.calls[0]())
-    except torch.OutOfMemoryError as error:
-        return cell(MEMORY, first_line(error)), None
-    except (Unsupported, NotImplementedError) as error:
-        return cell(REFUSED, first_line(error)), None
-    except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
-        if "CUDA error" in str(error):
-            raise
-        refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
-        return cell(REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}"), None
-    if not verdict.ok:
-        return cell(WRONG, complaint(verdict), verdict), None
-    return cell(OK, "", verdict), calls
+            return (calls.judge or judge).verdict(calls.calls[0]()), calls
+
+    status, note, verdict, ready = checked(attempt)
+    return Cell(peer.name, status, note, verdict), ready
 
 
 def _timed(cells: dict[str, Cell], ready: dict[str, Calls], device: str, rounds: int) -> float:
     """Put times into the cells; the copy's bytes a second."""
     copy = plain_copy(device)
     samplers = {name: _sampler(calls, device) for name, calls in ready.items()}
-    found = timers.time_alternating({**samplers, COPY: _sampler(Calls([copy]), device)}, rounds, method="events")
+    failed: dict[str, Exception] = {}
+    found = timers.time_alternating({**samplers, COPY: _sampler(Calls([copy]), device)}, rounds, "events", failed)
+    for name, (status, note) in untimed(failed).items():
+        if name != COPY:
+            cells[name] = replace(cells[name], status=status, note=note)
+            del ready[name]
     for name in ready:
         cells[name] = replace(cells[name], events=found[name])
     if device == "cuda":
@@ -188,7 +172,7 @@ def _timed(cells: dict[str, Cell], ready: dict[str, Calls], device: str, rounds:
                 cells[name] = replace(cells[name], note=f"no graph: {first_line(error)}")
         for name, timing in timers.time_alternating(replays, rounds, method="graph").items():
             cells[name] = replace(cells[name], graph=timing)
-    return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3)
+    return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3) if COPY in found else 0.0
 
 
 def _sampler(calls: Calls, device: str) -> timers.Sampler:

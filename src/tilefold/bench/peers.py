@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.block_peers import BLOCK_PEERS
 from tilefold.bench.cases import Case
+from tilefold.bench.choice import chosen
 from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, prepared
 from tilefold.bench.own import (
     any_order_refuses,
@@ -20,7 +21,6 @@ from tilefold.bench.own import (
     prepare_tilefold,
     tilefold_refuses,
 )
-from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -329,9 +329,4 @@ DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def implementations_named(names: tuple[str, ...]) -> tuple[Implementation, ...]:
     """tilefold, then the named peers in the order given; "none" alone names no peer. ValueRangeError: unknown name."""
-    peers = [name for name in IMPLEMENTATIONS if name != "tilefold"]
-    wanted = () if names == ("none",) else tuple(dict.fromkeys(name for name in names if name != "tilefold"))
-    for name in wanted:
-        if name not in peers:
-            raise ValueRangeError(f"peers must be from {', '.join(peers)} (or none), got {name!r}")
-    return (IMPLEMENTATIONS["tilefold"], *(IMPLEMENTATIONS[name] for name in wanted))
+    return chosen(IMPLEMENTATIONS, names)

@@ -1,34 +1,43 @@
 """Measurements as tables for a terminal and for documents, as CSV and JSON, and as lines of a results file that only grows."""
 
-import csv
-import io
-import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.grid import OURS, Grid, best_peer, crossings, geometric_means, mean_of, ratio, title_of
-from tilefold.bench.implementation import version_of
+from tilefold.bench.grid import OURS, Grid, best_peer, crossings, geometric_means, is_ours, mean_of, ratio, title_of
+from tilefold.bench.loop import OK, WRONG
 from tilefold.bench.peers import IMPLEMENTATIONS
-from tilefold.bench.run import OK, WRONG, Cell, Setting
+from tilefold.bench.record import (
+    Sheet,
+    append_rows,
+    csv_text,
+    head,
+    json_text,
+    markdown_text,
+    notes_text,
+    rounds_of,
+    tail,
+    version_in,
+)
+from tilefold.bench.run import Cell, Setting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
     "append_results",
-    "append_rows",
     "crossing_lines",
     "detail_table",
     "directions",
+    "findings",
     "geometric_means",
     "heading_of",
     "notes_of",
     "ratio",
     "results_path",
     "rows_of",
+    "sheets_of",
     "speed_tables",
     "to_csv",
     "to_json",
@@ -222,17 +231,8 @@ def detail_table(cells: Sequence[Cell]) -> "Table":
 
 def notes_of(cells: Sequence[Cell]) -> list[str]:
     """Why cells have no time (or no graph), equal reasons said once: "Flex: needs a GPU (6 cases)"."""
-    total = len({cell.case.name for cell in cells})
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for cell in cells:
-        if cell.note:
-            grouped.setdefault((cell.implementation, cell.status, cell.note), []).append(cell.case.name)
-    notes = []
-    for (implementation, status, note), cases in grouped.items():
-        where = "" if len(cases) == total else f" ({', '.join(cases) if len(cases) <= 2 else f'{len(cases)} cases'})"
-        word = "" if status in (OK, "refused") else f"{status}: "
-        notes.append(f"{title_of(implementation)}{where}: {word}{note}")
-    return notes
+    said = ((cell.implementation, cell.status, cell.note, cell.case.name) for cell in cells)
+    return notes_text(said, len({cell.case.name for cell in cells}), title_of)
 
 
 # --- documents and data -----------------------------------------------------------------------------------------------------
@@ -245,17 +245,14 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
     for cell in cells:
         p, time, verdict, rate = cell.case.problem, cell.timing, cell.verdict, cell.flops_per_s
         relative = ratio(grid.at(cell.case.name, OURS), cell) if OURS in grid.implementations else None
+        rounds = rounds_of({"events": time, "graph": cell.graph, "warm": cell.warm, "host": cell.host})
         rows.append(
             {
-                "commit": setting.commit,
-                "device": setting.device,
-                "date": setting.date,
-                "family": cell.case.family,
-                "case": cell.case.name,
-                "direction": cell.case.direction,
+                **head(setting, cell.case.family, cell.case.name, cell.case.direction),
                 "density": cell.case.density,
                 "dtype": p.dtype,
                 "implementation": cell.implementation,
+                "ours": is_ours(cell.implementation),
                 "version": version_named(cell.implementation, setting),
                 "status": cell.status,
                 "ms": time.ms if time else None,
@@ -271,14 +268,7 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
                 "scratch_bytes": cell.scratch,
                 "flops": cell.case.flops,
                 "bytes": cell.case.bytes,
-                "max_abs_error": finite(verdict.max_error) if verdict else None,
-                "max_abs_limit": finite(verdict.max_limit) if verdict else None,
-                "relative_l2": finite(verdict.l2_error) if verdict else None,
-                "note": cell.note,
-                "tilefold": setting.tilefold,
-                "torch": setting.torch,
-                "triton": setting.triton,
-                "python": setting.python,
+                **tail(setting, verdict, cell.note, rounds),
             }
         )
     return rows
@@ -287,53 +277,48 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
 def version_named(implementation: str, setting: Setting) -> str | None:
     """The version of the distribution that an implementation comes in, "" if it is not installed."""
     known = IMPLEMENTATIONS.get(implementation)
-    if known is None or known.ours:
-        return setting.tilefold
-    return setting.torch if known.package == "torch" else version_of(known.package) or ""
-
-
-def finite(value: float) -> float | None:
-    """The value, or None where JSON has no word for it."""
-    return value if math.isfinite(value) else None
+    return version_in("tilefold" if known is None else known.package, setting) or ""
 
 
 def to_csv(cells: Sequence[Cell], setting: Setting) -> str:
     """The rows as CSV with a heading; empty where nothing was measured."""
-    rows = rows_of(cells, setting)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
+    return csv_text(rows_of(cells, setting))
 
 
-def to_json(cells: Sequence[Cell], setting: Setting) -> str:
-    """{"setting", "geometric_means", "crossings", "rows"} as JSON."""
+def findings(cells: Sequence[Cell]) -> dict[str, Any]:
+    """{"geometric_means", "crossings"}: what a document says of all its rows together."""
     means = {
         name if part[0].case.direction == "forward" else f"{name}, backward": {"tilefold_speedup": mean, "cases": count}
         for part in directions(cells)
         for name, (mean, count) in geometric_means(part).items()
     }
-    crossed = {what: asdict(where) for what, where in crossings(cells)}
-    rows = rows_of(cells, setting)
-    document = {"setting": asdict(setting), "geometric_means": means, "crossings": crossed, "rows": rows}
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return {"geometric_means": means, "crossings": {what: asdict(where) for what, where in crossings(cells)}}
+
+
+def to_json(cells: Sequence[Cell], setting: Setting) -> str:
+    """{"setting", "geometric_means", "crossings", "rows"} as JSON."""
+    return json_text(setting, rows_of(cells, setting), **findings(cells))
 
 
 def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
     """The speed tables for a document, one a direction, with the sentences that say where they were measured."""
-    return "\n".join(_markdown(part, setting) for part in directions(cells))
+    return markdown_text(sheets_of(cells), setting, [*crossing_lines(cells), *notes_of(cells)])
 
 
-def _markdown(cells: Sequence[Cell], setting: Setting) -> str:
+def sheets_of(cells: Sequence[Cell]) -> list[Sheet]:
+    """A table a direction, for documents."""
+    return [_sheet(part) for part in directions(cells)]
+
+
+def _sheet(cells: Sequence[Cell]) -> Sheet:
     grid = Grid(tuple(cells))
     best = best_ratios(grid)
     scale, unit = unit_of(cells)
     means = geometric_means(cells)
     peers = [name for name in grid.implementations if name != OURS]
     middle = ["best peer"] if best else []
-    heads = ["D, H", "N x B", third_heading(grid), "tilefold ms", "tilefold", *middle, *map(title_of, peers)]
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * 3 + " ---: |" * (len(heads) - 3)]
+    heads = ("D, H", "N x B", third_heading(grid), "tilefold ms", "tilefold", *middle, *map(title_of, peers))
+    rows: list[tuple[str, ...]] = []
     for case in grid.cases:
         ours = grid.at(case, OURS)
         row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
@@ -343,27 +328,15 @@ def _markdown(cells: Sequence[Cell], setting: Setting) -> str:
             row.append(
                 plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else "")
             )
-        lines.append(f"| {' | '.join(row)} |")
+        rows.append(tuple(row))
     if means:
         middle = [f"({times(mean_of(list(best.values())))})"] if best else []
-        last = [
-            "geometric mean",
-            "",
-            "",
-            "",
-            "",
-            *middle,
-            *(f"({times(means[n][0])})" if n in means else "" for n in peers),
-        ]
-        lines.append(f"| {' | '.join(last)} |")
+        figures = (f"({times(means[n][0])})" if n in means else "" for n in peers)
+        rows.append(("geometric mean", "", "", "", "", *middle, *figures))
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
-    where = (
-        f"{cells[0].case.direction}, {unit}, {dtypes}; in brackets how many times as fast as the peer tilefold is. "
-        f"{setting.device}, {setting.date[:10]}, "
-        f"tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
-    )
-    notes = [*crossing_lines(cells), *notes_of(cells)]
-    return "\n".join([*lines, "", where, *(f"\n{note}." for note in notes)]) + "\n"
+    listed = " on the listed blocks" if cells[0].case.pattern else ""
+    title = f"{cells[0].case.family} attention, {cells[0].case.direction}, {unit}{listed}, {dtypes}"
+    return Sheet(title, heads, tuple(rows), left=3)
 
 
 def plain_cell(cell: Cell, scale: float) -> str:
@@ -379,11 +352,3 @@ def results_path(folder: Path, cells: Sequence[Cell]) -> Path:
 def append_results(folder: Path, cells: Sequence[Cell], setting: Setting) -> Path:
     """Append one JSON line per cell to `results_path`, which is never rewritten; the path of the file."""
     return append_rows(results_path(folder, cells), rows_of(cells, setting))
-
-
-def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Append records to a file, one JSON line each; its folder is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    return path

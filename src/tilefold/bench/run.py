@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,14 +13,13 @@ from tilefold.bench import timers
 from tilefold.bench.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, Result, make_inputs
 from tilefold.bench.judge import Judge, Verdict
+from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.timers import Timing
-from tilefold.errors import TilefoldError, Unsupported
 
 __all__ = ["Cell", "Options", "Setting", "run_case", "run_cases", "setting_of"]
 
 Progress = Callable[[Case, str], None]
 Finished = Callable[["list[Cell]"], None]
-OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +132,18 @@ def run_cases(
     """`run_case` for each case; cells in order. progress(case, what) is called before each step: one per implementation to
     check and one, "timing", per case; finished(cells) after each case. Cases that the budget does not reach have no cells, nor
     have those after one in which some implementation broke the GPU's context: nothing runs there any more."""
-    found: list[Cell] = []
-    begin = time.perf_counter()
-    for case in cases:
-        if options.budget_s is not None and time.perf_counter() - begin > options.budget_s:
-            break
-        try:
-            cells, lost = run_case(case, implementations, device, options, progress), False
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            note = f"the GPU was lost in this case: {first_line(error)}"
-            cells, lost = [Cell(case, each.name, FAILED, note) for each in implementations], True
-        finished(cells)
-        found += cells
-        if lost:
-            break
-    return found
+
+    def failed(case: Case, note: str) -> list[Cell]:
+        return [Cell(case, each.name, FAILED, note) for each in implementations]
+
+    done = run_each(
+        cases,
+        lambda case: run_case(case, implementations, device, options, progress),
+        failed,
+        finished,
+        options.budget_s,
+    )
+    return [cell for cells in done for cell in cells]
 
 
 def run_case(
@@ -171,8 +164,12 @@ def run_case(
             if prepared is not None:
                 ready[implementation.name] = prepared
         progress(case, "timing")
-        for name, timing in time_all(ready, device, options).items():
+        failed: dict[str, Exception] = {}
+        for name, timing in time_all(ready, device, options, failed).items():
             cells[name] = replace(cells[name], timing=timing)
+        for name, (status, note) in untimed(failed).items():
+            cells[name] = replace(cells[name], status=status, note=note)
+            del ready[name]
         for implementation in implementations:
             if implementation.name in ready:
                 cells[implementation.name] = extras(cells[implementation.name], implementation, ready, device, options)
@@ -202,42 +199,23 @@ def check_one(
     case: Case, implementation: Implementation, inputs: Inputs, judge_of: Callable[[Implementation], Judge], device: str
 ) -> tuple[Cell, Prepared | None]:
     """Prepare and run an implementation once and judge its result; what is ready to be timed comes back too."""
-    import torch
-
-    scratch: int | None = None
-
-    def cell(status: str, note: str = "", verdict: Verdict | None = None) -> Cell:
-        return Cell(case, implementation.name, status, note, verdict, scratch=scratch)
-
     reason = implementation.refuses(case, device)
     if reason is not None:
-        return cell(REFUSED, reason), None
+        return Cell(case, implementation.name, REFUSED, reason), None
     judge = judge_of(implementation)
-    try:
+    scratch: int | None = None
+
+    def attempt() -> tuple[Verdict, Prepared]:
+        nonlocal scratch
         prepared = implementation.prepare(inputs)
         with prepared.context():
             verdict = judge.verdict(prepared.call())
             if device == "cuda":
                 scratch = scratch_bytes(prepared.call)
-    except torch.OutOfMemoryError as error:
-        return cell(MEMORY, first_line(error)), None
-    except (Unsupported, NotImplementedError) as error:
-        return cell(REFUSED, first_line(error)), None
-    except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
-        refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
-        return cell(REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}"), None
-    if not verdict.ok:
-        return cell(WRONG, complaint(verdict), verdict), None
-    return cell(OK, "", verdict), prepared
+        return verdict, prepared
 
-
-def complaint(verdict: Verdict) -> str:
-    """What is wrong with a result that failed its check."""
-    what = "" if verdict.finite else "output is not finite; "
-    return (
-        f"{what}max error {verdict.max_error:.2e} (limit {verdict.max_limit:.2e}), "
-        f"relative L2 {verdict.l2_error:.2e} (limit {verdict.l2_limit:.2e})"
-    )
+    status, note, verdict, ready = checked(attempt)
+    return Cell(case, implementation.name, status, note, verdict, scratch=scratch), ready
 
 
 def scratch_bytes(call: Callable[[], Result]) -> int:
@@ -283,14 +261,10 @@ def warm_note(touched: int, cache: int) -> str:
     return f"a replay touches {touched / 1e6:.0f} MB, L2 holds {cache / 1e6:.0f}: warm, too, reads from memory"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[str, Timing]:
-    """Time the prepared calls of one case against each other."""
+def time_all(
+    ready: dict[str, Prepared], device: str, options: Options, failed: dict[str, Exception]
+) -> dict[str, Timing]:
+    """Time the prepared calls of one case against each other; what one of them raises goes into failed."""
 
     def sampler(prepared: Prepared) -> timers.Sampler:
         def sample() -> list[float]:
@@ -301,7 +275,8 @@ def time_all(ready: dict[str, Prepared], device: str, options: Options) -> dict[
 
         return sample
 
-    return timers.time_alternating({name: sampler(prepared) for name, prepared in ready.items()}, options.rounds)
+    samplers = {name: sampler(prepared) for name, prepared in ready.items()}
+    return timers.time_alternating(samplers, options.rounds, failed=failed)
 
 
 def host_timing(prepared: Prepared, device: str, ms: float) -> Timing:

@@ -36,13 +36,17 @@ QUEUE_DEPTH = 200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median, 20th and 80th percentile of the samples in milliseconds, how many there were and how they were taken."""
+    """Median, 20th and 80th percentile of the samples in milliseconds, how many there were and how they were taken.
+
+    values: the samples themselves in the order in which they were taken (rounds' medians where rounds alternate), which say how
+    sure a comparison with another run is; () where nobody keeps them."""
 
     ms: float
     low: float
     high: float
     samples: int
     method: str
+    values: tuple[float, ...] = ()
 
     @property
     def us(self) -> float:
@@ -61,7 +65,8 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def summarise(samples: Sequence[float], method: str) -> Timing:
     """A Timing from samples in milliseconds (at least one)."""
     ordered = sorted(samples)
-    return Timing(statistics.median(ordered), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), method)
+    low, high = quantile(ordered, 0.2), quantile(ordered, 0.8)
+    return Timing(statistics.median(ordered), low, high, len(ordered), method, tuple(samples))
 
 
 def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list[float]:
@@ -95,7 +100,10 @@ def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
 
 
 def time_alternating(
-    samplers: Mapping[str, Sampler], rounds: int = 5, method: str = "alternating"
+    samplers: Mapping[str, Sampler],
+    rounds: int = 5,
+    method: str = "alternating",
+    failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls against each other: each round samples every call once, odd rounds in reverse order.
 
@@ -103,13 +111,21 @@ def time_alternating(
     `lambda: event_samples(call)` on a GPU and `lambda: wall_samples(call)` on the CPU. rounds: how often each gets its turn.
     A figure is the median over the rounds' medians: a round that a clock change disturbed counts once, however many samples it
     holds.
+    failed: takes what a sampler raises, by its name; that one is left out from then on, the others are still measured.
     """
     medians: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
-            medians[name].append(statistics.median(samplers[name]()))
-    return {name: summarise(times, method) for name, times in medians.items()}
+            if failed is not None and name in failed:
+                continue
+            try:
+                medians[name].append(statistics.median(samplers[name]()))
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[name] = error
+    return {name: summarise(times, method) for name, times in medians.items() if name not in (failed or {})}
 
 
 def rotations(bytes_per_call: int, l2_bytes: int) -> int:

@@ -210,8 +210,8 @@ def dense_calls(
     import torch
 
     from tilefold.bench.implementation import Inputs
+    from tilefold.bench.loop import first_line
     from tilefold.bench.peers import IMPLEMENTATIONS
-    from tilefold.bench.run import first_line
 
     calls: dict[str, Call] = {}
     notes = []

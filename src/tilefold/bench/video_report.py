@@ -8,7 +8,8 @@ from typing import Any
 from tilefold.bench import page
 from tilefold.bench.judge import Verdict
 from tilefold.bench.peers import IMPLEMENTATIONS
-from tilefold.bench.report import digits, finite, times, version_named
+from tilefold.bench.record import finite
+from tilefold.bench.report import digits, times, version_named
 from tilefold.bench.run import Setting
 from tilefold.bench.video import TOTAL
 from tilefold.bench.video_sweep import FINE, SWEEPS, Overtake, Point, SweepRow, overtakes
@@ -110,6 +111,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "page_size": point.page_size,
         "density": row.density,
         "ms": {name: timing.ms for name, timing in row.timings.items()},
+        "rounds_ms": {name: list(timing.values) for name, timing in row.timings.items()},
         "spread": {name: (timing.low, timing.high) for name, timing in row.timings.items()},
         "stages_ms": row.sum_ms,
         "fine_flops": row.cost.flops,

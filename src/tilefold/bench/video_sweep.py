@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench.grid import Crossing, crossing_of
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.run import complaint, first_line
+from tilefold.bench.loop import complaint, first_line
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import (
     TOTAL,

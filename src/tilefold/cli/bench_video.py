@@ -106,7 +106,7 @@ def video(
     for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
         writable(path, name)
     runtime = prepare_runtime()
-    from tilefold.bench.report import append_rows
+    from tilefold.bench.record import append_rows
     from tilefold.bench.run import setting_of
     from tilefold.bench.video import PEERS
     from tilefold.bench.video_report import records_of

@@ -151,7 +151,7 @@ def _measure(
 
 def _show(console: Console, result: "Result", gpu: bool) -> None:
     """One problem's table, what bounds each row, and what was wrong."""
-    from tilefold.bench.run import complaint
+    from tilefold.bench.loop import complaint
     from tilefold.ladder.profile import why
 
     p = result.problem

@@ -141,11 +141,11 @@ def names_from(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table; the first column is left-aligned."""
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A plain table; the first `left` columns are left-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
+        table.add_column(name, justify="right" if i >= left else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

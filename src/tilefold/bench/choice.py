@@ -1,0 +1,86 @@
+"""Which peers take part: by name, by the package that they come in, or all that are installed here."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from tilefold.bench.implementation import version_of
+from tilefold.errors import Unsupported, ValueRangeError
+
+__all__ = ["INSTALLED", "Known", "chosen", "installed", "names_in", "whereabouts"]
+
+OURS, NONE, INSTALLED = "tilefold", "none", "installed"
+
+
+class Known(Protocol):
+    """What of an implementation decides whether it is meant and whether it is there."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def package(self) -> str: ...
+
+
+One = TypeVar("One", bound=Known)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Comma-separated names, in lower case."""
+    return tuple(name.strip().lower() for name in text.split(",") if name.strip())
+
+
+def installed(one: Known) -> bool:
+    """Whether the distribution that an implementation comes in is installed."""
+    return one.package in ("torch", "tilefold") or version_of(one.package) is not None
+
+
+def meant(name: str, known: Iterable[One]) -> list[One]:
+    """The peers that a name means: its own, a title ("FA2"), or all of a package ("torch"); INSTALLED: all that are here."""
+    peers = [one for one in known if one.name != OURS]
+    if name == INSTALLED:
+        return [one for one in peers if installed(one)]
+    same: tuple[Callable[[One], str], ...] = (lambda o: o.name, lambda o: o.title, lambda o: o.package)
+    for text in same:
+        found = [one for one in peers if _plain(text(one)) == _plain(name)]
+        if found:
+            return found
+    return []
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-")
+
+
+def chosen(known: Mapping[str, One], names: Sequence[str], must: bool = False) -> tuple[One, ...]:
+    """tilefold, then the peers that the names mean, in their order; "none" alone means nobody.
+
+    must: those named have to be installed.  ValueRangeError: an unknown name; Unsupported: one that is not installed; both say
+    what is and what could be."""
+    wanted: dict[str, One] = {}
+    for name in () if tuple(names) == (NONE,) else names:
+        if name == OURS:
+            continue
+        found = meant(name, known.values())
+        if not found and name != INSTALLED:
+            accepted = ", ".join(one for one in known if one != OURS)
+            raise ValueRangeError(
+                f"peers must be from {accepted} (or none), got {name!r}; {whereabouts(known.values())}"
+            )
+        absent = [one for one in found if not installed(one)]
+        if must and absent:
+            raise Unsupported(
+                f"{name} needs {absent[0].package}, which is not installed; {whereabouts(known.values())}"
+            )
+        wanted |= {one.name: one for one in found}
+    return (known[OURS], *wanted.values())
+
+
+def whereabouts(known: Iterable[Known]) -> str:
+    """Which peers are installed here, and what would have to be installed for the others."""
+    peers = [one for one in known if one.name != OURS]
+    here = [one.name for one in peers if installed(one)]
+    absent = [f"{one.name} (pip install {one.package})" for one in peers if not installed(one)]
+    return f"installed here: {', '.join(here) or 'none'}" + (f"; could be: {', '.join(absent)}" if absent else "")

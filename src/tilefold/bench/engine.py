@@ -1,0 +1,231 @@
+"""The families of `tilefold bench` behind one interface: what one command, one suite and one document need of any of them."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilefold.bench.choice import chosen
+from tilefold.bench.loop import FAILED, WRONG
+from tilefold.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.family import Family
+    from tilefold.bench.record import Sheet
+    from tilefold.bench.run import Options, Setting
+
+__all__ = ["ENGINES", "AttentionEngine", "Engine", "FamilyEngine", "Request", "engine_named", "flat", "peers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which cases: quick ones, those whose name has a pattern; of attention also the dtype's full name and the direction."""
+
+    quick: bool = False
+    pattern: str | None = None
+    dtype: str = "bfloat16"
+    direction: str = "forward"
+
+    def size(self, gpu: bool) -> str:
+        """Of the cases: "tiny" in the interpreter."""
+        return "tiny" if not gpu else "quick" if self.quick else "full"
+
+
+class Engine(Protocol):
+    """A family.  A *result* is what one case left, whatever the family keeps of it."""
+
+    name: str
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """All implementations by name, "tilefold" among them."""
+
+    def usual(self, device: str) -> tuple[str, ...]:
+        """The peers that are measured unasked."""
+
+    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
+        """Raises ValueRangeError where there are none, or none that could run here."""
+
+    def run(
+        self,
+        cases: Sequence[Any],
+        peers: Sequence[Any],
+        device: str,
+        options: "Options",
+        progress: Callable[[Any, str], None],
+        finished: Callable[[Any], None],
+    ) -> list[Any]:
+        """A result for each case that was reached."""
+
+    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]: ...
+
+    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
+        """What a document says of all results together."""
+
+    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
+        """The tables for a document."""
+
+    def notes(self, results: Sequence[Any]) -> list[str]: ...
+
+    def wrong(self, results: Sequence[Any]) -> bool:
+        """Whether a result of tilefold failed its check, or failed."""
+
+
+class AttentionEngine:
+    """dense and sparse; a result is the cells of a case."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        from tilefold.bench.peers import IMPLEMENTATIONS
+
+        return IMPLEMENTATIONS
+
+    def usual(self, device: str) -> tuple[str, ...]:
+        from tilefold.bench.peers import DEFAULT_PEERS
+
+        return DEFAULT_PEERS[self.name][device]
+
+    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
+        from tilefold.bench.cases import cases_of, select_cases
+
+        if not request.quick and not gpu:
+            raise ValueRangeError(
+                f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
+            )
+        return select_cases(cases_of(self.name, request.size(gpu), request.dtype, request.direction), request.pattern)
+
+    def run(
+        self,
+        cases: Sequence[Any],
+        peers: Sequence[Any],
+        device: str,
+        options: "Options",
+        progress: Callable[[Any, str], None],
+        finished: Callable[[Any], None],
+    ) -> list[Any]:
+        from tilefold.bench.run import run_cases
+
+        results: list[Any] = []
+
+        def keep(cells: Any) -> None:
+            results.append(cells)
+            finished(cells)
+
+        run_cases(cases, tuple(peers), device, options, progress, keep)
+        return results
+
+    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
+        from tilefold.bench.report import rows_of
+
+        return rows_of(result, setting)
+
+    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
+        from tilefold.bench.report import findings
+
+        return findings(flat(results))
+
+    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
+        from tilefold.bench.report import sheets_of
+
+        return sheets_of(flat(results))
+
+    def notes(self, results: Sequence[Any]) -> list[str]:
+        from tilefold.bench.report import crossing_lines, notes_of
+
+        return [*crossing_lines(flat(results)), *notes_of(flat(results))]
+
+    def wrong(self, results: Sequence[Any]) -> bool:
+        from tilefold.bench.grid import is_ours
+
+        return any(is_ours(cell.implementation) and cell.status in (WRONG, FAILED) for cell in flat(results))
+
+
+class FamilyEngine:
+    """decode, gemm, conv and lowbit; a result is the row of a case.  place: module and name of the Family."""
+
+    def __init__(self, name: str, place: str) -> None:
+        self.name, self.place = name, place
+
+    @property
+    def family(self) -> "Family":
+        module, attribute = self.place.split(".")
+        found: Family = getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
+        return found
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        return self.family.peers
+
+    def usual(self, device: str) -> tuple[str, ...]:
+        return self.family.defaults[device]
+
+    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
+        from tilefold.bench.cases import select_cases
+
+        return select_cases(self.family.cases(request.size(gpu)), request.pattern)
+
+    def run(
+        self,
+        cases: Sequence[Any],
+        peers: Sequence[Any],
+        device: str,
+        options: "Options",
+        progress: Callable[[Any, str], None],
+        finished: Callable[[Any], None],
+    ) -> list[Any]:
+        from tilefold.bench.family_run import run_family_cases
+
+        return run_family_cases(self.family, cases, peers, device, options.rounds, progress, finished, options.budget_s)
+
+    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
+        from tilefold.bench.family_report import family_records
+
+        return family_records([result], setting)
+
+    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
+        return {"lines": self.notes(results)}
+
+    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
+        from tilefold.bench.family_report import family_sheets
+
+        return family_sheets(results, setting)
+
+    def notes(self, results: Sequence[Any]) -> list[str]:
+        from tilefold.bench.family_report import family_lines
+
+        return family_lines(results)
+
+    def wrong(self, results: Sequence[Any]) -> bool:
+        from tilefold.bench.family_report import ours_wrong
+
+        return ours_wrong(results)
+
+
+def flat(results: Sequence[Any]) -> list[Any]:
+    """The cells of all cases."""
+    return [cell for cells in results for cell in cells]
+
+
+ENGINES: dict[str, Engine] = {
+    "dense": AttentionEngine("dense"),
+    "sparse": AttentionEngine("sparse"),
+    "decode": FamilyEngine("decode", "decode_serving.DECODE"),
+    "gemm": FamilyEngine("gemm", "gemm.GEMM"),
+    "conv": FamilyEngine("conv", "conv.CONV"),
+    "lowbit": FamilyEngine("lowbit", "lowbit.LOWBIT"),
+}
+
+
+def engine_named(name: str) -> Engine:
+    """The family. ValueRangeError if there is none of that name."""
+    if name not in ENGINES:
+        raise ValueRangeError(f"family must be one of {', '.join(ENGINES)}, got {name!r}")
+    return ENGINES[name]
+
+
+def peers_of(engine: Engine, names: Sequence[str] | None, device: str, must: bool = False) -> tuple[Any, ...]:
+    """tilefold and the peers of a family that the names mean, or those usual on the device; raises as `choice.chosen`."""
+    return chosen(engine.known, engine.usual(device) if names is None else names, must)

@@ -1,0 +1,104 @@
+"""Named sets of families and cases: what `tilefold bench suite NAME` runs, one family after the other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilefold.bench.choice import INSTALLED, NONE, meant
+from tilefold.bench.engine import ENGINES, Engine, Request, engine_named
+from tilefold.errors import ValueRangeError
+
+__all__ = ["SUITES", "Part", "Suite", "peers_for", "suite_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A family's cases in a suite.  peers: who is measured unless the command says so, None: those usual on the machine."""
+
+    family: str
+    request: Request
+    peers: tuple[str, ...] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return engine_named(self.family)
+
+    def cases(self, pattern: str | None, gpu: bool) -> tuple[Any, ...]:
+        """All, or those whose name a pattern of the command has, too; () if none has."""
+        from tilefold.bench.cases import select_cases
+
+        found = self.engine.cases(self.request, gpu)
+        try:
+            return select_cases(found, pattern)
+        except ValueRangeError:
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """what: one line for the list; needs a GPU unless all its cases are quick ones."""
+
+    name: str
+    what: str
+    parts: tuple[Part, ...]
+
+    @property
+    def quick(self) -> bool:
+        return all(part.request.quick for part in self.parts)
+
+
+def _quick(*families: str) -> tuple[Part, ...]:
+    return tuple(Part(family, Request(quick=True)) for family in families)
+
+
+def _full(*families: str) -> tuple[Part, ...]:
+    return tuple(
+        Part(family, Request(direction="both" if family in ("dense", "sparse") else "forward")) for family in families
+    )
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("quick", "a few cases of every family: minutes on a GPU, tiny ones without", _quick(*ENGINES)),
+        Suite("attention", "a few cases of dense, sparse and decode", _quick("dense", "sparse", "decode")),
+        Suite("matrix", "a few cases of gemm, conv and lowbit", _quick("gemm", "conv", "lowbit")),
+        Suite(
+            "readme",
+            "the tables of the README: dense and sparse attention, forward and backward",
+            (
+                Part("dense", Request(direction="both"), ("cudnn", "flash", "fa4", "any-order")),
+                Part("sparse", Request(direction="both"), ("portable", "bsa", "tk", "fa4")),
+            ),
+        ),
+        Suite("all", "every case of every family, forward and backward: an hour and more", _full(*ENGINES)),
+    )
+}
+
+
+def suite_named(name: str, gpu: bool) -> Suite:
+    """The suite. ValueRangeError if there is none of that name, or it takes a GPU that is not there."""
+    if name not in SUITES:
+        raise ValueRangeError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
+    suite = SUITES[name]
+    if not gpu and not suite.quick:
+        small = ", ".join(one.name for one in SUITES.values() if one.quick)
+        raise ValueRangeError(
+            f"the suite {name!r} needs a GPU: in the interpreter it would take days; those that run here: {small}"
+        )
+    return suite
+
+
+def peers_for(part: Part, names: tuple[str, ...] | None, suite: Suite) -> tuple[str, ...] | None:
+    """Of the peers that a command names those that the part's family knows; ("none",) if it knows none of them.
+
+    ValueRangeError: a name that no family of the suite knows."""
+    if names is None:
+        return part.peers
+    for name in names:
+        if name not in (NONE, INSTALLED, "tilefold") and not any(
+            meant(name, one.engine.known.values()) for one in suite.parts
+        ):
+            known = dict.fromkeys(peer for one in suite.parts for peer in one.engine.known if peer != "tilefold")
+            raise ValueRangeError(f"peers must be from {', '.join(known)} (or none), got {name!r}")
+    found = tuple(name for name in names if name == INSTALLED or meant(name, part.engine.known.values()))
+    return found or (NONE,)

@@ -1,0 +1,167 @@
+"""`tilefold bench suite`: named sets of families and cases, one after the other, whatever becomes of one of them."""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.bench_flow import Done, Outputs, finish, header, measure, peer_names, say, show
+from tilefold.cli.bench_options import (
+    Against,
+    Budget,
+    CaseFilter,
+    Compare,
+    Csv,
+    FailSlower,
+    Json,
+    Log,
+    Markdown,
+    Noise,
+    Peers,
+    Power,
+    Refresh,
+    Results,
+    Rounds,
+)
+from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors
+
+if TYPE_CHECKING:
+    from tilefold.bench.run import Setting
+    from tilefold.bench.suites import Part, Suite
+
+__all__ = ["EPILOG", "suite"]
+
+EPILOG = """
+**Examples**
+
+    tilefold bench suite
+
+    tilefold bench suite quick --json before.json
+
+    tilefold bench suite quick --compare before.json --fail-slower 5
+
+    tilefold bench suite readme --results benchmarks/results --refresh README.md
+
+Without a name the suites are listed. A case that fails is reported, and the next one begun; so is a family. --budget is for the
+whole. Options mean what they mean for one family (`tilefold bench dense --help`); peers that a family does not know are left out
+there. Exit code 1 if a result of tilefold is wrong or failed, or became so.
+"""
+
+
+@user_errors
+def suite(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
+    peers: Peers = None,
+    against: Against = None,
+    case: CaseFilter = None,
+    rounds: Rounds = 5,
+    budget: Budget = None,
+    log: Log = False,
+    csv: Csv = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    refresh: Refresh = None,
+    results: Results = None,
+    compare: Compare = None,
+    fail_slower: FailSlower = None,
+    noise: Noise = 2.0,
+    power: Power = True,
+) -> None:
+    """Run a named set of families and cases."""
+    from tilefold.bench.suites import SUITES, peers_for, suite_named
+
+    if name is None:
+        Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
+        return
+    names, must = peer_names(peers, against)
+    runtime = prepare_runtime()
+    from tilefold.bench.engine import peers_of
+    from tilefold.bench.run import setting_of
+    from tilefold.errors import ValueRangeError
+
+    chosen = suite_named(name, runtime.gpu)
+    files = {"csv": csv, "json": json, "markdown": markdown}
+    families = [part.family for part in chosen.parts]
+    outputs = Outputs.asked(files, refresh, results, compare, (fail_slower, noise), power, families)
+    for part in chosen.parts:
+        peers_of(part.engine, peers_for(part, names, chosen), runtime.device, must)
+    if case is not None and not any(part.cases(case, runtime.gpu) for part in chosen.parts):
+        raise ValueRangeError(f"case filter {case!r} matches no case of the suite {name!r}")
+    console, setting = Console(), setting_of(runtime.device)
+    outputs.check_device(setting.device)
+    header(setting, runtime, console)
+    turns = rounds if runtime.gpu else min(rounds, 2)
+    parts = _parts(chosen, (names, case, turns, budget), runtime, outputs, setting, console, log)
+    _summary(parts, console)
+    finish(parts, setting, runtime, outputs, console)
+
+
+def _parts(
+    chosen: "Suite",
+    how: tuple[tuple[str, ...] | None, str | None, int, float | None],
+    runtime: Runtime,
+    outputs: Outputs,
+    setting: "Setting",
+    console: Console,
+    log: bool,
+) -> list[Done]:
+    """Every part that has cases; how: peers' names, case filter, rounds, seconds."""
+    parts: list[Done] = []
+    begin = time.perf_counter()
+    for part in chosen.parts:
+        spent = time.perf_counter() - begin
+        console.print(Text(f"\n{part.family}", style="bold underline"))
+        try:
+            done = _part(part, chosen, how, spent, runtime, outputs, setting, console, log)
+        except Exception as error:  # a family that cannot even begin must not cost the others their figures
+            done = Done(part.engine, 0, trouble=f"{part.family} failed: {type(error).__name__}: {error}")
+            say([done.trouble], console)
+        if done.asked or done.trouble:
+            parts.append(done)
+        if done.lost:
+            left = [each.family for each in chosen.parts[chosen.parts.index(part) + 1 :]]
+            done.trouble = f"the GPU was lost in {part.family}: {', '.join(left) or 'nothing'} was not reached"
+            say([done.trouble], console)
+            break
+    return parts
+
+
+def _part(
+    part: "Part",
+    chosen: "Suite",
+    how: tuple[tuple[str, ...] | None, str | None, int, float | None],
+    spent: float,
+    runtime: Runtime,
+    outputs: Outputs,
+    setting: "Setting",
+    console: Console,
+    log: bool,
+) -> Done:
+    from tilefold.bench.engine import peers_of
+    from tilefold.bench.run import Options
+    from tilefold.bench.suites import peers_for
+
+    names, pattern, rounds, budget = how
+    cases = part.cases(pattern, runtime.gpu)
+    if not cases:
+        console.print(Text("no case has what the filter asks for", style="dim"))
+        return Done(part.engine, 0)
+    peers = peers_of(part.engine, peers_for(part, names, chosen), runtime.device)
+    options = Options(rounds, budget_s=None if budget is None else max(0.0, budget - spent))
+    done = measure(part.engine, cases, peers, runtime, options, outputs, setting, console, log)
+    if done.results:
+        show(done, setting, runtime, False, console)
+    return done
+
+
+def _summary(parts: list[Done], console: Console) -> None:
+    """A line a family: cases, and what became of tilefold's rows."""
+    rows = []
+    for done in parts:
+        ours = [row["status"] for row in done.records if row["implementation"] == "tilefold"]
+        counts = ", ".join(f"{ours.count(status)} {status}" for status in dict.fromkeys(ours))
+        rows.append((done.engine.name, f"{len(done.results)} of {done.asked}", counts or done.trouble or "not reached"))
+    console.print()
+    console.print(table_of(("family", "cases", "tilefold"), rows, left=3))

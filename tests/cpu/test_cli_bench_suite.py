@@ -1,0 +1,211 @@
+"""Suites, --against, --compare, --refresh and the record of power, on tiny cases in the interpreter."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from tilefold.bench import gemm, power
+from tilefold.bench.choice import chosen
+from tilefold.bench.engine import ENGINES
+from tilefold.bench.loop import run_each
+from tilefold.bench.peers import IMPLEMENTATIONS
+from tilefold.bench.power import parse_smi
+from tilefold.bench.readme import Place, refreshed
+from tilefold.bench.suites import SUITES, suite_named
+from tilefold.cli.app import app
+from tilefold.errors import Unsupported, ValueRangeError
+
+TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+
+
+def said(result):
+    return " ".join(result.output.split())
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def test_peers_are_meant_by_name_title_or_package():
+    def names(*asked, must=False):
+        return [one.name for one in chosen(IMPLEMENTATIONS, asked, must)]
+
+    assert names("fa2", "math") == ["tilefold", "flash", "math"]
+    assert names("torch") == ["tilefold", "cudnn", "flash", "flex", "efficient", "math"]
+    assert names("flash_attn_4") == ["tilefold", "fa4"]
+    assert names("none") == ["tilefold"]
+    assert "fa4" not in names("installed") and {"math", "portable"} <= set(names("installed"))
+    for asked, must, error, message in (
+        (
+            ("fa3",),
+            False,
+            ValueRangeError,
+            r"\(or none\), got 'fa3'; installed here: cudnn, .*could be: fa4 \(pip install flash",
+        ),
+        (("math", "fa4"), True, Unsupported, "fa4 needs flash-attn-4, which is not installed; installed here: cudnn"),
+    ):
+        with pytest.raises(error, match=message):
+            names(*asked, must=must)
+
+
+@pytest.mark.interpreter
+def test_against_insists_and_does_not_go_with_peers():
+    for options, message in (
+        (
+            ("--against", "torchao"),
+            "error: torchao needs torchao, which is not installed; installed here: cublas, tinygemm",
+        ),
+        (("--against", "cublas", "--peers", "none"), "error: give --against or --peers, not both"),
+        (("--fail-slower", 5), "error: --fail-slower 5 needs --compare"),
+        (("--compare", "/nowhere.json"), "cannot be read as benchmark results"),
+    ):
+        result = run("lowbit", *options)
+        assert result.exit_code == 2, result.output
+        assert message in said(result)
+
+
+def test_what_could_be_measured_is_listed():
+    result = run("peers")
+    assert result.exit_code == 0
+    assert "flash-attn-4" in result.output and "not installed" in result.output and "tinygemm" in result.output
+
+
+# ---------------------------------------------------------------- suites
+
+
+def test_suites_are_listed_and_every_part_has_cases():
+    result = run("suite")
+    assert result.exit_code == 0 and all(name in result.output for name in SUITES)
+    for one in SUITES.values():
+        for part in one.parts:
+            assert part.cases(None, gpu=True), (one.name, part.family)
+            for peers in filter(None, [part.peers]):
+                assert set(peers) <= set(part.engine.known)
+    assert [part.family for part in SUITES["all"].parts] == list(ENGINES)
+    with pytest.raises(ValueRangeError, match="suite must be one of quick, attention, matrix, readme, all, got 'slow'"):
+        suite_named("slow", gpu=True)
+    with pytest.raises(ValueRangeError, match="needs a GPU: .*those that run here: quick, attention, matrix"):
+        suite_named("readme", gpu=False)
+
+
+@pytest.mark.interpreter
+def test_a_suite_refuses_what_none_of_its_families_has():
+    for options, message in (
+        (
+            ("--peers", "fa4"),
+            "peers must be from torch, cublas, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
+        ),
+        (("--case", "b77"), "case filter 'b77' matches no case of the suite 'matrix'"),
+    ):
+        result = run("suite", "matrix", *options)
+        assert result.exit_code == 2, result.output
+        assert message in said(result)
+
+
+def steady(stop):
+    """Made-up readings: a clock that moves."""
+    yield from map(parse_smi, ("1980, 2619, 650.0, 60, 100, 0x0", "1755, 2619, 699.0, 64, 100, 0x4"))
+    while not stop.wait(0.01):
+        yield parse_smi("1755, 2619, 699.0, 64, 100, 0x4")
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, monkeypatch):
+    """The second run has a broken product: the suite goes on to its other family, and the comparison fails."""
+    monkeypatch.setattr(power, "source_of", lambda device: steady)
+    old, table, results, readme = (tmp_path / name for name in ("old.json", "t.md", "results", "README.md"))
+    readme.write_text("before\n<!-- tilefold bench gemm -->\nold figures\n<!-- end -->\nafter\n")
+    common = ("suite", "matrix", "--case", f"{TINY}|stride2", "--rounds", 1, "--peers", "torch,cublas")
+    first = run(*common, "--json", old, "--markdown", table, "--results", results, "--refresh", readme)
+    assert first.exit_code == 0, first.output
+    assert "warning: the SM clock moved between 1755 and 1980 MHz (11 %)" in first.output
+    assert "no case has what the filter asks for" in first.output  # of lowbit
+    document = json.loads(old.read_text())
+    assert {(row["family"], row["implementation"]) for row in document["rows"]} == {
+        (family, name) for family in ("gemm", "conv") for name in ("tilefold", "torch")
+    }
+    assert document["power"]["gemm"]["sm_mhz"]["least"] == 1755 and set(document["families"]) == {"gemm", "conv"}
+    assert all(row["rounds_ms"]["events"] and row["power"]["samples"] for row in document["rows"])
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- tilefold bench gemm -->\n\n| case |") and text.endswith(
+        "<!-- end -->\nafter\n"
+    )
+    assert "old figures" not in text and "While it was measured: SM clock 1755 (1755 to 1980) MHz" in text
+    assert table.read_text().startswith("### gemm\n") and "### conv\n" in table.read_text()
+    assert f"appended 2 rows to {results / 'conv.jsonl'}" in said(first)
+
+    def broken(inputs):
+        raise RuntimeError("no such kernel")
+
+    broken_peer = replace(gemm.GEMM.peers["tilefold"], prepare=broken)
+    monkeypatch.setattr(gemm, "GEMM", replace(gemm.GEMM, peers=gemm.GEMM.peers | {"tilefold": broken_peer}))
+    second = run(*common, "--compare", old)
+    assert second.exit_code == 1, second.output
+    assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in said(second)
+    assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in said(second)
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
+    results = tmp_path / "results"
+    common = ("gemm", "--case", TINY, "--rounds", 1, "--against", "installed", "--results", results)
+    first = run(*common, "--csv", tmp_path / "gemm.csv")
+    assert first.exit_code == 0, first.output
+    assert f"appended 2 rows to {results / 'gemm.jsonl'}" in said(first)
+    heading = (tmp_path / "gemm.csv").read_text().splitlines()[0]
+    assert "events_us" in heading and "rounds_ms" not in heading
+    lines = (results / "gemm.jsonl").read_text().splitlines()
+    slow = json.loads(lines[0])
+    assert slow["implementation"] == "tilefold" and slow["ours"]
+    gone = slow | {"case": "gone", "status": "ok"}
+    (tmp_path / "old.jsonl").write_text("\n".join([*lines, json.dumps(gone)]) + "\n")
+    second = run(*common, "--compare", tmp_path / "old.jsonl", "--fail-slower", 1000)
+    assert second.exit_code == 0, second.output
+    assert "tilefold: 1 unclear" in second.output and "only in the old run (1): gemm gone tilefold" in second.output
+    (tmp_path / "other.jsonl").write_text(json.dumps(slow | {"device": "Made-up GPU"}) + "\n")
+    refused = run(*common, "--compare", tmp_path / "other.jsonl", "--fail-slower", 5)
+    assert refused.exit_code == 2 and "by times of Made-up GPU" in said(refused)
+
+
+# ---------------------------------------------------------------- a failing case, marked blocks
+
+
+def test_a_case_that_raises_is_reported_and_the_next_one_is_begun():
+    def one(case):
+        if case == 2:
+            raise AssertionError("no inputs")
+        return case, "fine"
+
+    kept = []
+    found = run_each([1, 2, 3], one, lambda case, why: (case, why), kept.append)
+    assert found == kept == [(1, "fine"), (2, "this case ended with AssertionError: no inputs"), (3, "fine")]
+
+
+def test_blocks_are_replaced_and_nothing_else(tmp_path):
+    text = (
+        "a\n<!-- tilefold bench dense -->\nx\n<!-- end -->\nb\n<!-- tilefold bench dense backward -->\n<!-- end -->\n"
+    )
+    new, done = refreshed(text, {"dense backward": "| t |\n"})
+    assert done == ["dense backward"]
+    assert new == text.replace("backward -->\n", "backward -->\n\n| t |\n\n")
+    assert refreshed(new, {"dense backward": "| t |\n"})[0] == new
+    file = tmp_path / "page.md"
+    file.write_text(text)
+    assert Place(file).blocks() == ["dense", "dense backward"]
+    Place(file, "backward").check(["dense"])
+    with pytest.raises(
+        ValueRangeError, match="has no block <!-- tilefold bench gemm --> .* it has dense, dense backward"
+    ):
+        Place(file).check(["gemm"])
+    file.write_text(text.replace("x\n<!-- end -->", "x"))
+    with pytest.raises(ValueRangeError, match="has no <!-- end -->"):
+        Place(file).check(["dense"])
+    with pytest.raises(ValueRangeError, match="--refresh must be a text file"):
+        Place(tmp_path / "none.md").blocks()
