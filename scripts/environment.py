@@ -23,13 +23,8 @@ CONSTRAINTS = "constraints/cpu.txt"  # relative to ROOT: pip splits PIP_CONSTRAI
 KEPT = ("torch", "triton")  # never replaced where they already drive a GPU
 BACKEND = ("hatchling", "editables")
 TOOLS = ("ruff", "mypy", *BACKEND)  # the tests run without these
-SKIPPING = (
-    "transformers",
-    "mkdocs-material",
-    "mkdocstrings-python",
-    "nbclient",
-    "ipykernel",
-)  # tests that need these skip themselves
+# The tests that need these skip themselves.
+SKIPPING = ("transformers", "mkdocs-material", "mkdocstrings-python", "nbclient", "ipykernel")
 
 INSTALLED = """
 import sys

@@ -6,6 +6,7 @@ import posixpath
 import re
 from pathlib import Path
 
+import notebooks
 import site_api
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -22,7 +23,8 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the parts of the navigation that follow from the source."""
     api = ["api/index.md", *({path: site_api.page_of(path)} for path in site_api.MODULES)]
-    filled = {"API": api}
+    shown = re.findall(r"\]\((\w+)\.py\)", (notebooks.FOLDER / "README.md").read_text(encoding="utf-8"))  # in its order
+    filled = {"API": api, "NOTEBOOKS": ["notebooks/README.md", *(f"notebooks/{name}.md" for name in shown)]}
     config.nav = [
         {title: filled.get(part, part) if isinstance(part, str) else part for title, part in one.items()}
         for one in config.nav or []
@@ -33,10 +35,23 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made: those of the checkout's root, and the API reference."""
     made = {place: (ROOT / name).read_text(encoding="utf-8") for place, name in ELSEWHERE.items()}
-    made |= site_api.pages()
+    made |= site_api.pages() | notebook_files()
     for place, text in made.items():
         files.append(File.generated(config, place, content=text))
     return files
+
+
+def notebook_files() -> dict[str, str]:
+    """Every notebook, run here, as a page, its figures, and Jupyter's format to take away."""
+    notebooks.prepare()
+    made: dict[str, str] = {}
+    for path in notebooks.paths():
+        outputs = notebooks.execute(path)
+        page, figures = notebooks.as_page(path, outputs)
+        made[f"notebooks/{path.stem}.md"] = page
+        made[f"notebooks/{path.stem}.ipynb"] = notebooks.as_ipynb(path, outputs)
+        made |= {f"notebooks/{name}": figure for name, figure in figures.items()}
+    return made
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -53,6 +68,8 @@ def relink(markdown: str, place: str) -> str:
         target = posixpath.normpath(posixpath.join(here, found[2]))
         goal = next((page for page, name in ELSEWHERE.items() if name == target), None)
         goal = goal or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if goal and goal.startswith("notebooks/") and goal.endswith(".py"):
+            goal = goal.removesuffix(".py") + ".md"
         if goal is None:
             return found[0]  # mkdocs warns of it, and a strict build fails
         relative = posixpath.relpath(goal, posixpath.dirname(place) or ".")
