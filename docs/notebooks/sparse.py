@@ -63,7 +63,7 @@ maps = {}
 for axis, (name, predicate) in zip(axes, patterns.items(), strict=True):
     made = tilefold.BlockIndex.from_predicate(predicate, seq_q=12 * 16, seq_k=12 * 16, block_q=16, block_k=16)
     maps[name] = made.to_map()[0, 0]
-    axis.imshow(maps[name], cmap="Blues")
+    axis.imshow(maps[name].numpy(), cmap="Blues")
     axis.set(title=name, xlabel="block of keys")
 assert torch.equal(maps["any of both"], maps["sliding_tile(2)"] | maps["dilated(3)"])
 

@@ -46,7 +46,7 @@ assert torch.allclose(stages.mass, (scores * listed).sum(-1), atol=1e-5)
 
 fig, axes = plt.subplots(1, 2, figsize=(6, 2.8), layout="constrained")
 for axis, image, title in zip(axes, (scores[0, 0], listed[0, 0]), ("scores, head 0", "listed"), strict=True):
-    axis.imshow(image, cmap="Blues", vmin=0)
+    axis.imshow(image.numpy(), cmap="Blues", vmin=0)
     axis.set(title=title, xlabel="block of keys", ylabel="block of queries")
 print("mass that is listed, by block of queries:", [round(x, 2) for x in stages.mass[0, 0].tolist()])
 
