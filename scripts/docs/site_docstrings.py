@@ -30,7 +30,9 @@ def known_names(obj: griffe.Object) -> set[str]:
     if isinstance(obj, griffe.Function):
         names |= {parameter.name for parameter in obj.parameters}
     if isinstance(obj, griffe.Class):
-        names |= set(obj.members)
+        names |= set(obj.members) | set(
+            re.findall(r"\b[a-z]+_\w+(?=[\w, ]*: )", obj.docstring.value if obj.docstring else "")
+        )
         if isinstance(made := obj.members.get("__init__"), griffe.Function):
             names |= {parameter.name for parameter in made.parameters}
     return names
@@ -51,22 +53,36 @@ def as_markdown(text: str, known: set[str], path: str = "") -> str:
         if not body.strip():
             out.append("")
             item = False
-        elif (found := ITEM.match(body)) and is_item(found["names"], known, section):
-            out += [] if item else [""]
-            names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
-            out.append(f"- {names}: {escape(found['text'], path)}")
-            item = True
-        elif item:
-            out.append("    " + escape(body.strip(), path))
-        else:
-            out.append(body if body.startswith("    ") else escape(body, path))
+            continue
+        if body.startswith("    ") and not item:
+            out.append(body)  # a block of code
+            continue
+        for piece in pieces(body.strip(), known):
+            if (found := ITEM.match(piece)) and is_item(found["names"], known, section):
+                out += [] if item else [""]
+                names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
+                out.append(f"- {names}: {escape(found['text'], path)}")
+                item = True
+            else:
+                out.append(("    " if item else "") + escape(piece, path))
     return "\n".join(out).strip() + "\n"
 
 
+def pieces(line: str, known: set[str]) -> list[str]:
+    """The line, cut where a sentence ends and an item begins: `heads: of q. dim: of all.` is two."""
+    found, start = [], 0
+    for end in re.finditer(r"[.;] +(?=[a-z])", line):
+        begins = ITEM.match(line[end.end() :])
+        if begins and set(begins["names"].split(", ")) <= known:
+            found.append(line[start : end.end()].rstrip(" ;"))
+            start = end.end()
+    return [*found, line[start:]]
+
+
 def is_item(names: str, known: set[str], section: bool) -> bool:
-    """In a section of arguments every `name: ...` is one; elsewhere only what has the name of a parameter or field."""
+    """In a section of arguments every `name: ...` is one; elsewhere what has the name of a parameter or field."""
     bare = {name.strip("*").split("[")[0].split(".")[0] for name in names.split(", ")}
-    return bare <= known if known or not section else True
+    return bare <= known or (section and not known)
 
 
 def escape(line: str, path: str) -> str:
