@@ -23,8 +23,8 @@ CONSTRAINTS = "constraints/cpu.txt"  # relative to ROOT: pip splits PIP_CONSTRAI
 KEPT = ("torch", "triton")  # never replaced where they already drive a GPU
 BACKEND = ("hatchling", "editables")
 TOOLS = ("ruff", "mypy", *BACKEND)  # the tests run without these
-# The tests that need these skip themselves.
-SKIPPING = ("transformers", "mkdocs-material", "mkdocstrings-python", "nbclient", "ipykernel")
+SITE = ("mkdocs-material", "mkdocstrings-python", "nbclient", "ipykernel")
+SKIPPING = ("transformers", *SITE)  # the tests that need these skip themselves
 
 INSTALLED = """
 import sys
@@ -163,7 +163,10 @@ def install_on_top(python: Path, extras: str) -> None:
         text = subprocess.check_output([str(python), "-c", INSTALLED, *KEPT], text=True)
         pins = [f"{name}=={version}" for name, version in (line.split() for line in text.splitlines())]
         pip = [str(python), "-m", "pip", "--retries", "1", "--timeout", "15", "install", "--progress-bar", "off"]
-        if not run(*pip, *lacking, *pins):
+        # What the site needs comes by itself: where that cannot be had, the rest still can.
+        parts = ([line for line in lacking if (line.split(">=")[0] in SITE) == site] for site in (False, True))
+        done = [run(*pip, *part, *pins) for part in parts if part]
+        if not all(done):
             lacking = missing(python, requirements(extras.split(",")))
             if needed := [line for line in lacking if line.split(">=")[0] not in (*TOOLS, *SKIPPING)]:
                 stop(

@@ -17,7 +17,10 @@ from tilefold import sparse
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 256, 2, 16) for _ in range(3))
-k = k + 2 * torch.randn(1, 4, 1, 2, 16).expand(1, 4, 64, 2, 16).reshape(1, 256, 2, 16)  # tokens of a block are alike
+subjects = (
+    torch.randn(1, 4, 1, 2, 16).expand(1, 4, 64, 2, 16).reshape(1, 256, 2, 16)
+)  # what the tokens of a block share
+q, k = q + 1.5 * subjects.roll(64, 1), k + 1.5 * subjects  # each block of queries looks for the block before it
 gates = {"gate_coarse": torch.full((2,), 0.25), "gate_fine": torch.ones(2)}
 keep_half = sparse.SelectOptions(method="top_k", top_k=2)
 out, stages = sparse.sparse_video_attention(q, k, v, select=keep_half, return_stages=True, **gates)
