@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/find-python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs lint format types clean
+.PHONY: help demo test lint format types clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
@@ -30,10 +30,6 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
-
-docs: .venv-test/stamp ## build the documentation's site into out/site, every warning an error
-	@NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict --quiet --site-dir out/site
-	@echo "docs: out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
 
 lint: .venv-test/stamp ## check style and formatting
 	@.venv-test/bin/ruff check .
@@ -46,6 +42,11 @@ format: .venv-test/stamp ## rewrite files in the project's style
 
 types: .venv-test/stamp ## check types (strict outside the kernels)
 	@.venv-test/bin/mypy
+
+.PHONY: docs
+docs: .venv-test/stamp ## build the documentation's site into out/site, every warning an error
+	@NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict --quiet --site-dir out/site
+	@echo "docs: out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
 
 clean: ## remove environments, caches and build outputs
 	rm -rf .venv-demo .venv-test .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
