@@ -21,9 +21,8 @@ _ = torch.manual_seed(0)
 
 # %%
 sharpness = torch.tensor([0.0, 0.5, 1.0, 2.0, 4.0, 50.0])
-scores = torch.softmax(sharpness[:, None] * torch.randn(16), -1)[
-    None, None
-]  # [batch, heads, 6 query blocks, 16 KV blocks]
+# [batch, heads, 6 query blocks, 16 KV blocks]
+scores = torch.softmax(sharpness[:, None] * torch.randn(16), -1)[None, None]
 gini = sparse.gini(scores)[0, 0]
 
 x = scores[0, 0].double()
