@@ -48,6 +48,11 @@ format: .venv-test/stamp ## rewrite files in the project's style
 types: .venv-test/stamp ## check types (strict outside the kernels)
 	@.venv-test/bin/mypy
 
+.PHONY: docs
+docs: .venv-test/stamp ## build the documentation's site into out/site, every warning an error
+	@NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict --quiet --site-dir out/site
+	@echo "docs: out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
+
 clean: ## remove environments, caches and build outputs
 	rm -rf .venv-demo .venv-test .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,8 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "constraints/cpu.txt"  # relative to ROOT: pip splits PIP_CONSTRAINT at spaces
 KEPT = ("torch", "triton")  # never replaced where they already drive a GPU
-TOOLS = ("ruff", "mypy", "hatchling", "editables")  # the tests run without these
-SKIPPING = ("transformers",)  # the tests that need these skip themselves
+BACKEND = ("hatchling", "editables")
+TOOLS = ("ruff", "mypy", *BACKEND)  # the tests run without these
+SITE = ("mkdocs-material", "mkdocstrings-python", "nbclient", "ipykernel")
+SKIPPING = ("transformers", *SITE)  # the tests that need these skip themselves
 
 INSTALLED = """
 import sys
@@ -161,16 +163,19 @@ def install_on_top(python: Path, extras: str) -> None:
         text = subprocess.check_output([str(python), "-c", INSTALLED, *KEPT], text=True)
         pins = [f"{name}=={version}" for name, version in (line.split() for line in text.splitlines())]
         pip = [str(python), "-m", "pip", "--retries", "1", "--timeout", "15", "install", "--progress-bar", "off"]
-        if not run(*pip, *lacking, *pins):
+        # What the site needs comes by itself: where that cannot be had, the rest still can.
+        parts = ([line for line in lacking if (line.split(">=")[0] in SITE) == site] for site in (False, True))
+        done = [run(*pip, *part, *pins) for part in parts if part]
+        if not all(done):
             lacking = missing(python, requirements(extras.split(",")))
             if needed := [line for line in lacking if line.split(">=")[0] not in (*TOOLS, *SKIPPING)]:
                 stop(
                     f"could not install {', '.join(needed)}, which {sys.executable} lacks.  Without a network, point pip at a\n"
                     "folder of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels"
                 )
-            say(f"going on without {', '.join(lacking)}: linting, types and packaging will not run here")
+            say(f"going on without {', '.join(lacking)}: what needs them will not run here")
     build = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", "."]
-    if missing(python, TOOLS[2:]) or not run(*build):
+    if missing(python, BACKEND) or not run(*build):
         say("no build backend here: src goes on the path as it is")
         (packages(python) / "tilefold.pth").write_text(f"{ROOT / 'src'}\n")
         script = python.parent / "tilefold"

@@ -7,9 +7,15 @@
 `tilefold ladder` is its command, docs/ladder/ its course."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold.ladder.rungs import RUNGS, Rung, rung_named, up_to
+
+if TYPE_CHECKING:
+    from tilefold.ladder import flash, naive, paged, profile, split
+    from tilefold.ladder.cache import PagedCache, paged_cache
+    from tilefold.ladder.count import counting
+    from tilefold.ladder.inputs import Tile
 
 __all__ = [
     "RUNGS",

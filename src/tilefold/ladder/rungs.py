@@ -62,6 +62,7 @@ _ALL = (
     Rung("split", "few queries over many keys: parts folded apart and merged, empty ones the identity"),
 )
 RUNGS: Mapping[str, Rung] = MappingProxyType({rung.name: rung for rung in _ALL})
+"""Every rung by name, the first step first: naive, profile, paged, flash, split."""
 
 
 def rung_named(name: str) -> Rung:

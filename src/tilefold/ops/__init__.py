@@ -8,7 +8,17 @@ here      what all of them use: the call and its checks, the device, launches, o
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .matrix.add import add
+    from .matrix.conv import conv2d
+    from .matrix.eight import matmul_w8a8
+    from .matrix.lowbit import lowbit_matmul, lowbit_matmul_plan
+    from .matrix.matmul import bmm, matmul
+    from .matrix.transpose import transpose
+
+__all__ = ["add", "bmm", "conv2d", "lowbit_matmul", "lowbit_matmul_plan", "matmul", "matmul_w8a8", "transpose"]
 
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
 COLLECTION: dict[str, str] = {

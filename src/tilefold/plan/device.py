@@ -225,6 +225,7 @@ INTERPRETER = Device(
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {device.name: device for device in (H200, H100, B200, A100, L4, RTX4090, MI300X, INTERPRETER)}
 )
+"""Every known device by name: h200, h100, b200, a100, l4, rtx4090, mi300x and the interpreter."""
 
 
 def device_named(name: str) -> Device:

@@ -37,6 +37,7 @@ from tilefold.plan.problem import AttentionProblem
 __all__ = ["POLICIES", "SplitDecision", "plan_splits"]
 
 POLICIES = ("flash-attn", "tilefold")
+"""Whose choice `plan_splits` answers for."""
 
 
 @dataclass(frozen=True, slots=True)

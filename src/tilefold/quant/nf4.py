@@ -18,7 +18,6 @@ from .words import check_tensor
 
 __all__ = ["NF4_CODE", "from_nf4"]
 
-# Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0: seven below it, eight above (QLoRA, appendix E).
 NF4_CODE = (
     -1.0,
     -0.6961928009986877,
@@ -37,6 +36,7 @@ NF4_CODE = (
     0.7229568362236023,
     1.0,
 )
+"""Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0: seven below it, eight above (QLoRA, appendix E)."""
 LEAST_GROUP = 8  # below it the repeated scales outweigh the codes
 
 

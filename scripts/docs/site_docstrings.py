@@ -1,0 +1,107 @@
+"""An extension for the API reference: the project's docstrings, plain text with `name: what it is` lines, as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+import site_api
+
+__all__ = ["Prose", "as_markdown"]
+
+SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Example):\s*$")
+ITEM = re.compile(r"(?P<names>[*\w.\[\]]+(?:, [*\w.\[\]]+)*): +(?P<text>\S.*)$")
+TITLES = {"Args": "Arguments"}
+
+
+class Prose(griffe.Extension):
+    """Rewrites every docstring when its object is loaded."""
+
+    def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        """Called once for each module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value, known_names(obj), obj.path)
+
+
+def known_names(obj: griffe.Object) -> set[str]:
+    """What an item of this docstring may be about: parameters, fields, attributes."""
+    names: set[str] = set()
+    if isinstance(obj, griffe.Function):
+        names |= {parameter.name for parameter in obj.parameters}
+    if isinstance(obj, griffe.Class):
+        names |= set(obj.members) | set(
+            re.findall(r"\b[a-z]+_\w+(?=[\w, ]*: )", obj.docstring.value if obj.docstring else "")
+        )
+        if isinstance(made := obj.members.get("__init__"), griffe.Function):
+            names |= {parameter.name for parameter in made.parameters}
+    return names
+
+
+def as_markdown(text: str, known: set[str], path: str = "") -> str:
+    """The docstring of `path`: sections become headings in bold, lines about a parameter items of a list."""
+    out: list[str] = []
+    section, item = False, False  # inside an indented section; inside an item, whose further lines belong to it
+    for line in text.expandtabs().split("\n"):
+        if found := SECTION.match(line):
+            out += ["", f"**{TITLES.get(found[1], found[1])}**", ""]
+            section, item = True, False
+            continue
+        if section and line and not line.startswith("    "):
+            section, item = False, False
+        body = line[4:] if section else line
+        if not body.strip():
+            out.append("")
+            item = False
+            continue
+        if body.startswith("    ") and not item:
+            out.append(body)  # a block of code
+            continue
+        for piece in pieces(body.strip(), known):
+            if (found := ITEM.match(piece)) and is_item(found["names"], known, section):
+                out += [] if item else [""]
+                names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
+                out.append(f"- {names}: {escape(found['text'], path)}")
+                item = True
+            else:
+                out.append(("    " if item else "") + escape(piece, path))
+    return "\n".join(out).strip() + "\n"
+
+
+def pieces(line: str, known: set[str]) -> list[str]:
+    """The line, cut where a sentence ends and an item begins: `heads: of q. dim: of all.` is two."""
+    found, start = [], 0
+    for end in re.finditer(r"[.;] +(?=[a-z])", line):
+        begins = ITEM.match(line[end.end() :])
+        if begins and set(begins["names"].split(", ")) <= known:
+            found.append(line[start : end.end()].rstrip(" ;"))
+            start = end.end()
+    return [*found, line[start:]]
+
+
+def is_item(names: str, known: set[str], section: bool) -> bool:
+    """In a section of arguments every `name: ...` is one; elsewhere what has the name of a parameter or field."""
+    bare = {name.strip("*").split("[")[0].split(".")[0] for name in names.split(", ")}
+    return bare <= known or (section and not known)
+
+
+def escape(line: str, path: str) -> str:
+    """Stars and underscores are arithmetic here, not emphasis; public names between backticks become links."""
+    parts = line.split("`")
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            parts[i] = re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;")
+        else:
+            anchor = anchor_of(part, path)
+            parts[i] = f"[`{part}`][{anchor}]" if anchor else f"`{part}`"
+    return "".join(parts) if len(parts) % 2 else line
+
+
+def anchor_of(text: str, path: str) -> str | None:
+    """Where the public name `text` is documented, as seen from `path`: in the same part, else in tilefold, else the only one."""
+    found = [one for one in site_api.public_names() if text in (one.name, one.path)]
+    near = [one for one in found if path.startswith(one.module + ".")]
+    near = sorted(near, key=lambda one: -len(one.module)) or (found if len(found) == 1 else [])
+    if not near or near[0].defined == path:
+        return None
+    return site_api.owners()[near[0].defined].anchor

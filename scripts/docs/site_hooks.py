@@ -1,0 +1,98 @@
+"""What mkdocs calls while it builds the site: pages that are not files below docs/, and links that also work in a checkout."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+import notebooks
+import site_api
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files of the checkout that are pages of the site, by the page's place below docs/.
+ELSEWHERE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill in the parts of the navigation that follow from the source."""
+    api = ["api/index.md", *({path: site_api.page_of(path)} for path in site_api.MODULES)]
+    shown = re.findall(r"\]\((\w+)\.py\)", (notebooks.FOLDER / "README.md").read_text(encoding="utf-8"))  # in its order
+    filled = {"API": api, "NOTEBOOKS": ["notebooks/README.md", *(f"notebooks/{name}.md" for name in shown)]}
+    config.nav = [
+        {title: filled.get(part, part) if isinstance(part, str) else part for title, part in one.items()}
+        for one in config.nav or []
+    ]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made: those of the checkout's root, and the API reference."""
+    made = {place: (ROOT / name).read_text(encoding="utf-8") for place, name in ELSEWHERE.items()}
+    made |= site_api.pages() | notebook_files()
+    for place, text in made.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def notebook_files() -> dict[str, str]:
+    """Every notebook, run here, as a page, its figures, and Jupyter's format to take away."""
+    notebooks.prepare()
+    made: dict[str, str] = {}
+    for path in notebooks.paths():
+        outputs = notebooks.execute(path)
+        page, figures = notebooks.as_page(path, outputs)
+        made[f"notebooks/{path.stem}.md"] = page
+        made[f"notebooks/{path.stem}.ipynb"] = notebooks.as_ipynb(path, outputs)
+        made |= {f"notebooks/{name}": figure for name, figure in figures.items()}
+    return made
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that lead to where a file lies in the checkout lead to its page."""
+    place = page.file.src_uri
+    return relink(markdown, place)
+
+
+def relink(markdown: str, place: str) -> str:
+    """The text of the page `place` with its links to files of the checkout turned into links to pages."""
+    here = posixpath.dirname(ELSEWHERE.get(place, f"docs/{place}"))
+
+    def turned(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(here, found[2]))
+        goal = next((page for page, name in ELSEWHERE.items() if name == target), None)
+        goal = goal or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if goal and goal.startswith("notebooks/") and goal.endswith(".py"):
+            goal = goal.removesuffix(".py") + ".md"
+        if goal is None:
+            return found[0]  # mkdocs warns of it, and a strict build fails
+        relative = posixpath.relpath(goal, posixpath.dirname(place) or ".")
+        return f"{found[1]}{relative}{found[3] or ''}{found[4]}"
+
+    parts = FENCE.split(markdown)
+    return "".join(part if i % 2 else LINK.sub(turned, part) for i, part in enumerate(parts))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Every public name has its place in the built reference."""
+    missing = undocumented(Path(config.site_dir))
+    if missing:
+        raise PluginError(f"not in the API reference: {', '.join(missing)}")
+
+
+def undocumented(site: Path) -> list[str]:
+    """Public names whose page has no heading of theirs."""
+    text = {module: (site / "api" / f"{module}.html").read_text(encoding="utf-8") for module in site_api.MODULES}
+    owners = site_api.owners()
+    missing = []
+    for one in site_api.public_names():
+        owner = owners[one.defined]
+        if f'id="{owner.anchor}"' not in text[owner.module]:
+            missing.append(one.path)
+    return missing
