@@ -59,11 +59,11 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
-    """The interpreter takes half the time."""
+    """The interpreter takes a fraction of the time."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_patch import patch_once_a_launch
+        from interpreter_patch import patch
 
-        patch_once_a_launch()
+        patch()
 
 
 @pytest.fixture(autouse=True)

@@ -70,9 +70,9 @@ def _rank(rank, module, suite, ranks, folder, timeout, backend):
 def _prepare(torch):
     """As conftest.py does for other tests: a faster interpreter, and fresh memory that is full of NaN."""
     from conftest import _poisoned
-    from interpreter_patch import patch_once_a_launch
+    from interpreter_patch import patch
 
-    patch_once_a_launch()
+    patch()
     for name in ("empty", "empty_like", "empty_strided"):
         setattr(torch, name, _poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
