@@ -85,7 +85,7 @@ def test_splits(device):
     held(x, w, rand(16, device=device), plan=plan, padding=1, activation="gelu")
     with pytest.raises(PlanError, match="plan is for another problem"):
         ops.conv2d(x, w, plan=plan)
-    with pytest.raises(PlanError, match="plan field forward: rows must be a power of two and at least 16, got 24"):
+    with pytest.raises(PlanError, match="plan field forward: rows must be a power of two from 16 to 256, got 24"):
         plan.with_tile("forward", rows=24)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ..device import interpreting
-from .activations import CODES
+from .options import CODES
 
 __all__ = [
     "Call",

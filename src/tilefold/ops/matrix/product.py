@@ -9,7 +9,7 @@ from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..device import device_of, interpreting
 from ..records import remember
-from .activations import CODES
+from .options import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
