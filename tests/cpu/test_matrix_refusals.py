@@ -49,7 +49,7 @@ def test_a_plan_of_a_convolution_is_followed_or_refused(device):
         ops.conv2d(x, w, plan=replace(plan, device=device_named("h100")))
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize(("changes", "words"), [
     ({"rows": 24}, "rows must be a power of two from 16 to 256, got 24"),
     ({"columns": 512}, "columns must be a power of two from 16 to 256, got 512"),
     ({"depth": 32.0}, r"depth must be an int, got 32\.0"),
@@ -91,7 +91,7 @@ def test_lowbit_options(weight, device):
         ops.lowbit_matmul_plan(x, weight, deterministic=1)
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize(("changes", "words"), [
     ({"block_n": 48}, "block_n must be a power of two from 1 to 256, got 48"),
     ({"num_warps": 64}, "num_warps must be a power of two from 1 to 32, got 64"),
     ({"stages": 1000}, "stages must be an integer from 1 to 16, got 1000"),
