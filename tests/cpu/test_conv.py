@@ -102,6 +102,16 @@ def test_wide_offsets_give_the_same(device, monkeypatch):
     assert torch.equal(one, held(x, w, padding=1))
 
 
+@pytest.mark.interpreter
+def test_channels_of_one_tile_that_lie_2_31_elements_apart(tmp_path):
+    """As in channels-first images of 64 channels and more than 5839 x 5839 pixels: a sparse file in place of the memory."""
+    plane = 70_000_000
+    held_by = torch.from_file(str(tmp_path / "x"), shared=True, size=32 * plane, dtype=torch.float16)
+    x = held_by.as_strided((1, 32, 4, 4), (32 * plane, plane, 4, 1))
+    x.copy_(rand(1, 32, 4, 4, dtype=torch.float16))
+    held(x, rand(8, 32, 3, 3, dtype=torch.float16) / 20, padding=1)
+
+
 def test_strides_and_rank(device):
     x = rand(2, 9, 7, 16, device=device).permute(0, 3, 1, 2)[:, :, ::2, 1:]
     w = rand(3, 3, 16, 8, device=device).permute(3, 2, 0, 1)
