@@ -231,31 +231,10 @@ def _forward(
     return out, out.new_empty(0) if pre is None else pre
 
 
-def _fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    activation: str,
-    order: str,
-    tf32: bool,
-    out_dtype: torch.dtype | None,
-    plan: str,
-    saved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check(
-        a,
-        b,
-        bias,
-        scale_a,
-        scale_b,
-        None if activation == "none" else activation,
-        order,
-        tf32,
-        out_dtype,
-        a.dim() + b.dim() > 4,
-    )
+def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    bias, scale_a, scale_b, activation, order, tf32, out_dtype, _, saved = rest
+    given = None if activation == "none" else activation
+    check(a, b, bias, scale_a, scale_b, given, order, tf32, out_dtype, a.dim() + b.dim() > 4)
     batch = [t.shape[0] for t in (a, b) if t.dim() == 3][:1]
     out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, out_dtype))
     return out, out.new_empty(out.shape if saved else 0)

@@ -93,7 +93,7 @@ def product(
     key = facts(a), facts(b), facts(bias), facts(scale_a), facts(scale_b), epilogue
     p = _CACHE.get(key)
     if p is None:
-        p = remember(_CACHE, key, _bind(a, b, bias, scale_a, scale_b, epilogue))
+        p = remember(_CACHE, key, _bind((a, b, bias, scale_a, scale_b), epilogue))
     out = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device)
     pre = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device) if epilogue.saved else None
     if p.launch is None:
@@ -212,14 +212,9 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
     return plan
 
 
-def _bind(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    epilogue: Epilogue,
-) -> Prepared:
+def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
+    """The record of a call; tensors: those of `product`, in its order."""
+    a, b, bias, scale_a, scale_b = tensors
     x = operands(a, b, bias, epilogue.fold)
     m, n, _ = x.sizes
     batched = not epilogue.fold and (a.dim() == 3 or b.dim() == 3)
