@@ -7,7 +7,7 @@ channels are one axis.  Result, weight and input lie anywhere: strides of all fo
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish, place_of, taps_of
+from ...device.convolution import finish_pixels, place_of, taps_of
 from ...device.product import add_product
 from ...device.tile import widen
 
@@ -147,4 +147,4 @@ def conv_implicit(
         Bias += i_g * columns
     if Pre is not None:
         Pre += far
-    finish(acc, Bias, o_n, o_n < columns, Out + far, Pre, p, m, ACTIVATION, EMULATE, OUT_PIXELS)
+    finish_pixels(acc, Bias, o_n, o_n < columns, Out + far, Pre, p, m, ACTIVATION, EMULATE, OUT_PIXELS)

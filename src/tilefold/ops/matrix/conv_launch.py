@@ -43,10 +43,10 @@ class Call(NamedTuple):
     settings: Numbers
 
 
-def dense(shape: Numbers, channels_last: bool, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Fresh memory for [N, C, H, W]."""
+def dense(shape: Numbers, channels_last: bool, like: torch.Tensor) -> torch.Tensor:
+    """Fresh memory for [N, C, H, W] in like's dtype, on its device."""
     kind = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=kind)
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
 
 
 def pixels_nearer(strides: Numbers) -> bool:

@@ -100,7 +100,7 @@ def lowbit_matmul_plan(
 
     check_options(weight, deterministic, None)
     check(x, weight, bias)
-    return plan_of(x, weight, bias, deterministic)
+    return plan_of(x, weight, deterministic)
 
 
 def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torch.dtype) -> QuantizedTensor:

@@ -90,7 +90,7 @@ def call(
     return made
 
 
-def plan_of(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool) -> "LowbitPlan":
+def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitPlan":
     """The planner's plan for a call."""
     from ...plan.matrix.lowbit import plan_lowbit
 
@@ -126,7 +126,7 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
     device_of(x.device)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
     if plan is None:
-        plan = plan_of(example, weight, bias, deterministic)
+        plan = plan_of(example, weight, deterministic)
     elif plan.problem != problem_of(example, weight, deterministic):
         raise PlanError(f"plan is for {plan.problem}, the call is {problem_of(example, weight, deterministic)}")
     elif plan.device != device_of(x.device):

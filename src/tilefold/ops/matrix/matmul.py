@@ -118,7 +118,7 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
             RuntimeError,
         ):  # an option that cannot be hashed is wrong, a tensor without an address is a wrapper
             key = None
-    _check_options(activation, order, tf32, out_dtype)
+    _check_options(activation, order, out_dtype)
     _check_tensors(a, b, bias, batched)
     check_tf32("a", a, tf32)
     _check_scales(a, b, scale_a, scale_b)
@@ -128,7 +128,7 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
         _CHECKED.add(key)
 
 
-def _check_options(activation: Any, order: Any, tf32: Any, out_dtype: Any) -> None:
+def _check_options(activation: Any, order: Any, out_dtype: Any) -> None:
     check_activation(activation)
     if order not in ORDERS:
         raise ValueRangeError(f"order must be 'grouped' or 'plain', got {order!r}")
@@ -316,5 +316,5 @@ def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tup
     from .product import bind_gradient
 
     t = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
-    launch, scalars = bind_gradient(t, t, activation)
+    launch, scalars = bind_gradient(t, activation)
     return launch.fn, (t, t, t, *scalars), launch.keywords

@@ -268,7 +268,7 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     elif n.dtype == "float32" and not n.tf32:
         tile = ConvTile(64, 32 if columns <= 32 else 64, 16, 4, 2)
     else:
-        tile = _tensor_tile(n, device, rows, columns, few)
+        tile = _tensor_tile(n, device, columns, few)
     if part == WEIGHT and tile.rows > 64 and rows <= 64:
         tile = replace(tile, rows=64, num_warps=4)
     if part == WEIGHT and n.reduced < FEW and n.taps != (1, 1) and device.backend != "interpreter":
@@ -286,10 +286,11 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     return replace(tile, splits=2)
 
 
-def _tensor_tile(n: ConvProblem, device: Device, rows: int, columns: int, few: bool) -> ConvTile:
+def _tensor_tile(n: ConvProblem, device: Device, columns: int, few: bool) -> ConvTile:
+    """The tile of a kernel on tensor cores; few: taps and channels are one axis."""
     half = n.itemsize == 2
     deep = 32 if few or not half else 64
-    if columns <= 16 or columns <= 32:
+    if columns <= 32:
         return ConvTile(128, 32 if columns > 16 else 16, deep, 4, 3)
     if few and device.generation >= 90:
         return ConvTile(
