@@ -45,6 +45,10 @@ def test_a_plan_of_a_convolution_is_followed_or_refused(device):
     plan = conv_plan(x, w)
     with pytest.raises(PlanError, match="plan has method 'implicit', this call asks for method='im2col'"):
         ops.conv2d(x, w, plan=plan, method="im2col")
+    narrow = rand(4, 1, 3, 3, dtype=F16, device=device)
+    direct = conv_plan(x, narrow, groups=4, method="implicit")
+    assert direct.method == "direct"  # which writes no columns either
+    ops.conv2d(x, narrow, groups=4, method="implicit", plan=direct)
     with pytest.raises(PlanError, match="plan is for h100, this call is on"):
         ops.conv2d(x, w, plan=replace(plan, device=device_named("h100")))
 

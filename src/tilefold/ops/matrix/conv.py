@@ -102,7 +102,8 @@ def _settings(plan: ConvPlan, x: torch.Tensor, weight: torch.Tensor, call: Call)
     """Those of a caller's plan; PlanError unless it is one for this call."""
     if plan.problem != problem_of(x, weight, call):
         raise PlanError(f"plan is for another problem: {plan.problem}, this call is {problem_of(x, weight, call)}")
-    if call.method not in ("auto", plan.method):
+    asked, made = (method == "im2col" for method in (call.method, plan.method))  # "direct" writes no columns either
+    if call.method != "auto" and asked != made:
         raise PlanError(f"plan has method {plan.method!r}, this call asks for method={call.method!r}")
     if not torch.compiler.is_compiling() and not x.is_meta and plan.device != device_of(x.device):
         raise PlanError(f"plan is for {plan.device.name}, this call is on {device_of(x.device).name}")
