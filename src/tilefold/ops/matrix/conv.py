@@ -197,6 +197,7 @@ def settings_of(plan: ConvPlan) -> Numbers:
 
 
 def planned(problem: ConvProblem, call: Call, device: torch.device) -> ConvPlan:
+    """The caller's plan, of call.settings, or the planner's."""
     if not call.settings:
         return plan_conv(problem, device_of(device), call.method)
     tiles = [ConvTile(*call.settings[i : i + 6]) for i in (1, 7, 13)]

@@ -61,18 +61,22 @@ def order(strides: Numbers) -> Numbers:
 
 
 def rounded(n: int, multiple: int) -> int:
+    """n, rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def precision(n: ConvProblem) -> str:
+    """Of products of fp32 factors, as tl.dot names it."""
     return "tf32" if n.tf32 else "ieee"
 
 
 def emulate(n: ConvProblem) -> bool:
+    """Whether kernels compute in fp32 and round by hand: bf16 arithmetic is wrong in Triton's interpreter."""
     return interpreting() and n.dtype == "bfloat16"
 
 
 def options(tile: ConvTile) -> dict[str, int]:
+    """A tile's launch options."""
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 

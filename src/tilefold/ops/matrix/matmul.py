@@ -209,6 +209,7 @@ def plan_name(plan: Any) -> str:
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """out_dtype, or the default: a's, bfloat16 of float8."""
     return out_dtype or (torch.bfloat16 if a.dtype in EIGHT else a.dtype)
 
 
