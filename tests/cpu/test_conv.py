@@ -168,7 +168,7 @@ REFUSED = [
     ({"dilation": 3}, ShapeError,
      "x has shape (1, 4, 5, 5): with padding 0 it is smaller than the filter, which spans 7 x 7"),
     ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
-    ({"activation": "tanh"}, ValueRangeError, "activation must be None or one of relu, silu, gelu, gelu_tanh, got 'tanh'"),
+    ({"activation": "tanh"}, ValueRangeError, "activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got 'tanh'"),
     ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', got 'fft'"),
     ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
     ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,
