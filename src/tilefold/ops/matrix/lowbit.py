@@ -8,7 +8,7 @@ from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...quant import QuantizedTensor
 from ..operator import Operator
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
 from .lowbit_launch import call, dequantise, plain_product
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def lowbit_matmul(
         problem.
     """
     check_options(weight, deterministic, plan)
-    refuse_tangents({"x": x, "bias": bias, "weight.scales": weight.scales})  # no_grad does not stop them
+    if in_forward_mode():
+        refuse_tangents({"x": x, "bias": bias, "weight.scales": weight.scales})  # no_grad does not stop them
     if (
         torch.compiler.is_compiling()
         or is_transformed()
