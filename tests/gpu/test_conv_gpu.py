@@ -116,4 +116,5 @@ def test_channels_first_planes_whose_tile_passes_two_to_the_31():
     for corner in (0, 8192 - 40):
         part = (..., slice(corner, corner + 40), slice(corner, corner + 40))
         inner = (..., slice(1, -1), slice(1, -1))
-        assert torch.equal(got[part][inner], ops.conv2d(x[part].contiguous(), w, padding=1)[inner])
+        want = ops.conv2d(x[part].contiguous(), w, padding=1)  # by another plan: sums in another order
+        torch.testing.assert_close(got[part][inner], want[inner], rtol=1.6e-2, atol=1e-2)
