@@ -3,12 +3,22 @@
 Q is read from shared memory by every product with K, so its buffer has to stay until the last of them has been waited for.
 """
 
-import contextlib
 import threading
-import time
 import types
 
-from gluon_threads import Anything, Barrier, Memory, Note, Number, Offsets, Turn, run_threads
+from gluon_threads import (
+    Anything,
+    Barrier,
+    Memory,
+    Note,
+    Number,
+    Offsets,
+    Panels,
+    Streams,
+    Tile,
+    Turn,
+    run_threads,
+)
 from tilefold.kernels.hopper import attention_forward, forward_parts, forward_work
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
@@ -34,48 +44,15 @@ def parts_of(dim):
     return (wide,) if wide == dim else (wide, dim - wide)
 
 
-class Buffers:
-    """Panels of 64 columns in shared memory: what was copied there, and how many products read each."""
+class Buffers(Panels):
+    """Panels of 64 columns of one part of a tensor; columns: where the panels of a tile begin."""
 
     def __init__(self, memory, name, number, part, columns):
-        self.memory, self.name, self.part, self.dtype = memory, name, part, Anything()
-        self.columns = columns  # where the panels of a tile begin
-        self.content, self.readers = [None] * (number * len(columns)), [0] * (number * len(columns))
-
-    def index(self, i):
-        return Panel(self, i)
+        super().__init__(memory, name, number * len(columns), len(columns))
+        self.part, self.columns, self.dtype = part, columns, Anything()
 
 
-class Panel:
-    def __init__(self, buffers, i):
-        self.buffers, self.i = buffers, i
-
-    def fill(self, content):
-        with self.buffers.memory.changed:
-            if self.buffers.readers[self.i]:
-                self.buffers.memory.fail(f"{self.buffers.name}[{self.i}] is written while it is read")
-            self.buffers.content[self.i] = content
-
-
-class Tile:
-    """The panels of one tile."""
-
-    def __init__(self, buffers, slot):
-        self.buffers, number = buffers, len(buffers.columns)
-        self.panels = range(slot * number, (slot + 1) * number)
-
-    def permute(self, order):
-        return self
-
-    def held(self):
-        return [self.buffers.content[i] for i in self.panels]
-
-    def reading(self, number):
-        for i in self.panels:
-            self.buffers.readers[i] += number
-
-
-class Run:
+class Run(Streams):
     """One launch over `heads` query heads in groups; P of a tile is its key tile's number.
 
     lengths: of each sequence, (queries, keys); several make a packed batch."""
@@ -121,10 +98,7 @@ class Run:
         )  # fmt: skip
         names = {
             "gl": gl, "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "LOG2E": 1.0, "range": range, "len": len,
-            "mbarrier": types.SimpleNamespace(
-                wait=lambda bar, parity: bar.wait(parity), expect=lambda bar, size: bar.arrive(expected=size),
-                arrive=lambda bar, count: bar.arrive(),
-            ),
+            "mbarrier": run.mbarrier,
             "tma_load": run.copy, "wgmma": run.product, "wgmma_wait": run.wait_products, "wide_of": lambda dim: parts_of(dim)[0],
             "panel_of": lambda dim: 64, "tiles_of": lambda buffers, *shape: tuple(map(Tiles, buffers)),
             "tile_of": lambda tiles, i: tuple(t.index(i) for t in tiles), "draw_ticket": lambda tickets: run.draw(),
@@ -175,17 +149,6 @@ class Run:
     def begin(self, item):
         self.local.item, self.local.open, self.local.tiles = item, [], {}
         return item
-
-    def copy(self, desc, place, barrier, panel):
-        panel.fill(None)
-
-        def arrive():
-            time.sleep(self.memory.random.random() * 1e-3)
-            with contextlib.suppress(AssertionError):  # noted in memory.failure
-                panel.fill((desc, *(int(p) for p in place)))
-                barrier.arrive(copied=self.bytes_of(desc))
-
-        threading.Thread(target=arrive, daemon=True).start()
 
     def bytes_of(self, desc):
         return (64 if desc == "q" else self.keys) * 64 * 2
@@ -242,14 +205,6 @@ class Run:
                 t.reading(1)
         self.local.open.append(reads)
         return Product(j) if side == "k" else acc
-
-    def wait_products(self, pending, deps):
-        self.memory.nap()
-        while len(self.local.open) > pending:
-            with self.memory.changed:
-                for t in self.local.open.pop(0):
-                    t.reading(-1)
-        return deps[0] if len(deps) == 1 else deps
 
     def buffers(self, name, number, dim):
         begin, made = 0, []

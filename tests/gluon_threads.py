@@ -3,6 +3,7 @@
 Gluon has no interpreter.  What is checked with these is the protocol: who waits for whom, and what is where at which time.
 """
 
+import contextlib
 import random
 import threading
 import time
@@ -141,6 +142,70 @@ class Offsets:
 
     def __add__(self, offset):
         return Offsets(self.values, self.i + offset)
+
+
+class Panels:
+    """Panels in shared memory: what was copied to each, and how many products read it; tiles of `width` of them."""
+
+    def __init__(self, memory, name, number, width=1):
+        self.memory, self.name, self.width = memory, name, width
+        self.content, self.readers = [None] * number, [0] * number
+
+    def index(self, i):
+        return types.SimpleNamespace(fill=lambda content: self.fill(i, content))
+
+    def fill(self, i, content):
+        with self.memory.changed:
+            if self.readers[i]:
+                self.memory.fail(f"{self.name}[{i}] is written while it is read")
+            self.content[i] = content
+
+
+class Tile:
+    """The panels of one tile."""
+
+    def __init__(self, buffers, slot):
+        self.buffers, self.panels = buffers, range(slot * buffers.width, (slot + 1) * buffers.width)
+
+    def permute(self, order):
+        return self
+
+    def held(self):
+        return [self.buffers.content[i] for i in self.panels]
+
+    def reading(self, number):
+        for i in self.panels:
+            self.buffers.readers[i] += number
+
+
+class Streams:
+    """What a launch does besides its own: copies that arrive some time, products that read until they are waited for.
+
+    Needs memory, local.open (the tiles of each product that is not waited for) and bytes_of(desc), of a copy."""
+
+    mbarrier = types.SimpleNamespace(
+        wait=lambda bar, parity: bar.wait(parity), expect=lambda bar, size: bar.arrive(expected=size),
+        arrive=lambda bar, count: bar.arrive(),
+    )  # fmt: skip
+
+    def copy(self, desc, place, barrier, panel):
+        panel.fill(None)
+
+        def arrive():
+            time.sleep(self.memory.random.random() * 1e-3)
+            with contextlib.suppress(AssertionError):  # noted in memory.failure
+                panel.fill((desc, *(int(p) for p in place)))
+                barrier.arrive(copied=self.bytes_of(desc))
+
+        threading.Thread(target=arrive, daemon=True).start()
+
+    def wait_products(self, pending, deps):
+        self.memory.nap()
+        while len(self.local.open) > pending:
+            with self.memory.changed:
+                for tile in self.local.open.pop(0):
+                    tile.reading(-1)
+        return deps[0] if len(deps) == 1 else deps
 
 
 def run_threads(memory, works):

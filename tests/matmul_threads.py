@@ -4,48 +4,14 @@ A product reads its buffers from when it is issued until it is waited for; what 
 compared with what the work item should be, worked out in another way than the kernel's.
 """
 
-import contextlib
 import threading
-import time
 import types
 
-from gluon_threads import Anything, Barrier, Memory, Number, run_threads
+from gluon_threads import Anything, Barrier, Memory, Number, Panels, Streams, Tile, run_threads
 from tilefold.kernels.hopper import matmul, matmul_parts
 
 
-class Ring:
-    """Panels in shared memory: what was copied there, and how many products read each; tiles of `width` of them."""
-
-    def __init__(self, memory, name, panels, width=1):
-        self.memory, self.name, self.width = memory, name, width
-        self.content, self.readers = [None] * panels, [0] * panels
-
-    def index(self, i):
-        return types.SimpleNamespace(fill=lambda content: self.fill(i, content))
-
-    def fill(self, i, content):
-        with self.memory.changed:
-            if self.readers[i]:
-                self.memory.fail(f"{self.name}[{i}] is written while it is read")
-            self.content[i] = content
-
-
-class Tile:
-    def __init__(self, ring, slot):
-        self.ring, self.panels = ring, range(slot * ring.width, (slot + 1) * ring.width)
-
-    def permute(self, order):
-        return self
-
-    def held(self):
-        return [self.ring.content[i] for i in self.panels]
-
-    def reading(self, number):
-        for i in self.panels:
-            self.ring.readers[i] += number
-
-
-class Run:
+class Run(Streams):
     """One launch: `shape` in tiles (rows, columns, k), batch entries, shares of the sum."""
 
     def __init__(
@@ -78,17 +44,8 @@ class Run:
             return [a], [("b", entry * self.own[1], column, k)]
         return [a], [("b", entry * self.own[1], k, column + 64 * p) for p in range(self.panels)]
 
-    def copy(self, desc, place, barrier, panel):
-        panel.fill(None)
-
-        def arrive():
-            time.sleep(self.memory.random.random() * 1e-3)
-            with contextlib.suppress(AssertionError):  # noted in memory.failure
-                panel.fill((desc, *(int(p) for p in place)))
-                rows = self.columns if desc == "b" and self.turned[1] else 64
-                barrier.arrive(copied=rows * 64 * 2)
-
-        threading.Thread(target=arrive, daemon=True).start()
+    def bytes_of(self, desc):
+        return (self.columns if desc == "b" and self.turned[1] else 64) * 64 * 2
 
     def product(self, a, b, acc, is_async=True):
         with self.memory.changed:
@@ -97,14 +54,6 @@ class Run:
                 tile.reading(1)
         self.local.open.append((a, b))
         return acc
-
-    def wait_products(self, pending, deps):
-        self.memory.nap()
-        while len(self.local.open) > pending:
-            with self.memory.changed:
-                for tile in self.local.open.pop(0):
-                    tile.reading(-1)
-        return deps[0]
 
     def finish(self, acc, o_desc, p_desc, out, pre, bias, staging, consumer, i_s, i_b, row, column, *rest):
         """Every product of the share was made, with the right factors, and has been waited for."""
@@ -125,10 +74,7 @@ class Run:
         names = {
             "gl": gl, "range": lambda *ends: map(Number, range(*ends)), "swizzled": Anything(),
             "panels_of": lambda columns, turned: self.panels, "tma_load": self.copy, "wgmma": self.product,
-            "mbarrier": types.SimpleNamespace(
-                wait=lambda bar, parity: bar.wait(parity), expect=lambda bar, size: bar.arrive(expected=size),
-                arrive=lambda bar, count: bar.arrive(),
-            ),
+            "mbarrier": self.mbarrier,
             "wgmma_wait": self.wait_products, "wait_for_stores": lambda: None, "finish_part": self.finish,
             "reinterpret": lambda ring, *shape: types.SimpleNamespace(index=lambda i: Tile(ring, i)),
         }  # fmt: skip
@@ -140,7 +86,10 @@ class Run:
 
     def program(self, program, programs):
         names = self.namespace(program, programs)
-        rings = [Ring(self.memory, "a", self.slots * 2), Ring(self.memory, "b", self.slots * self.panels, self.panels)]
+        rings = [
+            Panels(self.memory, "a", self.slots * 2),
+            Panels(self.memory, "b", self.slots * self.panels, self.panels),
+        ]
         for name, count in (("full", 1), ("empty", 2)):
             made = [Barrier(self.memory, f"{name}[{i}]", count) for i in range(self.slots)]
             rings.append(types.SimpleNamespace(index=made.__getitem__))

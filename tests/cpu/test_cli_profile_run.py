@@ -91,7 +91,15 @@ def test_every_family_gives_a_call(family):
     with made.context():
         assert made.call() is not None
     assert made.name == case.name and made.flops > 0 and made.bytes > 0
-    assert made.dtype in ("bfloat16", "float16", "float32") or made.dtype
+    assert device_named("h200").matmul_rate(made.dtype) > 0
+
+
+def test_a_direction_that_a_family_has_not_is_refused():
+    with pytest.raises(
+        profile_run.ValueRangeError, match="direction of family 'gemm' must be 'forward', got 'backward'"
+    ):
+        cases_in("gemm", "tiny", "backward")
+    assert cases_in("dense", "tiny", "backward")
 
 
 def test_the_work_of_a_call_goes_to_its_one_kernel():

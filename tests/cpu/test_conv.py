@@ -85,7 +85,7 @@ def test_splits(device):
     held(x, w, rand(16, device=device), plan=plan, padding=1, activation="gelu")
     with pytest.raises(PlanError, match="plan is for another problem"):
         ops.conv2d(x, w, plan=plan)
-    with pytest.raises(PlanError, match="plan field forward: rows must be a power of two and at least 16, got 24"):
+    with pytest.raises(PlanError, match="plan field forward: rows must be a power of two from 16 to 256, got 24"):
         plan.with_tile("forward", rows=24)
 
 
@@ -100,6 +100,16 @@ def test_wide_offsets_give_the_same(device, monkeypatch):
         conv, "problem_of", lambda *args: __import__("dataclasses").replace(problem_of(*args), wide64=True)
     )
     assert torch.equal(one, held(x, w, padding=1))
+
+
+@pytest.mark.interpreter
+def test_channels_of_one_tile_that_lie_2_31_elements_apart(tmp_path):
+    """As in channels-first images of 64 channels and more than 5839 x 5839 pixels: a sparse file in place of the memory."""
+    plane = 70_000_000
+    held_by = torch.from_file(str(tmp_path / "x"), shared=True, size=32 * plane, dtype=torch.float16)
+    x = held_by.as_strided((1, 32, 4, 4), (32 * plane, plane, 4, 1))
+    x.copy_(rand(1, 32, 4, 4, dtype=torch.float16))
+    held(x, rand(8, 32, 3, 3, dtype=torch.float16) / 20, padding=1)
 
 
 def test_strides_and_rank(device):
@@ -158,7 +168,8 @@ REFUSED = [
     ({"dilation": 3}, ShapeError,
      "x has shape (1, 4, 5, 5): with padding 0 it is smaller than the filter, which spans 7 x 7"),
     ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
-    ({"activation": "tanh"}, ValueRangeError, "activation must be None or one of relu, silu, gelu, gelu_tanh, got 'tanh'"),
+    ({"activation": "tanh"}, ValueRangeError,
+     "activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got 'tanh'"),
     ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', got 'fft'"),
     ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
     ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,

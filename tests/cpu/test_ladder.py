@@ -9,7 +9,15 @@ import tilefold
 from cases import judge, qkv, rand
 from ladder_cases import NAMES, rung
 from tilefold import ladder, reference
-from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    TilefoldError,
+    Unsupported,
+    ValueRangeError,
+)
 from tilefold.ladder import Tile
 from tilefold.ladder.inputs import problem_of
 from tilefold.plan.cost import attention_cost
@@ -219,6 +227,34 @@ def test_refusals(i, device):
     with pytest.raises(error) as caught:
         rung(name, *given, **options)
     assert text in str(caught.value) and isinstance(caught.value, TilefoldError)
+
+
+def test_the_cache_is_checked(device):
+    q, k, v = (rand(2, 9, 2, 16, dtype=torch.float16, device=device) for _ in range(3))
+    for given, error, text in (
+        (([1], v), DtypeError, "k must be a torch.Tensor, got list"),
+        ((k, v.float()), DtypeError, "v has dtype float32, but k has float16"),
+        ((k, v[:, :8]), ShapeError, r"v has shape \(2, 8, 2, 16\)"),
+        ((k, v, [9, 9]), DtypeError, "lengths must be a torch.Tensor or None, got list"),
+        ((k, v, torch.full((2, 1), 9, dtype=torch.int32, device=device)), ShapeError, "lengths has 2 dimensions"),
+        ((k, v, torch.full((2,), 10, dtype=torch.int32, device=device)), ValueRangeError, "lengths must be 2 numbers"),
+    ):
+        with pytest.raises(error, match=text):
+            ladder.paged_cache(*given)
+    with pytest.raises(DtypeError, match="cache must be a ladder.PagedCache, got Tensor"):
+        ladder.paged.attention(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["naive", "flash", "split"])
+def test_transforms_and_tensors_without_values_are_refused(name, device):
+    q, k, v = (rand(1, 9, 2, 16, dtype=torch.float16, device=device) for _ in range(3))
+    program = getattr(ladder, name)
+    with pytest.raises(Unsupported, match="the ladder has no rule for vmap"):
+        torch.func.vmap(lambda q: program.attention(q, k, v))(q[None])
+    with pytest.raises(Unsupported, match="q carries a forward-mode tangent"):
+        torch.func.jvp(lambda q: program.attention(q, k, v), (q,), (q,))
+    with pytest.raises(DeviceError, match="q is on the meta device"):
+        program.attention(*(t.to("meta") for t in (q, k, v)))
 
 
 def test_tiles_and_names_are_checked():

@@ -157,6 +157,8 @@ def test_reports():
 
 
 def test_refusals():
+    with pytest.raises(ValueRangeError, match="declare must map kernels' names to"):
+        tilefold.profile(declare=[Declared()])
     with pytest.raises(ValueRangeError, match=r"declare\['fold'\] must be a tilefold.profiling.Declared, got 3"):
         tilefold.profile(declare={"fold": 3})
     if not torch.cuda.is_available():

@@ -104,3 +104,17 @@ def test_more_than_two_to_the_31_elements():
     want = ops.conv2d(x.expand(64, 64, 64, 64), w, padding=1)
     got = ops.conv2d(many, w, padding=1)
     assert all(torch.equal(got[i], want[0]) for i in (0, 4096, 8191, 8199))
+
+
+@pytest.mark.large
+@pytest.mark.no_poison
+def test_channels_first_planes_whose_tile_passes_two_to_the_31():
+    """63 planes of 8192 x 8192 pixels lie between the first and the last channel of a tile, of the input and of the result."""
+    x = torch.randn(1, 64, 8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(64, 64, 3, 3, device=DEVICE).bfloat16() / 24
+    got = ops.conv2d(x, w, padding=1)
+    for corner in (0, 8192 - 40):
+        part = (..., slice(corner, corner + 40), slice(corner, corner + 40))
+        inner = (..., slice(1, -1), slice(1, -1))
+        want = ops.conv2d(x[part].contiguous(), w, padding=1)  # by another plan: sums in another order
+        torch.testing.assert_close(got[part][inner], want[inner], rtol=1.6e-2, atol=1e-2)

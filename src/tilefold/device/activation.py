@@ -6,6 +6,8 @@ Source of the GELUs: Hendrycks and Gimpel 2016, arXiv:1606.08415; the names are 
 import triton
 import triton.language as tl
 
+from .tile import narrow
+
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
 SILU = tl.constexpr(2)
@@ -44,6 +46,14 @@ def activate(x, KIND: tl.constexpr):
         return x * sigmoid(TWICE * (x + CUBIC * x * x * x))
     else:
         return x
+
+
+@triton.jit
+def store_activated(acc, Out, Pre, p, m, KIND: tl.constexpr, EMULATE: tl.constexpr):
+    """Store the activation of acc, and acc itself to Pre unless that is None; p: places in both, m: mask."""
+    if Pre is not None:
+        tl.store(Pre + p, narrow(acc, Pre.dtype.element_ty, EMULATE), mask=m)
+    tl.store(Out + p, narrow(activate(acc, KIND), Out.dtype.element_ty, EMULATE), mask=m)
 
 
 @triton.jit

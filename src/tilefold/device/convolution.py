@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .activation import activate
-from .tile import narrow
+from .activation import store_activated
 
 
 @triton.jit
@@ -34,7 +33,7 @@ def place_of(row, total, high, wide):
 
 
 @triton.jit
-def finish(
+def finish_pixels(
     acc, Bias, o_n, m_n, Out, Pre, p, m, ACTIVATION: tl.constexpr, EMULATE: tl.constexpr, TURNED: tl.constexpr = False
 ):
     """Bias, activation and stores of a tile acc [., columns], TURNED [columns, .]: p its places in Out and in Pre (or None), the
@@ -42,6 +41,4 @@ def finish(
     if Bias is not None:
         bias = tl.load(Bias + o_n, mask=m_n, other=0.0).to(tl.float32)
         acc += bias[:, None] if TURNED else bias[None, :]
-    if Pre is not None:
-        tl.store(Pre + p, narrow(acc, Pre.dtype.element_ty, EMULATE), mask=m)
-    tl.store(Out + p, narrow(activate(acc, ACTIVATION), Out.dtype.element_ty, EMULATE), mask=m)
+    store_activated(acc, Out, Pre, p, m, ACTIVATION, EMULATE)

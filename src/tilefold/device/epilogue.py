@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .activation import activate
-from .tile import narrow, widen
+from .activation import store_activated
+from .tile import widen
 
 NO_BIAS = tl.constexpr(0)
 COLUMNS = tl.constexpr(1)
@@ -53,6 +53,4 @@ def finish_tile(acc, Out, Pre, o_tile, Bias, bias, stride_bm, stride_bn, rows, c
     elif BIAS == FULL:
         o_bias = bias + (rows * stride_bm)[:, None] + (columns * stride_bn)[None, :]
         acc += widen(tl.load(Bias + o_bias, mask=m_tile, other=0.0), EMULATE).to(tl.float32)
-    if Pre is not None:
-        tl.store(Pre + o_tile, narrow(acc, Pre.dtype.element_ty, EMULATE), mask=m_tile)
-    tl.store(Out + o_tile, narrow(activate(acc, ACTIVATION), Out.dtype.element_ty, EMULATE), mask=m_tile)
+    store_activated(acc, Out, Pre, o_tile, m_tile, ACTIVATION, EMULATE)

@@ -4,11 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+from tilefold.check import FLOATS, TensorSpec, bind
+from tilefold.errors import ValueRangeError
 
 __all__ = ["Memory", "PagedCache", "paged_cache"]
 
 BLOCK = 16
+SPECS = (
+    TensorSpec("k", "batch capacity kv_heads dim", FLOATS),
+    TensorSpec("v", "batch capacity kv_heads dim", FLOATS, same_dtype_as="k"),
+    TensorSpec("lengths", "batch", (torch.int32,), optional=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +51,14 @@ def paged_cache(
 ) -> PagedCache:
     """Copy contiguous k and v [batch, capacity, kv_heads, dim] into blocks of `block` keys, which lie in random order.
 
-    lengths: [batch] int32, keys of each sequence; default: all.  Reads it.  ShapeError, DtypeError, ValueRangeError."""
-    if k.dim() != 4 or v.shape != k.shape:
-        raise ShapeError(
-            f"k and v must be [batch, seq, kv_heads, dim], both alike, got {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+    lengths: [batch] int32, keys of each sequence; default: all.  Reads it.  ShapeError, DtypeError, DeviceError,
+    LayoutError, ValueRangeError."""
+    bind(SPECS, {"k": k, "v": v, "lengths": lengths})
     if type(block) is not int or block < 1:
         raise ValueRangeError(f"block must be an integer of at least 1, got {block!r}")
-    if lengths is not None and lengths.dtype != torch.int32:
-        raise DtypeError(f"lengths has dtype {str(lengths.dtype).removeprefix('torch.')}, accepted: int32")
     batch, capacity, heads, dim = k.shape
     count = [capacity] * batch if lengths is None else lengths.tolist()
-    if len(count) != batch or min(count, default=0) < 0 or max(count, default=0) > capacity:
+    if min(count, default=0) < 0 or max(count, default=0) > capacity:
         raise ValueRangeError(f"lengths must be {batch} numbers from 0 to {capacity}, got {count}")
     needed = [-(-n // block) for n in count]
     order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)).to(torch.int32)

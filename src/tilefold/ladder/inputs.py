@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from tilefold.check import FLOATS, TensorSpec, bind
-from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from tilefold.errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
+from tilefold.ops.watch import refuse_tangents, refuse_transforms
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_two
 
@@ -65,6 +66,10 @@ def checked(q: Any, k: Any, v: Any, causal: bool, tile: Tile | None, **others: A
     for name, one in {"q": q, "k": k, "v": v, **others}.items():
         if one is not None and one.requires_grad and torch.is_grad_enabled():
             raise Unsupported(f"{name} requires a gradient, but the ladder has none: use tilefold.attention")
+    refuse_tangents({"q": q, "k": k, "v": v, **others})
+    refuse_transforms("the ladder")
+    if q.is_meta:
+        raise DeviceError("q is on the meta device: the ladder's programs need values")
     device_of(q.device)
     return problem_of(q, k, causal)
 

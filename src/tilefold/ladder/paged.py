@@ -21,7 +21,8 @@ import triton.language as tl
 
 from tilefold.device.product import add_product
 from tilefold.device.tile import narrow, widen
-from tilefold.ladder.cache import paged_cache
+from tilefold.errors import DtypeError
+from tilefold.ladder.cache import PagedCache, paged_cache
 from tilefold.ladder.inputs import Tile, checked, emulated, fitted, is_there, keys_read, strides
 from tilefold.plan.cost import Cost
 
@@ -90,6 +91,8 @@ def paged_kernel(
 
 def attention(q, cache, causal=False, *, tile=None):
     """q [batch, seq_q, heads, dim] over a PagedCache; causal: query i of a sequence sits at key i + its length - seq_q."""
+    if not isinstance(cache, PagedCache):
+        raise DtypeError(f"cache must be a ladder.PagedCache, got {type(cache).__name__}; ladder.paged_cache makes one")
     k, v = (t[:1].expand(len(cache.table), *t.shape[1:]) for t in (cache.k, cache.v))  # shapes alone: nothing is copied
     p = checked(q, k, v, causal, tile, lengths=cache.lengths)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

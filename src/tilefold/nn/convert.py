@@ -218,6 +218,8 @@ def skipping(skip: Skip, found: list[Found]) -> Callable[[Found], bool]:
     if callable(skip):
         predicate: Callable[[str, nn.Module], bool] = skip
         return lambda layer: any(predicate(name, layer.module) for name in layer.names)
+    if not isinstance(skip, Iterable):
+        raise ValueRangeError(f"skip must be names, globs or a predicate, got {skip!r}")
     patterns = [skip] if isinstance(skip, str) else list(skip)
 
     def matches(pattern: str, name: str) -> bool:
@@ -248,7 +250,7 @@ def captured(model: nn.Module, layers: list[Found], inputs: Any) -> dict[str, to
         return hook
 
     handles = [layer.module.register_forward_pre_hook(keep(layer.name)) for layer in layers]
-    training = model.training
+    modes = {module: module.training for module in model.modules()}  # parts of a model may have modes of their own
     try:
         with torch.no_grad():
             model.eval()
@@ -257,7 +259,8 @@ def captured(model: nn.Module, layers: list[Found], inputs: Any) -> dict[str, to
             else:
                 model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
         for handle in handles:
             handle.remove()
     return seen

@@ -47,6 +47,8 @@ class LowBitLinear(nn.Module):
         if bias is None:
             self.register_parameter("bias", None)
             return
+        if not isinstance(bias, torch.Tensor):
+            raise DtypeError(f"bias must be a torch.Tensor or None, got {type(bias).__name__}")
         if tuple(bias.shape) != (self.out_features,):
             raise ShapeError(f"bias must be [N] = [{self.out_features}], got {list(bias.shape)}")
         if not bias.is_floating_point():
@@ -60,6 +62,8 @@ class LowBitLinear(nn.Module):
         cls, linear: nn.Linear, bits: int = 4, group: int | EllipsisType | None = ..., **options: Any
     ) -> "LowBitLinear":
         """The layer with its weight rounded; options as for `tilefold.quant.quantize_weight`.  The bias is shared, not copied."""
+        if not isinstance(linear, nn.Linear):
+            raise DtypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
         made = cls(quantize_weight(linear.weight, bits, group, **options), linear.bias)
         return made.train(linear.training)
 

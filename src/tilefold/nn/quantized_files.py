@@ -20,6 +20,7 @@ def save_quantized(model: nn.Module, path: str | Path) -> None:
     """Write a model's state_dict as one safetensors file; tensors that several names share are written once.
 
     Needs the package safetensors.  `load_quantized` reads it."""
+    _check_model(model)
     save_file = _safetensors().save_file
     first: dict[tuple[Any, ...], str] = {}
     tensors, other = {}, {}
@@ -52,6 +53,9 @@ def load_quantized(
     source's tensors themselves, as for a model on the meta device.
 
     Raises ValueRangeError for what is missing, left over or of another shape, with the names."""
+    _check_model(model)
+    if not isinstance(source, str | Path | Mapping):
+        raise ValueRangeError(f"source must be a state_dict or an existing file, got {type(source).__name__}")
     state = dict(source) if isinstance(source, Mapping) else _read(Path(source))
     ready: dict[int, QuantizedTensor] = {}  # by address: layers that share a weight in the source share it again
     for layer in linear_layers(model):
@@ -82,6 +86,11 @@ def load_quantized(
             f"build the model on a real device"
         )
     return model if device is None else model.to(device)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueRangeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

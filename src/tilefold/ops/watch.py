@@ -8,12 +8,16 @@ import torch
 from ..errors import Unsupported
 
 __all__ = [
+    "in_forward_mode",
     "is_transformed",
     "is_watched",
     "refuse_batched",
     "refuse_derivatives",
     "refuse_gradients",
     "refuse_tangents",
+    "refuse_transforms",
+    "resolved",
+    "transforms",
     "wants_gradient",
 ]
 
@@ -22,7 +26,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def wants_gradient(tensors: Iterable[Any]) -> bool:
     """Whether one of them requires a gradient or carries a tangent; what is no tensor is for the checks to find."""
-    tangents = _in_forward_mode()
+    tangents = in_forward_mode()
     for t in tensors:  # a generator in any() takes longer, and every call asks
         if t is not None and isinstance(t, torch.Tensor) and (t.requires_grad or (tangents and _has_tangent(t))):
             return True
@@ -31,7 +35,7 @@ def wants_gradient(tensors: Iterable[Any]) -> bool:
 
 def refuse_tangents(named: Mapping[str, Any]) -> None:
     """Unsupported, naming it, if a tensor carries a forward-mode tangent."""
-    if not _in_forward_mode():
+    if not in_forward_mode():
         return
     for name, t in named.items():
         if isinstance(t, torch.Tensor) and _has_tangent(t):
@@ -50,7 +54,7 @@ def refuse_batched(named: Mapping[str, Any], what: str) -> None:
 def refuse_derivatives(names: Iterable[str], tensors: Iterable[Any], what: str) -> None:
     """Unsupported, naming it, for a tensor with a derivative that a forward-only operator has no chance to refuse: neither
     forward mode nor torch.func.grad asks for its backward pass."""
-    if not _in_forward_mode() and not is_transformed():
+    if not in_forward_mode() and not is_transformed():
         return
     named = dict(zip(names, tensors, strict=True))
     refuse_tangents(named)
@@ -72,6 +76,26 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def transforms() -> tuple[str, ...]:
+    """The transforms of torch.func that are open, outermost first, as torch names them: Grad, Vmap, Jvp, ..."""
+    return tuple(each.key().name for each in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def refuse_transforms(what: str) -> None:
+    """Unsupported inside torch.func.vmap and jvp, and so inside jacrev, jacfwd and hessian, which are made of them."""
+    if not is_transformed():
+        return
+    for name in transforms():
+        if name in ("Vmap", "Jvp"):
+            raise Unsupported(f"{what} has no rule for {name.lower()}: of torch.func, it takes grad and vjp only")
+
+
+def resolved(grad: Any) -> Any:
+    """A gradient, or None, whose memory holds its numbers: autograd may hand over a lazy negation or conjugate, which no kernel
+    sees."""
+    return grad if grad is None else grad.resolve_neg().resolve_conj()
+
+
 def is_watched(tensors: Iterable[Any]) -> bool:
     """Whether a dispatch mode or a tensor subclass has to see an operator."""
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -82,7 +106,8 @@ def is_watched(tensors: Iterable[Any]) -> bool:
     return False
 
 
-def _in_forward_mode() -> bool:
+def in_forward_mode() -> bool:
+    """Whether tensors may carry forward-mode tangents: cheap enough for every call."""
     return torch.autograd.forward_ad._current_level >= 0
 
 

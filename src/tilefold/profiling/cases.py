@@ -34,13 +34,16 @@ class Chosen:
 
 
 def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, ...]:
-    """The cases of a family at a size. ValueRangeError for an unknown family."""
+    """The cases of a family at a size ("full", "quick" or "tiny"); direction: of dense and sparse, "forward" or "backward".
+    ValueRangeError for an unknown family or size, and for a direction that the family has not."""
     if family not in FAMILIES:
         raise ValueRangeError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if not FAMILIES[family]:
         from tilefold.bench.cases import cases_of
 
         return cases_of(family, size, direction=direction)
+    if direction != "forward":
+        raise ValueRangeError(f"direction of family {family!r} must be 'forward', got {direction!r}")
     return tuple(_family(family).cases(size))
 
 

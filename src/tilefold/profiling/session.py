@@ -144,6 +144,8 @@ def profile(*, declare: Mapping[str, Declared] | None = None, metadata: bool = F
     Warm up before: a region that compiles shows a device that waits. The region begins and ends with a synchronisation. Under
     Nsight Compute it only marks what is to be measured. Raises DeviceError without a GPU, Unsupported inside another region.
     """
+    if declare is not None and not isinstance(declare, Mapping):
+        raise ValueRangeError(f"declare must map kernels' names to tilefold.profiling.Declared, got {declare!r}")
     for name, each in (declare or {}).items():
         if not isinstance(each, Declared):
             raise ValueRangeError(f"declare[{name!r}] must be a tilefold.profiling.Declared, got {each!r}")

@@ -65,8 +65,8 @@ def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | N
 
     The planes are int32 as the module says.  Raises DtypeError, ShapeError, or ValueRangeError for a code of more bits."""
     check_bits(bits)
-    if codes.dtype != torch.uint8:
-        raise DtypeError(f"codes must be uint8, got {codes.dtype}")
+    if not isinstance(codes, torch.Tensor) or codes.dtype != torch.uint8:
+        raise DtypeError(f"codes must be uint8, got {getattr(codes, 'dtype', type(codes).__name__)}")
     if codes.dim() != 2 or 0 in codes.shape:
         raise ShapeError(f"codes must be [N, K] with both at least 1, got {list(codes.shape)}")
     largest = int(codes.max())
@@ -91,8 +91,8 @@ def unpack(packed: torch.Tensor, high: torch.Tensor | None, bits: int, shape: tu
 
 def check_plane(name: str, plane: torch.Tensor, size: tuple[int, int, int], bits: int, shape: tuple[int, int]) -> None:
     """Raise DtypeError or ShapeError unless the plane is int32 of that size, and contiguous."""
-    if plane.dtype != torch.int32:
-        raise DtypeError(f"{name} must be int32, got {plane.dtype}")
+    if not isinstance(plane, torch.Tensor) or plane.dtype != torch.int32:
+        raise DtypeError(f"{name} must be int32, got {getattr(plane, 'dtype', type(plane).__name__)}")
     if tuple(plane.shape) != size or not plane.is_contiguous():
         kind = "" if plane.is_contiguous() else " (not contiguous)"
         raise ShapeError(

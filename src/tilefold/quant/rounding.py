@@ -4,7 +4,7 @@ from types import EllipsisType
 
 import torch
 
-from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from .packing import check_bits, pack
 from .refine import nearest_codes, refine_zeros
 from .tensor import DTYPES, QuantizedTensor, check_dtype
@@ -35,7 +35,9 @@ def quantize_weight(
     refine: "hqq" moves zero points between codes (`tilefold.quant.refine`), "asymmetric" only; no group's error grows.
 
     Without refinement no weight is more than half a scale off (and fp32 rounding).
-    Raises DtypeError, ShapeError, ValueRangeError (NaN, infinities, scales that `dtype` cannot hold) and Unsupported."""
+    Raises DtypeError, ShapeError, DeviceError (meta: no values), LayoutError, ValueRangeError (NaN,
+    infinities, scales that `dtype` cannot hold) and Unsupported."""
+    _check_tensor(w)
     if w.dtype not in DTYPES:
         raise DtypeError(f"w must be one of {', '.join(map(str, DTYPES))}, got {w.dtype}")
     if w.dim() != 2 or 0 in w.shape:
@@ -74,8 +76,20 @@ def quantize_weight(
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The weight [N, K] that `q` stands for, in `dtype` (q.dtype by default): `q.dequantize(dtype)`."""
+    """The weight [N, K] that `q` stands for, in `dtype` (q.dtype by default): `q.dequantize(dtype)`.  DtypeError."""
+    if not isinstance(q, QuantizedTensor):
+        raise DtypeError(f"q must be a QuantizedTensor, got {type(q).__name__}")
     return q.dequantize(dtype)
+
+
+def _check_tensor(w: object) -> None:
+    """Raise unless it is a tensor whose values lie in memory."""
+    if not isinstance(w, torch.Tensor):
+        raise DtypeError(f"w must be a torch.Tensor, got {type(w).__name__}")
+    if w.is_meta:
+        raise DeviceError("w is on the meta device: it has no values to quantise")
+    if w.layout != torch.strided:
+        raise LayoutError(f"w must be a dense strided tensor, got layout {w.layout}")
 
 
 def _check_words(scheme: str, per: str, refine: str) -> None:

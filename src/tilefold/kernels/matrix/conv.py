@@ -7,7 +7,7 @@ channels are one axis.  Result, weight and input lie anywhere: strides of all fo
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish, place_of, taps_of
+from ...device.convolution import finish_pixels, place_of, taps_of
 from ...device.product import add_product
 from ...device.tile import widen
 
@@ -32,15 +32,14 @@ def conv_implicit(
     pad_w, dilation_h, dilation_w, inverse_h, inverse_w, common_h, common_w, phases_w, groups, reduced, columns, x_strides,
     w_strides, o_strides, w_group, split_stride, TRANSPOSED: tl.constexpr, FOLD: tl.constexpr, INSIDE: tl.constexpr,
     EVEN_K: tl.constexpr, NEVER_EMPTY: tl.constexpr, X_PIXELS: tl.constexpr, OUT_PIXELS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X, Out: strides (image, line, column, channel); Weight: (reduced channel, column channel, line, column), w_group between
     groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None, or for the result before its
-    activation.
-    INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring pixels
-    are nearer than neighbouring channels.  Grid (tiles, columns fastest; groups x phases; splits of the reduction, each of which
-    writes to Out + split * split_stride).  NEVER_EMPTY: every program has a step to make.  WIDE: offsets take 64 bits."""
+    activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring
+    pixels are nearer than neighbouring channels.  Grid (tiles, columns fastest; groups x phases; splits of the reduction, each
+    of which writes to Out + split * split_stride).  NEVER_EMPTY: every program has a step.  WIDE: offsets take 64 bits."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     i_n = tl.program_id(0) % tiles_n
     i_m = tl.program_id(0) // tiles_n
@@ -54,8 +53,9 @@ def conv_implicit(
     )
     o_m, o_n, o_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     row = i_m * BLOCK_M + o_m
-    if WIDE:
+    if WIDE:  # a plane of one channel may be so large that those of a tile lie 2^31 apart
         row = i_m.to(tl.int64) * BLOCK_M + o_m
+        o_n, o_k = o_n.to(tl.int64), o_k.to(tl.int64)
     image, y, x, live = place_of(row, total, high, wide)
     y = y * scale_h + shift_h
     x = x * scale_w + shift_w
@@ -136,6 +136,8 @@ def conv_implicit(
     o_out = image * o_strides[0] + y * o_strides[1] + x * o_strides[2]
     far = i_g * columns * o_strides[3] + tl.program_id(2).to(tl.int64) * split_stride
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if WIDE:
+        o_n = o_n.to(tl.int64)
     if OUT_PIXELS:
         acc = tl.trans(acc)
         p, m = (o_n * o_strides[3])[:, None] + o_out[None, :], (o_n < columns)[:, None] & live[None, :]
@@ -145,4 +147,4 @@ def conv_implicit(
         Bias += i_g * columns
     if Pre is not None:
         Pre += far
-    finish(acc, Bias, o_n, o_n < columns, Out + far, Pre, p, m, ACTIVATION, EMULATE, OUT_PIXELS)
+    finish_pixels(acc, Bias, o_n, o_n < columns, Out + far, Pre, p, m, ACTIVATION, EMULATE, OUT_PIXELS)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish, place_of, taps_of
+from ...device.convolution import finish_pixels, place_of, taps_of
 from ...device.tile import widen
 
 GEOMETRY = [
@@ -62,7 +62,7 @@ def conv_direct(
         live = live & (a < out_high) & (b < out_wide)
     p = (image * o_strides[0] + a * o_strides[1] + b * o_strides[2])[:, None]
     o_c = o_n.to(tl.int64) if WIDE else o_n
-    finish(
+    finish_pixels(
         acc,
         Bias,
         o_n,
@@ -99,7 +99,7 @@ def conv_combine(
     p = image * o_strides[0] + y * o_strides[1] + x * o_strides[2]
     o_c = o_n.to(tl.int64) if WIDE else o_n
     p = p[:, None] + (o_c * o_strides[3])[None, :]
-    finish(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE)
+    finish_pixels(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE)
 
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "in_high", "in_wide", "taps_h", "taps_w", "stride_h", "stride_w",

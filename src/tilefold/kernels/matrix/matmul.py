@@ -97,6 +97,17 @@ def matmul(
                 EMULATE)  # fmt: skip
 
 
+@triton.jit
+def place_of_program(tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> this program's batch entry, rows and columns, int64, of a grid of (tiles_m * tiles_n * batch,), columns fastest."""
+    pid = tl.program_id(0)
+    tile = pid % (tiles_m * tiles_n)
+    i_b = (pid // (tiles_m * tiles_n)).to(tl.int64)
+    rows = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return i_b, rows, columns
+
+
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n", "splits"])
 def finish_splits(
     Part, Out, Pre, Bias, m, n, tiles_m, tiles_n, splits, stride_ps, stride_pb, stride_pm, stride_ob, stride_om,
@@ -104,11 +115,7 @@ def finish_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Part [splits, batch, m, n] fp32 -> Out, Pre [batch, m, n] as of matmul.  Grid (tiles_m * tiles_n * batch,)."""
-    pid = tl.program_id(0)
-    tile = pid % (tiles_m * tiles_n)
-    i_b = (pid // (tiles_m * tiles_n)).to(tl.int64)
-    rows = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_b, rows, columns = place_of_program(tiles_m, tiles_n, BLOCK_M, BLOCK_N)
     m_tile = (rows < m)[:, None] & (columns < n)[None, :]
     p_part = Part + i_b * stride_pb + (rows * stride_pm)[:, None] + columns[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -126,11 +133,7 @@ def activation_gradient(
 ):  # fmt: skip
     """Dz = Dout * slope(Saved), [batch, m, n] each by its strides; Saved: what the activation was applied to (of ReLU also its
     result).  Grid (tiles_m * tiles_n * batch,)."""
-    pid = tl.program_id(0)
-    tile = pid % (tiles_m * tiles_n)
-    i_b = (pid // (tiles_m * tiles_n)).to(tl.int64)
-    rows = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_b, rows, columns = place_of_program(tiles_m, tiles_n, BLOCK_M, BLOCK_N)
     m_tile = (rows < m)[:, None] & (columns < n)[None, :]
     o_dout = i_b * stride_db + (rows * stride_dm)[:, None] + (columns * stride_dn)[None, :]
     dout = widen(tl.load(Dout + o_dout, mask=m_tile, other=0.0), EMULATE).to(tl.float32)

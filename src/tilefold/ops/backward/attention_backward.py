@@ -13,7 +13,7 @@ from ..dense.attention import kind_of
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
-from ..watch import wants_gradient
+from ..watch import resolved, wants_gradient
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import (
     ROWS,
@@ -79,7 +79,7 @@ class Attention(torch.autograd.Function):
         out, lse, *inputs = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (1 + len(inputs))
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         need = ctx.needs_input_grad
         wanted = (*need[1:4], need[5], need[7])
         dq, dk, dv, dbias, dsinks = AttentionGradient.apply(  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from .hopper_backward import (
     UNIT,
     kept_box,
     side_boxes,
+    statistics_arguments,
     statistics_box,
     statistics_launch,
 )
@@ -87,18 +88,6 @@ def scratch(bound: HopperBound, tensors: Tensors, device: Any) -> Tensors:
         torch.empty(max(1, sums), dtype=torch.float32, device=device),
         *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors[:3]),
     )
-
-
-def statistics_arguments(
-    bound: HopperBound,
-    tensors: Tensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    made: Tensors,
-) -> tuple[Any, ...]:
-    """The run-time arguments of the first launch, in order."""
-    return (tensors[3], dout, lse, dlse, None, *made[:2], *bound.statistics_tail)
 
 
 def arguments(bound: HopperBound, tensors: Tensors, dout: torch.Tensor, made: Tensors) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention import example_call, head_strides, kind_of
 from ..hopper import box_of, chosen_or_none
 from ..startup import beside
-from .hopper_backward import statistics_box, statistics_launch
+from .hopper_backward import statistics_arguments, statistics_box, statistics_launch
 
 if TYPE_CHECKING:
     from ...plan.attention import AttentionPlan
@@ -69,18 +69,6 @@ def run(
     bound.main(arguments(bound, tensors, dout, made))
     bound.last((made[2], made[3], *bound.last_tail))
     return made[3:]
-
-
-def statistics_arguments(
-    bound: ReduceBound,
-    tensors: Tensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    made: Tensors,
-) -> tuple[Any, ...]:
-    """Of the kernel before it, in order."""
-    return (tensors[3], dout, lse, dlse, None, *made[:2], *bound.statistics_tail)
 
 
 def scratch(bound: ReduceBound, tensors: Tensors, device: Any) -> Tensors:

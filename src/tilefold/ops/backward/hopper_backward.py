@@ -11,7 +11,15 @@ from ..hopper import box_of
 if TYPE_CHECKING:
     from ..launch import Box
 
-__all__ = ["STATISTICS", "UNIT", "kept_box", "side_boxes", "statistics_box", "statistics_launch"]
+__all__ = [
+    "STATISTICS",
+    "UNIT",
+    "kept_box",
+    "side_boxes",
+    "statistics_arguments",
+    "statistics_box",
+    "statistics_launch",
+]
 
 UNIT = 64  # tokens of a tile
 STATISTICS = 2 * UNIT  # fp32 numbers of a tile of queries
@@ -73,3 +81,16 @@ def statistics_launch(
     grid = n.batch * n.heads * q_units + 1, 1, 1
     launch = Launch(backward_statistics, grid, constants, {"num_warps": 4}, out.device.index or 0)
     return launch, (n.seq_q, n.heads, q_units, counters, *out_strides, *do_strides, *size_strides)
+
+
+def statistics_arguments(
+    bound: Any,
+    tensors: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    made: tuple[torch.Tensor, ...],
+) -> tuple[Any, ...]:
+    """The run-time arguments of that launch, in order; bound: its last ones as statistics_tail; tensors: q, k, v, out; made:
+    statistics and progress first."""
+    return (tensors[3], dout, lse, dlse, None, *made[:2], *bound.statistics_tail)

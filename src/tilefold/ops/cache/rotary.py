@@ -11,7 +11,7 @@ from ..call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
 from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_gradients, wants_gradient
+from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "example_launch", "turn"]
 
@@ -262,7 +262,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = _arguments(ctx, *grads)
+        given = _arguments(ctx, *map(resolved, grads))
         return (None,) * 10 if given is None else _give(ctx, _OPERATOR(*given))
 
 

@@ -7,8 +7,9 @@ import torch
 from ...check import TensorSpec, bind
 from ..call import keyed
 from ..device import device_of, interpreting
+from ..operator import one_by_one
 from ..records import remember
-from ..watch import is_transformed, is_watched, wants_gradient
+from ..watch import in_forward_mode, is_transformed, is_watched, wants_gradient
 
 __all__ = ["add", "example_launch"]
 
@@ -24,12 +25,13 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     x, y: the same shape, 1-D or 2-D, the same dtype (fp16, bf16, fp32, fp64 or an integer), any strides.  The result lies as
     x and y do if those have the same dense strides, else row by row.  Sixteen-bit sums are made in fp32 and rounded once.
-    Differentiable any number of times.  Raises ShapeError, DtypeError, DeviceError or LayoutError.
+    Differentiable any number of times, forwards too.  Raises ShapeError, DtypeError, DeviceError or LayoutError.
     """
-    if torch.compiler.is_compiling() or is_transformed() or is_watched((x, y)):
+    transformed = is_transformed()
+    if torch.compiler.is_compiling() or (not transformed and is_watched((x, y))):
         found: torch.Tensor = add_op(x, y)
         return found
-    if torch.is_grad_enabled() and wants_gradient((x, y)):
+    if transformed or in_forward_mode() or (torch.is_grad_enabled() and wants_gradient((x, y))):
         return Sum.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(x, y)
 
@@ -100,15 +102,27 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, tuple[int, ...], tu
 
 
 class Sum(torch.autograd.Function):
-    """The gradient of a sum is the gradient of both."""
+    """The gradient of a sum is the gradient of both; its tangent is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return _forward(x, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Apart from forward, as functorch's transforms want it; nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dout, dout
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return add(dx, dy)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return one_by_one(add, info.batch_size, in_dims, x, y)
 
 
 @torch.library.custom_op("tilefold::add", mutates_args=())

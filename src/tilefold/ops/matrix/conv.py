@@ -12,8 +12,8 @@ from ..device import device_of
 from ..operator import Operator
 from ..records import remember
 from ..watch import wants_gradient
-from .activations import NAMES
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight, dense, repacked, strides_of
+from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
 
@@ -41,7 +41,8 @@ def conv2d(
     weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
     method: "implicit" (no columns are written), "im2col" (columns, then a GEMM), "auto": by the plan; groups of few channels take
     a kernel without tensor cores.  activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
-    plan: of `conv_plan`.  First derivatives of x, weight and bias.  The same bits in every run.
+    plan: of `conv_plan`, followed exactly; it was made for this problem, this device and, if given, this method.
+    First derivatives of x, weight and bias.  The same bits in every run.
     Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported.
     """
     batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
@@ -78,18 +79,13 @@ def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: A
     check_integer("groups", groups)
     if groups < 1:
         raise ValueRangeError(f"groups must be at least 1, got {groups}")
-    kind = "none" if activation is None else activation
-    if kind not in NAMES:
-        raise ValueRangeError(f"activation must be None or one of {', '.join(NAMES[1:])}, got {activation!r}")
+    check_activation(activation)
     if method not in ("auto", *METHODS):
         raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
-    if not isinstance(tf32, bool):
-        raise DtypeError(f"tf32 must be a bool, got {tf32!r}")
     if plan is not None and not isinstance(plan, ConvPlan):
         raise DtypeError(f"plan must be a ConvPlan or None, got {type(plan).__name__}")
     _check_tensors(x, weight, bias, groups)
-    if tf32 and x.dtype != torch.float32:
-        raise ValueRangeError(f"tf32 is for float32, but x has dtype {str(x.dtype).removeprefix('torch.')}")
+    check_tf32("x", x, tf32)
     reach = [d * (t - 1) for d, t in zip(dilations, weight.shape[2:], strict=True)]
     before, both = _padding(padding, steps, reach)
     out = [(n + p - r - 1) // s + 1 for n, p, r, s in zip(x.shape[2:], both, reach, steps, strict=True)]
@@ -98,12 +94,20 @@ def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: A
             f"x has shape {tuple(x.shape)}: with padding {padding!r} it is smaller than the filter, which spans "
             f"{reach[0] + 1} x {reach[1] + 1}"
         )
-    call = Call(steps, before, tuple(out), dilations, groups, method, kind, tf32, False, ())
-    if plan is None:
-        return call
+    call = Call(steps, before, tuple(out), dilations, groups, method, activation or "none", tf32, False, ())
+    return call if plan is None else call._replace(settings=_settings(plan, x, weight, call))
+
+
+def _settings(plan: ConvPlan, x: torch.Tensor, weight: torch.Tensor, call: Call) -> Numbers:
+    """Those of a caller's plan; PlanError unless it is one for this call."""
     if plan.problem != problem_of(x, weight, call):
         raise PlanError(f"plan is for another problem: {plan.problem}, this call is {problem_of(x, weight, call)}")
-    return call._replace(settings=settings_of(plan))
+    asked, made = (method == "im2col" for method in (call.method, plan.method))  # "direct" writes no columns either
+    if call.method != "auto" and asked != made:
+        raise PlanError(f"plan has method {plan.method!r}, this call asks for method={call.method!r}")
+    if not torch.compiler.is_compiling() and not x.is_meta and plan.device != device_of(x.device):
+        raise PlanError(f"plan is for {plan.device.name}, this call is on {device_of(x.device).name}")
+    return settings_of(plan)
 
 
 def _check_tensors(x: Any, weight: Any, bias: Any, groups: int) -> None:
@@ -166,13 +170,16 @@ def result_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return lies_channels_last(x) or lies_channels_last(weight)
 
 
-def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call) -> ConvProblem:
+def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call, dy: torch.Tensor | None = None) -> ConvProblem:
+    """The plan's problem; dy: the result's gradient, which may lie more widely than the result."""
+
     def span(shape: Any, strides: Any) -> int:
         return sum((n + 64) * abs(s) for n, s in zip(shape, strides, strict=True))
 
     last = result_last(x, weight)
     result = x.shape[0] * weight.shape[0] * call.out[0] * call.out[1]
-    wide = max(span(x.shape, x.stride()), result, weight.numel()) >= 2**31
+    read = (x, weight) if dy is None else (x, weight, dy)
+    wide = max(result, *(span(t.shape, t.stride()) for t in read)) >= 2**31
     return ConvProblem(
         x.shape[0], x.shape[1], x.shape[2], x.shape[3], weight.shape[0], tuple(weight.shape[2:]), call.out, call.stride,  # type: ignore[arg-type]
         call.pad, call.dilation, call.groups, str(x.dtype).removeprefix("torch."), x.stride(1) == 1, last, call.tf32, wide,  # type: ignore[arg-type]
@@ -190,6 +197,7 @@ def settings_of(plan: ConvPlan) -> Numbers:
 
 
 def planned(problem: ConvProblem, call: Call, device: torch.device) -> ConvPlan:
+    """The caller's plan, of call.settings, or the planner's."""
     if not call.settings:
         return plan_conv(problem, device_of(device), call.method)
     tiles = [ConvTile(*call.settings[i : i + 6]) for i in (1, 7, 13)]
@@ -276,7 +284,7 @@ def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Ten
 def _prepare_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool, bool]
 ) -> tuple[Any, Any, ConvProblem]:
-    problem = problem_of(x, weight, call)
+    problem = problem_of(x, weight, call, dy)
     if x.shape[0] == 0:
         return None, None, problem
     plan, index = planned(problem, call, x.device), x.device.index or 0

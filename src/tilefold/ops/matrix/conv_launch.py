@@ -8,7 +8,7 @@ import torch
 
 from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ..device import interpreting
-from .activations import CODES
+from .options import CODES
 
 __all__ = [
     "Call",
@@ -43,10 +43,10 @@ class Call(NamedTuple):
     settings: Numbers
 
 
-def dense(shape: Numbers, channels_last: bool, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Fresh memory for [N, C, H, W]."""
+def dense(shape: Numbers, channels_last: bool, like: torch.Tensor) -> torch.Tensor:
+    """Fresh memory for [N, C, H, W] in like's dtype, on its device."""
     kind = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=kind)
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
 
 
 def pixels_nearer(strides: Numbers) -> bool:
@@ -61,18 +61,22 @@ def order(strides: Numbers) -> Numbers:
 
 
 def rounded(n: int, multiple: int) -> int:
+    """n, rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def precision(n: ConvProblem) -> str:
+    """Of products of fp32 factors, as tl.dot names it."""
     return "tf32" if n.tf32 else "ieee"
 
 
 def emulate(n: ConvProblem) -> bool:
+    """Whether kernels compute in fp32 and round by hand: bf16 arithmetic is wrong in Triton's interpreter."""
     return interpreting() and n.dtype == "bfloat16"
 
 
 def options(tile: ConvTile) -> dict[str, int]:
+    """A tile's launch options."""
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
@@ -87,6 +91,28 @@ def axis_numbers(n: ConvProblem, transposed: bool) -> Numbers:
 def flat(high: int, wide: int, *strides: Numbers) -> bool:
     """Whether lines follow one another at a pixel's distance in all of them."""
     return all(s[2] == wide * s[3] or high == 1 for s in strides)
+
+
+class Sides(NamedTuple):
+    """What the kernels that make a result, or TRANSPOSED the input's gradient, are told of both: source and target (height,
+    width), channels of a group that are summed and made, phases of the target's pixels along both axes, the target's height and
+    width in one phase, the weight's strides by (summed, made, line, column)."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    reduced: int
+    columns: int
+    phases: tuple[int, int]
+    places: tuple[int, int]
+    weight: Numbers
+
+
+def sides_of(n: ConvProblem, w: Numbers, transposed: bool) -> Sides:
+    """w: strides of the weight [K, C / groups, R, S]."""
+    if not transposed:
+        return Sides((n.high, n.wide), n.out, n.reduced, n.columns, (1, 1), n.out, (w[1], w[0], *w[2:]))
+    places = -(-n.high // n.stride[0]), -(-n.wide // n.stride[1])
+    return Sides(n.out, (n.high, n.wide), n.columns, n.reduced, n.stride, places, w)
 
 
 def launch_gemm(
@@ -105,17 +131,13 @@ def launch_gemm(
     from ...kernels.matrix.conv import conv_implicit
     from ..launch import Launch
 
-    (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
-    reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
-    phases: tuple[int, int] = n.stride if transposed else (1, 1)
-    places = (n.batch, -(-high // phases[0]), -(-wide // phases[1]))
-    total, (lines, line) = math.prod(places), places[1:]
+    source, (high, wide), reduced, columns, phases, (lines, line), w_strides = sides_of(n, w, transposed)
+    total = n.batch * lines * line
     if n.pointwise and flat(high, wide, x, out):
         lines, line = 1, high * wide
         if n.batch == 1 or (x[0] == line * x[3] and out[0] == line * out[3]):
             line = total
     sizes = (lines, line) if n.pointwise else (high, wide)  # of the result
-    w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
     fold = reduced < FEW and n.taps != (1, 1)
     constants = {
         "TRANSPOSED": transposed,
@@ -136,7 +158,7 @@ def launch_gemm(
     grid = (-(-total // tile.rows) * -(-columns // tile.columns), n.groups * phases[0] * phases[1], splits)
     part = n.batch * high * wide * columns * n.groups if splits > 1 else 0
     scalars = (
-        total, lines, line, in_high, in_wide, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
+        total, lines, line, *source, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0], part,
     )  # fmt: skip
     return Launch(conv_implicit, grid, constants, options(tile), index), scalars
@@ -157,12 +179,8 @@ def launch_direct(
     from ...kernels.matrix.conv_direct import conv_direct
     from ..launch import Launch
 
-    (in_high, in_wide), (high, wide) = ((n.high, n.wide), n.out) if not transposed else (n.out, (n.high, n.wide))
-    reduced, columns = (n.columns, n.reduced) if transposed else (n.reduced, n.columns)
-    phases: tuple[int, int] = n.stride if transposed else (1, 1)
-    lines, line = -(-high // phases[0]), -(-wide // phases[1])
+    source, target, reduced, columns, phases, (lines, line), w_strides = sides_of(n, w, transposed)
     total = n.batch * lines * line
-    w_strides = (w[0], w[1], *w[2:]) if transposed else (w[1], w[0], *w[2:])
     constants: dict[str, Any] = {
         "TRANSPOSED": transposed,
         "ACTIVATION": CODES[activation],
@@ -173,7 +191,7 @@ def launch_direct(
     }
     blocks = -(-total // constants["BLOCK_M"]) * -(-columns * n.groups // constants["BLOCK_N"])
     scalars = (
-        total, lines, line, in_high, in_wide, high, wide, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
+        total, lines, line, *source, *target, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0],
     )  # fmt: skip
     return Launch(conv_direct, (blocks, phases[0] * phases[1], 1), constants, options(tile), index), scalars

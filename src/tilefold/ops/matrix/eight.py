@@ -98,7 +98,7 @@ def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bia
     plan = plan_eight(EightProblem(m, n, k, str(weight.dtype).removeprefix("torch.")), device)
     by_hand = interpreting() and weight.dtype != torch.int8
     row = -(-k // 16) * 16
-    quantise = _quantise(flat, weight.dtype, row, by_hand, device)
+    quantise = _quantise(flat, weight.dtype, by_hand, device)
     multiply, tail = _multiply(plan, weight, weight_scale, row)
     total = plan.parts * m * n if plan.parts > 1 else 0
     of_sums = torch.int32 if weight.dtype == torch.int8 else torch.float32
@@ -118,7 +118,7 @@ def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bia
     return run
 
 
-def _quantise(flat: torch.Tensor, kind: torch.dtype, row: int, by_hand: bool, device: Any) -> Any:
+def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, device: Any) -> Any:
     """The launch that makes codes and scales of x [M, K]."""
     from ...device.encode import E4M3, E4M3_BY_HAND, INT8
     from ...kernels.matrix.quantise_rows import quantise_rows

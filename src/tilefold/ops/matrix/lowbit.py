@@ -8,8 +8,8 @@ from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...quant import QuantizedTensor
 from ..operator import Operator
-from ..watch import is_transformed, is_watched, wants_gradient
-from .lowbit_launch import call, dequantise
+from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
+from .lowbit_launch import call, dequantise, plain_product
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan
@@ -46,10 +46,9 @@ def lowbit_matmul(
         DtypeError, ShapeError, LayoutError, DeviceError, ValueRangeError, naming the argument; PlanError for a plan of another
         problem.
     """
-    if not isinstance(weight, QuantizedTensor):
-        raise DtypeError(f"weight must be a tilefold.quant.QuantizedTensor, got {type(weight).__name__}")
-    if type(deterministic) is not bool:
-        raise DtypeError(f"deterministic must be True or False, got {deterministic!r}")
+    check_options(weight, deterministic, plan)
+    if in_forward_mode():
+        refuse_tangents({"x": x, "bias": bias, "weight.scales": weight.scales})  # no_grad does not stop them
     if (
         torch.compiler.is_compiling()
         or is_transformed()
@@ -64,6 +63,19 @@ def lowbit_matmul(
         )
         return found
     return call(x, weight, bias, deterministic, plan)
+
+
+def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
+    """Raise DtypeError unless they are of the types that every call needs."""
+    if not isinstance(weight, QuantizedTensor):
+        raise DtypeError(f"weight must be a tilefold.quant.QuantizedTensor, got {type(weight).__name__}")
+    if type(deterministic) is not bool:
+        raise DtypeError(f"deterministic must be True or False, got {deterministic!r}")
+    if plan is not None:
+        from ...plan.matrix.lowbit import LowbitPlan
+
+        if not isinstance(plan, LowbitPlan):
+            raise DtypeError(f"plan must be a LowbitPlan or None, got {type(plan).__name__}")
 
 
 def check(x: Any, weight: QuantizedTensor, bias: Any) -> None:
@@ -87,8 +99,9 @@ def lowbit_matmul_plan(
     """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back."""
     from .lowbit_launch import plan_of
 
+    check_options(weight, deterministic, None)
     check(x, weight, bias)
-    return plan_of(x, weight, bias, deterministic)
+    return plan_of(x, weight, deterministic)
 
 
 def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torch.dtype) -> QuantizedTensor:
@@ -126,7 +139,7 @@ def _gradient(
 ) -> torch.Tensor:  # fmt: skip
     """g [..., N] times the weight: the gradient of x."""
     weight = _record((packed, packed_high, scales, zeros, table, perm), bits, group, n, k, g.dtype)
-    stored = torch.matmul(g, dequantise(weight, g.dtype))
+    stored = plain_product(g, dequantise(weight, g.dtype).t())
     if perm is None:
         return stored
     return torch.zeros_like(stored).index_copy_(stored.dim() - 1, perm.long(), stored)
@@ -146,7 +159,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         )
     ctx.save_for_backward(*inputs[2:8])
     ctx.sizes = inputs[8:12]
-    ctx.bias_rank = None if inputs[1] is None else 1
 
 
 def _arguments(ctx: Any, g: torch.Tensor | None) -> tuple[Any, ...] | None:
@@ -157,7 +169,7 @@ def _arguments(ctx: Any, g: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _give(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
-    db = ctx.g.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+    db = ctx.g.reshape(-1, ctx.g.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
     return (dx if ctx.needs_input_grad[0] else None, db, *(None,) * 12)
 
 

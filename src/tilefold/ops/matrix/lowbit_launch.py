@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import DtypeError, PlanError
+from ...errors import PlanError
 from ...quant import QuantizedTensor
 from ..cache.decode_counters import counters
 from ..call import facts_of
@@ -16,7 +16,7 @@ from ..records import remember
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
 
-__all__ = ["call", "dequantise", "example_launch", "plan_of"]
+__all__ = ["call", "dequantise", "example_launch", "plain_product", "plan_of"]
 
 
 def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,7 +90,7 @@ def call(
     return made
 
 
-def plan_of(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool) -> "LowbitPlan":
+def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitPlan":
     """The planner's plan for a call."""
     from ...plan.matrix.lowbit import plan_lowbit
 
@@ -120,16 +120,13 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
     """The function that makes calls like this one, after all checks."""
-    from ...plan.matrix.lowbit import LowbitPlan
     from .lowbit import check
 
     check(x, weight, bias)
     device_of(x.device)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
     if plan is None:
-        plan = plan_of(example, weight, bias, deterministic)
-    elif not isinstance(plan, LowbitPlan):
-        raise DtypeError(f"plan must be a LowbitPlan or None, got {type(plan).__name__}")
+        plan = plan_of(example, weight, deterministic)
     elif plan.problem != problem_of(example, weight, deterministic):
         raise PlanError(f"plan is for {plan.problem}, the call is {problem_of(example, weight, deterministic)}")
     elif plan.device != device_of(x.device):
@@ -142,7 +139,15 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
 
 
 def _dequantised(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.nn.functional.linear(x, dequantise(weight, x.dtype), bias)
+    return plain_product(x, dequantise(weight, x.dtype), bias)
+
+
+def plain_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x weight^T + bias by torch, in x's dtype inside torch.autocast, too."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x, weight, bias)
 
 
 def _permuted(run: Any, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:

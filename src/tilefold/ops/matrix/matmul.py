@@ -10,8 +10,8 @@ from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupporte
 from ...types import Constant, constant
 from ..operator import Operator
 from ..watch import is_transformed, wants_gradient
-from .activations import NAMES
 from .matmul_gradient import gradient, gradient_fake
+from .options import check_activation, check_tf32
 from .product import Epilogue, facts, product
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def matmul(
     bias: float16, bfloat16 or float32, broadcast to [M, N].
     activation: None, "relu", "silu", "gelu" (exact, by erf) or "gelu_tanh"; applied in fp32 before the result is rounded.
     order: of the tiles, "grouped" for the L2 cache or "plain", row by row; the numbers are the same.
-    tf32: round float32 factors to 10 bits, for the tensor cores; else their products are exact to fp32.
+    tf32: of float32 only: round factors to 10 bits, for the tensor cores; else their products are exact to fp32.
     out_dtype: of the result: float16, bfloat16 or float32; by default that of a, bfloat16 for float8.
     scale_a, scale_b: of float8 operands only: fp32, a number ([] or [1]), or one a row of a [M], a column of b [N].
     plan: a MatmulPlan, which is followed exactly (inside torch.compile: `tilefold.constant(plan)`).
@@ -107,6 +107,7 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
                 activation,
                 order,
                 tf32,
+                type(tf32),  # 1 == True, but is refused
                 out_dtype,
                 batched,
             )
@@ -117,8 +118,9 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
             RuntimeError,
         ):  # an option that cannot be hashed is wrong, a tensor without an address is a wrapper
             key = None
-    _check_options(activation, order, tf32, out_dtype)
+    _check_options(activation, order, out_dtype)
     _check_tensors(a, b, bias, batched)
+    check_tf32("a", a, tf32)
     _check_scales(a, b, scale_a, scale_b)
     if key is not None:
         if len(_CHECKED) > 4096:
@@ -126,14 +128,10 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
         _CHECKED.add(key)
 
 
-def _check_options(activation: Any, order: Any, tf32: Any, out_dtype: Any) -> None:
-    known = NAMES[1:]
-    if activation is not None and (not isinstance(activation, str) or activation not in known):
-        raise ValueRangeError(f"activation must be None or one of {', '.join(map(repr, known))}, got {activation!r}")
+def _check_options(activation: Any, order: Any, out_dtype: Any) -> None:
+    check_activation(activation)
     if order not in ORDERS:
         raise ValueRangeError(f"order must be 'grouped' or 'plain', got {order!r}")
-    if not isinstance(tf32, bool):
-        raise DtypeError(f"tf32 must be a bool, got {tf32!r}")
     if out_dtype is not None and out_dtype not in FLOATS:
         raise DtypeError(
             f"out_dtype must be None, float16, bfloat16 or float32, got {str(out_dtype).removeprefix('torch.')}"
@@ -211,6 +209,7 @@ def plan_name(plan: Any) -> str:
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """out_dtype, or the default: a's, bfloat16 of float8."""
     return out_dtype or (torch.bfloat16 if a.dtype in EIGHT else a.dtype)
 
 
@@ -233,31 +232,10 @@ def _forward(
     return out, out.new_empty(0) if pre is None else pre
 
 
-def _fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    activation: str,
-    order: str,
-    tf32: bool,
-    out_dtype: torch.dtype | None,
-    plan: str,
-    saved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check(
-        a,
-        b,
-        bias,
-        scale_a,
-        scale_b,
-        None if activation == "none" else activation,
-        order,
-        tf32,
-        out_dtype,
-        a.dim() + b.dim() > 4,
-    )
+def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    bias, scale_a, scale_b, activation, order, tf32, out_dtype, _, saved = rest
+    given = None if activation == "none" else activation
+    check(a, b, bias, scale_a, scale_b, given, order, tf32, out_dtype, a.dim() + b.dim() > 4)
     batch = [t.shape[0] for t in (a, b) if t.dim() == 3][:1]
     out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, out_dtype))
     return out, out.new_empty(out.shape if saved else 0)
@@ -339,5 +317,5 @@ def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tup
     from .product import bind_gradient
 
     t = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
-    launch, scalars = bind_gradient(t, t, activation)
+    launch, scalars = bind_gradient(t, activation)
     return launch.fn, (t, t, t, *scalars), launch.keywords

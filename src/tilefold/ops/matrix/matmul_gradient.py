@@ -46,6 +46,7 @@ def gradient_fake(
     dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
     order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Tensors as `gradient` gives them, without values."""
     dbias: Any = a.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
     return a.new_empty(a.shape if want_a else 0), b.new_empty(b.shape if want_b else 0), dbias
 

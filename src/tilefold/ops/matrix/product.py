@@ -9,7 +9,7 @@ from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..device import device_of, interpreting
 from ..records import remember
-from .activations import CODES
+from .options import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
@@ -19,7 +19,7 @@ __all__ = [
     "Epilogue",
     "Operands",
     "activation_gradient",
-    "broadcast",
+    "bias_strides",
     "facts",
     "operands",
     "problem_of",
@@ -93,7 +93,7 @@ def product(
     key = facts(a), facts(b), facts(bias), facts(scale_a), facts(scale_b), epilogue
     p = _CACHE.get(key)
     if p is None:
-        p = remember(_CACHE, key, _bind(a, b, bias, scale_a, scale_b, epilogue))
+        p = remember(_CACHE, key, _bind((a, b, bias, scale_a, scale_b), epilogue))
     out = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device)
     pre = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device) if epilogue.saved else None
     if p.launch is None:
@@ -122,7 +122,7 @@ def operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, fold: 
     batch = max(a.shape[0] if a.dim() == 3 else 1, b.shape[0] if b.dim() == 3 else 1)
     if (a.dim() == 3 and not a.shape[0]) or (b.dim() == 3 and not b.shape[0]):
         batch = 0
-    steps = None if bias is None else broadcast(bias, (batch, a3.shape[1], b3.shape[2]))
+    steps = None if bias is None else bias_strides(bias)
     if fold and _continues(a3, 2) and _continues(b3, 1):
         return Operands(_joined(a3, 2), _joined(b3, 1), steps, 1)
     rows = a3.shape[1]
@@ -149,7 +149,7 @@ def _joined(t: torch.Tensor, axis: int) -> torch.Tensor:
     return t.as_strided(shape, strides)
 
 
-def broadcast(bias: torch.Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+def bias_strides(bias: torch.Tensor) -> tuple[int, int, int]:
     """Strides of a bias by batch entry, row and column, 0 where one number serves all."""
     missing = 3 - bias.dim()
     found = [0] * missing + [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
@@ -212,14 +212,9 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
     return plan
 
 
-def _bind(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    epilogue: Epilogue,
-) -> Prepared:
+def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
+    """The record of a call; tensors: those of `product`, in its order."""
+    a, b, bias, scale_a, scale_b = tensors
     x = operands(a, b, bias, epilogue.fold)
     m, n, _ = x.sizes
     batched = not epilogue.fold and (a.dim() == 3 or b.dim() == 3)
@@ -347,7 +342,7 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str
     key = "gradient", facts(dout), facts(saved), activation, dtype
     found = _CACHE.get(key)
     if found is None:
-        found = remember(_CACHE, key, bind_gradient(dout, saved, activation))
+        found = remember(_CACHE, key, bind_gradient(dout, activation))
     dz = torch.empty(dout.shape, dtype=dtype, device=dout.device)
     launch, scalars = found
     if launch is not None:
@@ -355,7 +350,8 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str
     return dz
 
 
-def bind_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> tuple[Any, tuple[Any, ...]]:
+def bind_gradient(dout: torch.Tensor, activation: str) -> tuple[Any, tuple[Any, ...]]:
+    """The launch of dout's product with the activation's slope, None for nothing to do, and its scalars."""
     from ...kernels.matrix.matmul import activation_gradient as kernel
     from ..launch import Launch
 

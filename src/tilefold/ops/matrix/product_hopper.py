@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..hopper import require
-from .activations import CODES
+from .options import CODES
 from .product import BIAS, Operands
 
 if TYPE_CHECKING:

@@ -5,11 +5,19 @@ from typing import Any
 import torch
 
 from ...check import TensorSpec, bind
-from ...plan.matrix.transpose import DESCRIPTORS, REGISTERS, TransposePlan, TransposeProblem, plan_transpose
+from ...plan.matrix.transpose import (
+    DESCRIPTORS,
+    REGISTERS,
+    TransposePlan,
+    TransposeProblem,
+    check_method,
+    plan_transpose,
+)
 from ..call import keyed
 from ..device import device_of
+from ..operator import one_by_one
 from ..records import remember
-from ..watch import is_transformed, is_watched, wants_gradient
+from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
 __all__ = ["example_launch", "transpose"]
 
@@ -26,13 +34,14 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
 
     method: "registers" (a tile is loaded, turned and stored in rows), "strides" (stored by swapped offsets), "descriptors" (the
     tensor memory accelerator loads and stores; sm_90 and newer, rows at multiples of 16 bytes), "auto": by the plan's rule.
-    Differentiable any number of times.  Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError for another
-    method, Unsupported, saying why, for descriptors that are not possible.
+    Differentiable any number of times, forwards too.  Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError
+    for another method, Unsupported, saying why, for descriptors that are not possible.
     """
-    if torch.compiler.is_compiling() or is_transformed() or is_watched((x,)):
+    transformed = is_transformed()
+    if torch.compiler.is_compiling() or (not transformed and is_watched((x,))):
         found: torch.Tensor = transpose_op(x, method)
         return found
-    if torch.is_grad_enabled() and wants_gradient((x,)):
+    if transformed or in_forward_mode() or (torch.is_grad_enabled() and wants_gradient((x,))):
         return Transpose.apply(x, method)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(x, method)
 
@@ -40,7 +49,7 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
 def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
     key = keyed((x, method))
     found = None if key is None else _CACHE.get(key)
-    if found is None:
+    if found is None or x.is_conj():  # which the key does not say, and checks refuse
         found = remember(_CACHE, key, _prepare(x, method))
     launch, boxes, scalars = found
     out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
@@ -51,7 +60,8 @@ def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
     return out
 
 
-def _check(x: torch.Tensor) -> None:
+def _check(x: torch.Tensor, method: str) -> None:
+    check_method(method)
     bind((TensorSpec("x", "m n", DTYPES),), {"x": x})
     if not torch.compiler.is_compiling() and x.is_conj():
         from ...errors import LayoutError
@@ -65,7 +75,7 @@ def _problem(x: torch.Tensor) -> TransposeProblem:
 
 
 def _prepare(x: torch.Tensor, method: str) -> tuple[Any, Any, tuple[Any, ...]]:
-    _check(x)
+    _check(x, method)
     return _bind(x, plan_transpose(_problem(x), device_of(x.device), method))
 
 
@@ -88,15 +98,31 @@ def _bind(x: torch.Tensor, plan: TransposePlan) -> tuple[Any, Any, tuple[Any, ..
 
 
 class Transpose(torch.autograd.Function):
-    """Its gradient is the transpose of the gradient."""
+    """Its gradient is the transpose of the gradient, its tangent that of the tangent."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, method: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, method: str) -> torch.Tensor:
         return _forward(x, method)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Apart from forward, as functorch's transforms want it; nothing is kept."""
+
+    @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return transpose(dout), None
+        return _backward(ctx, dout)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, _: None) -> torch.Tensor:
+        return transpose(resolved(dx))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, method: str) -> tuple[torch.Tensor, int]:
+        return one_by_one(lambda each: transpose(each, method=method), info.batch_size, in_dims[:1], x)
+
+
+def _backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return transpose(resolved(dout)), None
 
 
 @torch.library.custom_op("tilefold::transpose", mutates_args=())
@@ -107,11 +133,11 @@ def transpose_op(x: torch.Tensor, method: str) -> torch.Tensor:
 
 @transpose_op.register_fake
 def _(x: torch.Tensor, method: str) -> torch.Tensor:
-    _check(x)
+    _check(x, method)
     return x.new_empty((x.shape[1], x.shape[0]))
 
 
-transpose_op.register_autograd(lambda ctx, dout: (transpose(dout), None))
+transpose_op.register_autograd(_backward)
 
 
 def example_launch(dtype: str, plan: TransposePlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

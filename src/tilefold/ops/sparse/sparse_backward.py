@@ -20,7 +20,7 @@ from ..backward.backward_parts import (
 from ..call import facts_of
 from ..device import device_of, interpreting
 from ..startup import uncollected
-from ..watch import wants_gradient
+from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
 
@@ -65,7 +65,7 @@ class SparseAttention(torch.autograd.Function):
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         check_unchanged(ctx.call, ctx.versions)
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
         return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]
 

@@ -22,6 +22,7 @@ LONG = (
     48  # steps: where SMs would idle, two splits of longer sums are fastest, and smaller, deeper tiles of shorter ones
 )
 LARGEST_SECOND = 65535  # programs along the second axis of a grid
+LARGEST_SIDE = 256  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,22 @@ class ConvTile:
         split = "" if self.splits == 1 else f", {self.splits} splits"
         return f"{self.rows} x {self.columns} x {self.depth}, {self.num_warps} warps, {self.num_stages} stages{split}"
 
+    def violation(self, least: int) -> str | None:
+        """What is wrong with the tile of a kernel whose sides are at least `least`, as a sentence, or None."""
+        for field in ConvTile.__slots__:
+            if type(getattr(self, field)) is not int:
+                return f"{field} must be an int, got {getattr(self, field)!r}"
+        for field in ("rows", "columns", "depth"):
+            value = getattr(self, field)
+            if not least <= value <= LARGEST_SIDE or value & (value - 1):
+                return f"{field} must be a power of two from {least} to {LARGEST_SIDE}, got {value}"
+        if self.num_warps not in (1, 2, 4, 8, 16, 32):
+            return f"num_warps must be a power of two from 1 to 32, got {self.num_warps}"
+        for field, most in (("num_stages", 8), ("splits", LARGEST_SECOND)):
+            if not 1 <= getattr(self, field) <= most:
+                return f"{field} must be from 1 to {most}, got {getattr(self, field)}"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
@@ -127,17 +144,15 @@ class ConvPlan:
     def __post_init__(self) -> None:
         if self.method not in (*METHODS, DIRECT):
             raise PlanError(f"plan field method must be one of {', '.join((*METHODS, DIRECT))}, got {self.method!r}")
+        least = 1 if self.method == DIRECT else 16
         for name in PARTS:
-            tile = self.tile(name)
-            for field in ("rows", "columns", "depth"):
-                value = getattr(tile, field)
-                if value < 1 or value & (value - 1) or (self.method != DIRECT and value < 16):
-                    raise PlanError(f"plan field {name}: {field} must be a power of two and at least 16, got {value}")
-            if not 1 <= tile.splits <= LARGEST_SECOND:
-                raise PlanError(f"plan field {name}: splits must be 1 to {LARGEST_SECOND}, got {tile.splits}")
+            if fault := self.tile(name).violation(least):
+                raise PlanError(f"plan field {name}: {fault}")
 
     def tile(self, part: str) -> ConvTile:
-        """The tile of "forward", "input" (gradient) or "weight" (gradient)."""
+        """The tile of "forward", "input" (gradient) or "weight" (gradient); PlanError for another part."""
+        if part not in PARTS:
+            raise PlanError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[part]
 
     def splits(self, part: str) -> int:
@@ -253,7 +268,7 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     elif n.dtype == "float32" and not n.tf32:
         tile = ConvTile(64, 32 if columns <= 32 else 64, 16, 4, 2)
     else:
-        tile = _tensor_tile(n, device, rows, columns, few)
+        tile = _tensor_tile(n, device, columns, few)
     if part == WEIGHT and tile.rows > 64 and rows <= 64:
         tile = replace(tile, rows=64, num_warps=4)
     if part == WEIGHT and n.reduced < FEW and n.taps != (1, 1) and device.backend != "interpreter":
@@ -271,10 +286,11 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     return replace(tile, splits=2)
 
 
-def _tensor_tile(n: ConvProblem, device: Device, rows: int, columns: int, few: bool) -> ConvTile:
+def _tensor_tile(n: ConvProblem, device: Device, columns: int, few: bool) -> ConvTile:
+    """The tile of a kernel on tensor cores; few: taps and channels are one axis."""
     half = n.itemsize == 2
     deep = 32 if few or not half else 64
-    if columns <= 16 or columns <= 32:
+    if columns <= 32:
         return ConvTile(128, 32 if columns > 16 else 16, deep, 4, 3)
     if few and device.generation >= 90:
         return ConvTile(

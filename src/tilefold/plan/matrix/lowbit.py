@@ -19,6 +19,9 @@ PATHS = ("rows", "hopper", "tile", "dequantise")
 SLAB = 32  # columns
 FEW_ROWS = 16  # of x that the "rows" path takes
 MOST_SPLITS = 16
+LIMITS = {"block_n": (1, 256), "block_m": (1, 256), "num_warps": (1, 32), "stages": (1, 16), "splits": (1, 65535),
+          "ahead": (0, 1024), "registers": (0, 255)}  # fields of a plan: least, most  # fmt: skip
+POWERS = ("block_n", "block_m", "num_warps")
 TILE_UP_TO = 128  # rows of x, where no row of the table says something else
 
 
@@ -120,16 +123,11 @@ class LowbitPlan:
             raise PlanError(f"plan field path must be one of {PATHS}, got {self.path!r}")
         if refusal := refused(self.problem, self.device, self.path):
             raise PlanError(f"plan field path: {self.path!r} {refusal}")
-        for name in ("block_n", "block_m", "num_warps", "stages", "splits"):
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
-            if (
-                type(value) is not int
-                or value < 1
-                or (name in ("block_n", "block_m", "num_warps") and value & (value - 1))
-            ):
-                raise PlanError(
-                    f"plan field {name} must be a positive integer, tiles and warps powers of two, got {value!r}"
-                )
+            if type(value) is not int or not least <= value <= most or (name in POWERS and value & (value - 1)):
+                power = "a power of two" if name in POWERS else "an integer"
+                raise PlanError(f"plan field {name} must be {power} from {least} to {most}, got {value!r}")
         if self.scaled not in ("after", "before"):
             raise PlanError(f"plan field scaled must be 'after' or 'before', got {self.scaled!r}")
         if self.path == "rows" and (self.block_n not in (16, 32, 64) or self.block_m not in (8, 16)):

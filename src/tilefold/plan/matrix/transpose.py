@@ -6,7 +6,7 @@ from functools import lru_cache
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.device import Device
 
-__all__ = ["METHODS", "TransposePlan", "TransposeProblem", "descriptors_refusal", "plan_transpose"]
+__all__ = ["METHODS", "TransposePlan", "TransposeProblem", "check_method", "descriptors_refusal", "plan_transpose"]
 
 REGISTERS, STRIDES, DESCRIPTORS = METHODS = ("registers", "strides", "descriptors")
 ALIGNMENT = 16  # bytes, of a descriptor's base and strides
@@ -72,6 +72,12 @@ class TransposePlan:
         )
 
 
+def check_method(method: object) -> None:
+    """ValueRangeError unless it is one that `plan_transpose` knows, whatever its type."""
+    if method not in ("auto", *METHODS):
+        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
 def descriptors_refusal(n: TransposeProblem, device: Device) -> str | None:
     """Why tensor descriptors cannot be used, as a sentence, or None if they can."""
     if device.generation < 90 and device.backend != "interpreter":
@@ -92,8 +98,7 @@ def descriptors_refusal(n: TransposeProblem, device: Device) -> str | None:
 @lru_cache(maxsize=4096)
 def plan_transpose(problem: TransposeProblem, device: Device, method: str = "auto") -> TransposePlan:
     """The plan: pure.  ValueRangeError for an unknown method, Unsupported for descriptors that cannot be."""
-    if method not in ("auto", *METHODS):
-        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
+    check_method(method)
     refusal = descriptors_refusal(problem, device)
     if method == DESCRIPTORS and refusal is not None:
         raise Unsupported(f"method 'descriptors' is not possible here: {refusal}; use 'registers' or 'auto'")

@@ -1,0 +1,100 @@
+"""What autograd and torch.func may ask of operators: lazy negations as gradients, tangents, transforms."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilefold
+from cases import rand
+from tilefold import ops, quant
+from tilefold.errors import Unsupported
+
+F32 = torch.float32
+
+
+def lowbit(x):
+    weight = quant.quantize_weight(torch.linspace(-1, 1, 64 * 32, device=x.device).view(64, 32))
+    return ops.lowbit_matmul(x, weight)
+
+
+def attend(x):
+    return tilefold.attention(x[None, :, None], x[None, :, None], x[None, :, None])
+
+
+# Of a matrix [20, 32].
+CALLS = {
+    "matmul": lambda x: ops.matmul(x, x.detach().t(), activation="silu"),
+    "bmm": lambda x: ops.bmm(x[None], x.detach().t()),
+    "conv2d": lambda x: ops.conv2d(x[None, None], torch.ones(2, 1, 3, 3, device=x.device), activation="gelu"),
+    "lowbit_matmul": lowbit,
+    "add": lambda x: ops.add(x, x),
+    "transpose": ops.transpose,
+    "attention": attend,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_that_is_lazily_negated(name, device):
+    """Autograd hands it over as it is, with the negation in a flag that no kernel sees."""
+    x = rand(20, 32, dtype=F32, device=device).requires_grad_()
+    out = CALLS[name](x)
+    given = torch.randn_like(out)
+    lazy = torch._neg_view(given)
+    assert lazy.is_neg() and lazy.is_contiguous()
+    (got,) = torch.autograd.grad(out, x, lazy, retain_graph=True)
+    (wanted,) = torch.autograd.grad(out, x, -given)
+    assert torch.equal(got, wanted)
+
+
+def test_a_gradient_that_is_lazily_conjugated(device):
+    x = torch.randn(5, 7, dtype=torch.complex64, device=device, requires_grad=True)
+    given = torch.randn(7, 5, dtype=torch.complex64, device=device)
+    (got,) = torch.autograd.grad(ops.transpose(x), x, given.conj())
+    assert torch.equal(got, given.t().conj())
+
+
+@pytest.mark.parametrize("name", ["matmul", "bmm", "conv2d", "lowbit_matmul"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_tangent_is_refused_and_not_lost(name, enabled, device):
+    """torch.no_grad does not stop forward mode."""
+    x = rand(20, 32, dtype=F32, device=device)
+    with torch.set_grad_enabled(enabled), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(Unsupported, match=r"^\w+ carries a forward-mode tangent"):
+            CALLS[name](dual)
+    with pytest.raises(Unsupported, match="tangent"):
+        torch.func.jvp(CALLS[name], (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["matmul", "conv2d", "lowbit_matmul"])
+def test_transforms_without_a_rule_are_named(name, device):
+    x = rand(20, 32, dtype=F32, device=device)
+    words = "tilefold::.* has no rule for vmap: of torch.func, it takes grad and vjp only"
+    for call in (torch.func.vmap(CALLS[name]), torch.func.vmap(torch.func.grad(lambda x: CALLS[name](x).sum()))):
+        with pytest.raises(Unsupported, match=words):
+            call(x[None])
+    with pytest.raises(Unsupported, match=f"^the gradient of {words}"):
+        torch.func.jacrev(CALLS[name])(x)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["add", "transpose"])
+def test_add_and_transpose_pass_tangents(name, enabled, device):
+    call, plain = CALLS[name], {"add": lambda x: x + x, "transpose": lambda x: x.t()}[name]
+    x, dx = rand(6, 4, dtype=F32, device=device), rand(6, 4, dtype=F32, device=device)
+    with torch.set_grad_enabled(enabled):
+        for got, wanted in zip(torch.func.jvp(call, (x,), (dx,)), torch.func.jvp(plain, (x,), (dx,)), strict=True):
+            assert torch.equal(got, wanted)
+        with forward_ad.dual_level():
+            got = forward_ad.unpack_dual(call(forward_ad.make_dual(x, dx))).tangent
+            assert torch.equal(got, plain(dx))
+
+
+@pytest.mark.parametrize("name", ["add", "transpose"])
+def test_add_and_transpose_under_torch_func(name, device):
+    call, plain = CALLS[name], {"add": lambda x: x + x, "transpose": lambda x: x.t()}[name]
+    x = rand(3, 6, 4, dtype=F32, device=device)
+    assert torch.equal(torch.func.vmap(call, 2)(x), torch.func.vmap(plain, 2)(x))
+    for transform in (torch.func.grad, torch.func.hessian):
+        got, wanted = (transform(lambda x, f=f: f(x).pow(3).sum())(x[0, :2]) for f in (call, plain))
+        torch.testing.assert_close(got, wanted)
