@@ -15,7 +15,7 @@ from .context import context_parallel
 from .decode import attention_kvcache, cache_lengths, merge_ranks
 from .group import Ranks, ranks_of
 from .local import Kernels
-from .tokens import gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
+from .tokens import causal_batch, gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
 
 __all__ = [
     "CommunicationError",
@@ -30,6 +30,7 @@ __all__ = [
     "attention_kvcache",
     "attention_plan",
     "cache_lengths",
+    "causal_batch",
     "context_parallel",
     "gather_sequence",
     "head_exchange_attention",

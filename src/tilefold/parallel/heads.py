@@ -11,7 +11,7 @@ from ..plan.sharding import Spans, ordered, union
 from .exchange import all_to_all, pack, unpack
 from .tokens import assemble, take
 
-__all__ = ["HeadExchange", "spread", "unspread"]
+__all__ = ["HeadExchange", "spread", "spread_of", "unspread"]
 
 
 class HeadExchange(NamedTuple):
@@ -62,9 +62,15 @@ class HeadExchange(NamedTuple):
         return [torch.cat([view[i] for view in views], 2) for i in range(len(tensors))]
 
 
+def spread_of(kv_heads: int, ranks: int) -> int:
+    """How often KV heads are repeated so that every rank gets the one that its query heads share."""
+    return 1 if kv_heads % ranks == 0 else ranks // kv_heads
+
+
 def spread(t: torch.Tensor, ranks: int) -> torch.Tensor:
-    """KV heads repeated, if there are fewer than ranks, so that every rank gets the one that its query heads share."""
-    return t if t.shape[2] % ranks == 0 else t.repeat_interleave(ranks // t.shape[2], 2)
+    """KV heads repeated, if there are fewer than ranks."""
+    times = spread_of(t.shape[2], ranks)
+    return t if times == 1 else t.repeat_interleave(times, 2)
 
 
 def unspread(t: torch.Tensor, kv_heads: int) -> torch.Tensor:
