@@ -1,6 +1,7 @@
 """What runs on several ranks: each scheme beside one process that has all tokens, in fp64, forward and backward."""
 
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -160,6 +161,7 @@ def two():
     yield "repeated-bits", repeated_bits
     yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
     yield "plan", planned
+    yield from import_module("parallel_model_cases").on_two()
 
 
 def four():
@@ -182,6 +184,7 @@ def four():
     yield "decode", decode
     yield "disagreement", disagreement
     yield "refusals", refusals
+    yield from import_module("parallel_model_cases").on_four()
 
 
 def mesh():

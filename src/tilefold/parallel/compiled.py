@@ -2,6 +2,7 @@
 
 What cannot be in an operator's schema, the process groups and the sharding, is a `Setting`, which travels as its number."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,14 +89,23 @@ def context_attention_backward_op(
 ) -> Three:
     """dq, dk, dv of this rank's tokens; q to lse as the forward pass saved them; tokens: the shapes of q, k and v before."""
     setting = setting_of(number)
-    like = [
-        t.new_empty(0).expand(shape) if 0 in shape else t.new_empty(1).expand(shape)
-        for t, shape in _shapes(tokens, q, k, v)
-    ]
-    scores = (causal, (left, right), scale, softcap)
-    job = job_of(setting, like[0], sizes_of(setting, *like), scores, True)
+    sizes = {"batch": tokens[0], "heads": tokens[2], "kv_heads": tokens[6], "dim_qk": tokens[3], "dim_v": tokens[11]}
+    job = job_of(setting, q, sizes, (causal, (left, right), scale, softcap), True)
     found = schemes.backward(job, (q, k, v, out, lse), dout, dlse, tokens[6])
-    return tuple(t.contiguous() for t in found)  # type: ignore[return-value]
+    return _apart(found)  # type: ignore[return-value]
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Contiguous tensors, each in memory of its own, as an operator has to return them."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    for t in tensors:
+        one = t.contiguous()
+        if one.untyped_storage().data_ptr() in seen and one.numel():
+            one = one.clone()
+        seen.add(one.untyped_storage().data_ptr())
+        found.append(one)
+    return tuple(found)
 
 
 def _shapes(tokens: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
