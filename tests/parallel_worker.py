@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tilefold", "tilefold.parallel", "tilefold.reference"]
+PRELOAD = ["torch", "torch.distributed", "tilefold", "tilefold.parallel", "tilefold.reference"]
 
 
 def run_ranks(module, suite, ranks, timeout=60.0, limit=170.0, backend="gloo"):
