@@ -161,6 +161,7 @@ def two():
     yield "repeated-bits", repeated_bits
     yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
     yield "plan", planned
+    yield from import_module("parallel_sparse_cases").suite()
     yield from import_module("parallel_model_cases").on_two()
 
 
@@ -184,6 +185,7 @@ def four():
     yield "decode", decode
     yield "disagreement", disagreement
     yield "refusals", refusals
+    yield from import_module("parallel_sparse_cases").suite()
     yield from import_module("parallel_model_cases").on_four()
 
 
