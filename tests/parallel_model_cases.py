@@ -21,6 +21,7 @@ def on_two():
     yield "model-train-long", long_example
     yield "model-mistral", partial(transformer, "mistral", "zigzag", [0, 9, 16])  # a window, packed
     yield "model-refusals", refusals
+    yield "model-bench", bench
 
 
 def on_four():
@@ -233,3 +234,34 @@ def refusals():
 
     spread = DTensor.from_local(x, init_device_mesh("cpu", (ranks,)), [Shard(1)])
     refused(tilefold.Unsupported, "to_local", lambda: tp.attention(spread, spread, spread, sharding))
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def bench():
+    """The command on ranks that are there: outputs are checked, PyTorch's refusal is a line, a wrong result is found."""
+    from typer.testing import CliRunner
+
+    from tilefold.bench import parallel
+    from tilefold.cli.app import app
+
+    options = ("--tokens", "12", "--ways", "heads,torch", "--heads", "2,1", "--dim", "16", "--direction", "backward")
+    result = CliRunner().invoke(app, ["bench", "parallel", *options], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == 0, (result.output, result.exception)
+    if dist.get_rank() == 0:
+        assert "does not have a sharding strategy" in result.output
+        assert "not usable" in result.output
+        assert "2 heads on 1, D=16, float32, causal" in result.output
+    work = parallel.Work((12,), (2, 1), 16, "float32", backward=(False,), ways=("ring", "two_level"), rounds=1)
+    kept = parallel.tp.attention
+    parallel.tp.attention = lambda *tensors, **options: kept(*tensors, **(options | {"causal": False}))
+    try:
+        wrong, impossible = parallel.measure(work)
+    finally:
+        parallel.tp.attention = kept
+    assert wrong.status == "WRONG"
+    assert "out" in wrong.note
+    assert impossible.status == "not usable"
+    assert "ranks of a node" in impossible.note
+    assert parallel.measure(parallel.Work((12,), budget=0.0, backward=(False,))) == []

@@ -1,5 +1,7 @@
 """Block-sparse attention over sequence shards: beside one process with all tokens, and what travels is what the lists name."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -117,8 +119,12 @@ def refusals():
     refused(
         tilefold.ShapeError, "k has 31 tokens", lambda: tp.sparse_attention(x, x[:, :31], x[:, :31], index, sharding)
     )
-    odd = index if rank else BlockIndex(index.indices, index.counts, 16, 32, 32, 64)
-    refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))
+    odd = index if rank else BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
+    os.environ["TILEFOLD_PARALLEL_CHECK"] = "always"  # rank 1 has made this call before, and would not ask again
+    try:
+        refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))
+    finally:
+        del os.environ["TILEFOLD_PARALLEL_CHECK"]
     refused(tilefold.ShapeError, "index has lists", lambda: tp.sparse_attention(
         x.expand(2, -1, -1, -1), *(x.expand(2, -1, -1, -1),) * 2,
         BlockIndex(index.indices.expand(3, -1, -1, -1), index.counts.expand(3, -1, -1), 16, 16, 32, 64), sharding))  # fmt: skip

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.bench_family import EPILOGS, FAMILIES, family_command
+from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
+from tilefold.cli.bench_parallel import parallel
 from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tilefold.cli.bench_startup import startup
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
@@ -143,6 +145,7 @@ for _name in FAMILIES:
     app.command(name=_name, epilog=EPILOGS[_name])(family_command(_name))
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
 app.command(name="startup", epilog=STARTUP_EPILOG)(startup)
+app.command(name="parallel", epilog=PARALLEL_EPILOG)(parallel)
 
 
 def chosen_cases(
