@@ -22,7 +22,8 @@ def test_suite(suite, ranks, least):
 
 def test_a_rank_that_dies():
     """The others say so, well before the limit; the dead one has reported what came before its death."""
-    found = run_ranks("parallel_cases", "dying", 3, timeout=8.0, limit=60.0)
-    assert found["before"] == dict.fromkeys(range(3))
+    found = run_ranks("parallel_failure_cases", "dying", 3, timeout=8.0, limit=60.0)
+    for case in ("before", "late"):
+        assert found[case] == dict.fromkeys(range(3))
     assert found["death"] == {0: None, 1: None}
     assert "hung" not in found
