@@ -112,7 +112,7 @@ def backward(model, tokens, sharding, group, scheme, factor):
 
 
 def fsdp():
-    """FSDP2 over the ranks that share the sequence, with checkpoints; and compiled layers."""
+    """FSDP2 over the ranks that share the sequence, with checkpoints, and a compiled layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -122,8 +122,8 @@ def fsdp():
     model = train_long.build(options, torch.device("cpu"))
     whole = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (ranks,))
+    model.layers[0].compile(backend="aot_eager")
     for layer in model.layers:
-        layer.compile(backend="aot_eager")
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     loss = backward(model, tokens, tp.shard(14, ranks, "zigzag"), mesh, "ring", ranks)  # FSDP averages
@@ -264,4 +264,4 @@ def bench():
     assert "out" in wrong.note
     assert impossible.status == "not usable"
     assert "ranks of a node" in impossible.note
-    assert parallel.measure(parallel.Work((12,), budget=0.0, backward=(False,))) == []
+    assert parallel.measure(parallel.Work((12,), (1, 1), 16, "float32", budget=0.0, backward=(False,))) == []
