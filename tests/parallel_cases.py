@@ -184,6 +184,7 @@ def four():
     yield "mesh", mesh
     yield "decode", decode
     yield from import_module("parallel_failure_cases").on_four()
+    yield from import_module("parallel_memory_cases").suite()
     yield from import_module("parallel_sparse_cases").suite()
     yield from import_module("parallel_model_cases").on_four()
 

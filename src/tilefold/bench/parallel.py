@@ -59,7 +59,7 @@ class Work:
 class Line:
     """One way at one length.  ms: of the slowest rank.  status: "ok", "WRONG", "failed" or "not usable", note says why.
     tflops: of one rank.  efficiency: beside what one rank alone reaches on BASE tokens.  memory: bytes at the peak of forward,
-    and backward, beyond inputs, results and gradients.  predicted_*: by the plan, with the measured FLOP/s.  hidden: share of the
+    and backward, beyond q, k, v and dout.  predicted_*: by the plan, with the measured FLOP/s.  hidden: share of the
     transfers behind kernels."""
 
     way: str
@@ -223,17 +223,16 @@ def _checked(
 
 
 def _memory(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> int:
-    """Bytes at the peak of forward, and backward, beyond inputs, results and gradients."""
+    """Bytes at the peak of forward, and backward, beyond what was there before: q, k, v and dout."""
     leaves = [t.detach().requires_grad_(backward) for t in inputs[:3]]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     out = call(*leaves)
     grads = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
-    out = out.detach()
     torch.cuda.synchronize()
-    peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    del grads
-    return int(peak - after)
+    del out, grads
+    return int(torch.cuda.max_memory_allocated() - before)
 
 
 def _step(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> Callable[[], object]:
@@ -273,7 +272,7 @@ HEAD = (
     "predicted",
     "TFLOP/s a rank",
     "of one rank",
-    "more memory",
+    "memory",
     "predicted",
     "hidden",
 )

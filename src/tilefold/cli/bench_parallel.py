@@ -44,8 +44,8 @@ torch.distributed.tensor.experimental.context_parallel with its two ways to rota
 
 **Method**: zigzag shards. Sampled rows and keys of one head are compared with fp64 on every rank; what is wrong is not timed.
 Times are medians of the slowest rank, backward alone over a graph that is kept. *of one rank*: TFLOP/s a rank beside tilefold's
-attention on one rank, of 32768 tokens, in the same run: 100 % is linear scaling. *more memory*: the peak of forward, and
-backward, beyond inputs and results, beside the plan's formula. *hidden*, with --trace: the share of NCCL's time during
+attention on one rank, of 32768 tokens, in the same run: 100 % is linear scaling. *memory*: the peak of forward, and backward,
+beyond q, k, v and dout, beside the plan's formula. *hidden*, with --trace: the share of NCCL's time during
 which other kernels run, of the rank with the least.
 Exit code 1 if a result of tilefold is wrong or failed.
 """

@@ -318,9 +318,11 @@ def _travel(
     exchange: BlockExchange, views: list[torch.Tensor], give: tuple[Places, ...], take: tuple[Places, ...], what: str
 ) -> list[list[torch.Tensor]]:
     """For each tensor what comes from every rank; one message to each of them, with the blocks of all tensors."""
-    parts = [torch.cat([view[places].flatten() for view in views]) for places in give]
+    parts = (view[places] for places in give for view in views)
+    widths = sum(prod(view.shape[3:]) for view in views)
+    counts = [places[0].numel() * widths for places in give]
     shapes = [[(places[0].numel(), *view.shape[3:]) for view in views] for places in take]
     sizes = [sum(map(prod, each)) for each in shapes]
-    got = all_to_all(parts, sizes, exchange.ranks.flat, what)
+    got = all_to_all(parts, counts, sizes, exchange.ranks.flat, what)
     pieces = [unpack(flat, each) for flat, each in zip(got, shapes, strict=True)]
     return [[piece[i] for piece in pieces] for i in range(len(views))]

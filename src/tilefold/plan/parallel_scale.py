@@ -10,27 +10,27 @@ __all__ = ["FORMULAS", "LETTERS", "Scaling", "scaling"]
 
 FORMULAS = {
     "ring": (
-        "sends (N-1) KV; backward (N-1) KV + N KV 4/e more",
-        "2 KV + state; backward 3 KV 4/e + Q 4/e more",
+        "sends (N-1) KV; backward (N-1) KV + N x KV more",
+        "forward 2 KV + (x+2) O + 3 l; backward 2 KV + x (Q + 3 KV) + O + l + max(Q + KV/2, Q/2 + KV)",
     ),
     "all_gather": (
-        "sends (N-1) KV; backward (N-1) KV + (N-1) KV 4/e more",
-        "2 N KV + state; backward 2 N KV 4/e + Q 4/e more",
+        "sends (N-1) KV; backward (N-1) KV + (N-1) x KV more",
+        "forward max(2 N KV, N KV + (x+1) O + 2 l); backward 3 x N KV + x Q + O + l",
     ),
     "heads": (
         "sends (N-1)/N (Q + KV + O); backward (N-1)/N (O + Q + KV) more",
-        "2 (Q + KV) + O; backward O + (Q + KV) 4/e more",
+        "forward Q + KV + 3 O + l; backward 2 Q + 2 KV + 3 O + x (Q + KV) + l",
     ),
     "two_level": (
-        "sends inside (U-1)/U (Q + KV + O), across (N/U-1) KV; backward the same again + N/U KV 4/e across",
-        "2 (Q + KV) + O + 2 KV + state; backward O + (Q + KV) 4/e + 3 KV 4/e more",
+        "sends inside (U-1)/U (Q + KV + O), across (N/U-1) KV; backward the same again, and N/U x KV across",
+        "forward Q + KV + the ring's; backward Q + KV + 2 O + the ring's",
     ),
 }
-"""By scheme: the bytes that a rank sends, and those that it needs beyond its own tensors, in the letters of LETTERS."""
+"""By scheme: the bytes that a rank sends, and those that it needs beyond its q, k, v and dout, in the letters of LETTERS."""
 
 LETTERS = (
     "N ranks, U a node, S tokens, H heads, G KV heads, D and Dv head dims, e bytes an element:",
-    "Q = S/N H D e, KV = S/N G (D + Dv) e, O = S/N H Dv e, state = S/N H (Dv + 1) 4, times the batch",
+    "Q = S/N H D e, KV = S/N G (D + Dv) e, O = S/N H Dv e, l = S/N H 4, x = 4/e, times the batch",
 )
 
 
