@@ -53,6 +53,8 @@ def context_parallel(
         raise ShapeError(f"sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
     if scheme not in ("auto", *SCHEMES):
         raise Unsupported(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
+    if links is not None and not isinstance(links, Links):
+        raise DtypeError(f"links must be a Links or None, got {type(links).__name__}")
     setting = Setting(ranks, sharding, sharding, scheme, links, kernels or OWN)
     route.STACK.append(("context_parallel", _route(setting)))
     try:

@@ -1,5 +1,6 @@
 """From what a call was given to a `Job`: checks, the plan, and what all ranks have to have in common."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -46,16 +47,22 @@ class Setting(NamedTuple):
     kernels: Kernels = OWN
 
 
+_SETTINGS: dict[int, Setting] = {}  # by number, the one used last at the end
 _NUMBERS: dict[Setting, int] = {}
-_SETTINGS: list[Setting] = []
+_KEPT = 4096
+_NEXT = itertools.count()
 
 
 def number_for(setting: Setting) -> int:
-    """The number of an equal setting, the same for each that is opened anew: a compiled program holds it as a constant."""
+    """The number of an equal setting, the same for each that is opened anew: a compiled program holds it as a constant.
+
+    Of settings that differ in every step, as packed sequences make them, the last ones are kept."""
     found = _NUMBERS.get(setting)
     if found is None:
-        found = _NUMBERS[setting] = len(_SETTINGS)
-        _SETTINGS.append(setting)
+        found = _NUMBERS[setting] = next(_NEXT)
+    _SETTINGS[found] = _SETTINGS.pop(found, setting)
+    if len(_SETTINGS) > _KEPT:
+        del _NUMBERS[_SETTINGS.pop(next(iter(_SETTINGS)))]
     return found
 
 
