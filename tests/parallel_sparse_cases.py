@@ -119,6 +119,20 @@ def refusals():
     refused(
         tilefold.ShapeError, "k has 31 tokens", lambda: tp.sparse_attention(x, x[:, :31], x[:, :31], index, sharding)
     )
+    exchange = tp.block_exchange(index, sharding, 2)
+    y = torch.zeros(1, 32, 2, 8)  # of no call before
+    short = y[:, :31] if rank else y  # one rank's own tensor: the other does not wait for it
+    refused(
+        tilefold.ShapeError,
+        "k has 31 tokens" if rank else "rank 1 were refused",
+        lambda: tp.sparse_attention(y, short, short, index, sharding, exchange=exchange),
+    )
+    half = y.half() if rank else y
+    refused(
+        tilefold.ShapeError,
+        "dtype of q is",
+        lambda: tp.sparse_attention(half, half, half, index, sharding, exchange=exchange, scale=0.5),
+    )
     odd = index if rank else BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
     os.environ["TILEFOLD_PARALLEL_CHECK"] = "always"  # rank 1 has made this call before, and would not ask again
     try:

@@ -36,7 +36,7 @@ def context_attention_op(
     job = agreed_job(setting_of(number), q, k, v, (causal, (left, right), scale, softcap), needs)
     found, saved = schemes.forward(job, q, k, v)
     kept = saved if needs and job.inner is not None else [q.new_empty(0) for _ in range(5)]
-    return tuple(t.contiguous() for t in (*found, *kept))
+    return _apart((*found, *kept))  # type: ignore[return-value]
 
 
 @context_attention_op.register_fake

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..check import FLOATS, TensorSpec, bind
-from ..errors import DtypeError, ShapeError, Unsupported
+from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
 from ..plan.sharding import Sharding, shard
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
@@ -16,6 +16,7 @@ from ..sparse_api import sparse_attention as _local
 from .agree import agree, text_of
 from .exchange import all_to_all, gather_flat, guarded, unpack
 from .group import Ranks, ranks_of
+from .job import wanted
 
 __all__ = ["BlockExchange", "block_exchange", "shard_blocks", "shard_index", "sparse_attention"]
 
@@ -88,13 +89,15 @@ class BlockExchange:
 
     @property
     def blocks_received(self) -> int:
+        """Blocks that come from other ranks, counted in the same way."""
         return sum(places[0].numel() for r, places in enumerate(self.take) if r != self.ranks.rank)
 
     def bytes_sent(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Bytes that leave this rank in a forward pass; backward as many as `blocks_received` says come back the other way."""
+        """Bytes that leave this rank in a forward pass; as many come back as gradients."""
         return self.blocks_sent * self._row(k, v)
 
     def bytes_received(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Bytes that come from other ranks in a forward pass."""
         return self.blocks_received * self._row(k, v)
 
     def _row(self, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -237,16 +240,44 @@ def sparse_attention(
 
     Raises:
         As `tilefold.sparse_attention`; ShapeError on every rank if what ranks gave differs; CommunicationError."""
-    specs = (
-        TensorSpec("q", "batch seq_q heads dim_qk", FLOATS, contiguous_last=True),
-        TensorSpec("k", "batch seq_k kv_heads dim_qk", FLOATS, same_dtype_as="q", contiguous_last=True),
-        TensorSpec("v", "batch seq_k kv_heads dim_v", FLOATS, same_dtype_as="q", contiguous_last=True),
-    )
     if torch.compiler.is_compiling():
         raise Unsupported("tilefold.parallel.sparse_attention runs eagerly: call it outside torch.compile")
-    sizes = bind(specs, {"q": q, "k": k, "v": v})
+    ranks = ranks_of(group) if exchange is None else exchange.ranks
+    error: Exception | None = None
+    sizes: dict[str, int] = {}
+    try:
+        sizes = bind(_SPECS, {"q": q, "k": k, "v": v})
+        if exchange is not None:
+            _fits(sizes, exchange)
+    except TilefoldError as refused:
+        error = refused
+    where = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    agree(ranks, _call_fields(sizes, q, wanted(q, k, v)), error, where)
     if exchange is None:
-        exchange = block_exchange(index, sharding, sizes["kv_heads"], group)
+        exchange = block_exchange(index, sharding, sizes["kv_heads"], ranks)
+        _fits(sizes, exchange)
+    keys, values = _Fetch.apply(exchange, k, v)  # type: ignore[no-untyped-call]
+    return _local(q, keys, values, exchange.index, scale=scale, softcap=softcap, return_lse=return_lse)
+
+
+_SPECS = (
+    TensorSpec("q", "batch seq_q heads dim_qk", FLOATS, contiguous_last=True),
+    TensorSpec("k", "batch seq_k kv_heads dim_qk", FLOATS, same_dtype_as="q", contiguous_last=True),
+    TensorSpec("v", "batch seq_k kv_heads dim_v", FLOATS, same_dtype_as="q", contiguous_last=True),
+)
+
+
+def _call_fields(sizes: dict[str, int], q: Any, needs: bool) -> dict[str, tuple[int, str]]:
+    """What all ranks have to have in common in one call."""
+    texts = {"dtype of q": str(getattr(q, "dtype", None)), "gradients wanted": str(needs)}
+    found = {"function": (text_of("sparse_attention"), "sparse_attention")}
+    names = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
+    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in names}
+    return found | {name: (text_of(text), text) for name, text in texts.items()}
+
+
+def _fits(sizes: dict[str, int], exchange: BlockExchange) -> None:
+    """ShapeError unless the exchange was made for such tensors."""
     if (sizes["kv_heads"], sizes["seq_k"]) != (exchange.kv_heads, exchange.length):
         raise ShapeError(
             f"k has {sizes['seq_k']} tokens and {sizes['kv_heads']} heads, the exchange is of {exchange.length} and "
@@ -254,8 +285,6 @@ def sparse_attention(
         )
     if exchange.index_shares[0] not in (1, sizes["batch"]):
         raise ShapeError(f"index has lists of a batch of {exchange.index_shares[0]}, q has {sizes['batch']}")
-    keys, values = _Fetch.apply(exchange, k, v)  # type: ignore[no-untyped-call]
-    return _local(q, keys, values, exchange.index, scale=scale, softcap=softcap, return_lse=return_lse)
 
 
 class _Fetch(torch.autograd.Function):
