@@ -1,13 +1,14 @@
 """What runs on several ranks: each scheme beside one process that has all tokens, in fp64, forward and backward."""
 
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import tilefold
-from parallel_plain import PLAIN, plain_backward, plain_forward
+from parallel_plain import PLAIN
 from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.reference.tolerance import compare
@@ -160,6 +161,8 @@ def two():
     yield "repeated-bits", repeated_bits
     yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
     yield "plan", planned
+    yield from import_module("parallel_sparse_cases").suite()
+    yield from import_module("parallel_model_cases").on_two()
 
 
 def four():
@@ -180,8 +183,10 @@ def four():
     yield "two_level-uneven", lambda: check("two_level", tokens=17, lengths=[9, 0, 3, 5], group=nodes(), causal=True)
     yield "mesh", mesh
     yield "decode", decode
-    yield "disagreement", disagreement
-    yield "refusals", refusals
+    yield from import_module("parallel_failure_cases").on_four()
+    yield from import_module("parallel_memory_cases").suite()
+    yield from import_module("parallel_sparse_cases").suite()
+    yield from import_module("parallel_model_cases").on_four()
 
 
 def mesh():
@@ -259,7 +264,7 @@ def decode():
     own = places[places // 2 % ranks == rank]  # blocks of two tokens in turn
     mine = tp.cache_lengths(lengths, rank, ranks, block=2)
     assert mine.tolist() == [int((own < n).sum()) for n in lengths.tolist()]
-    for extra in ({}, {"sinks": sinks}, {"softcap": 1.5, "scale": 0.4, "causal": True}):
+    for extra in ({"sinks": sinks}, {"softcap": 1.5, "scale": 0.4, "causal": True})[: 2 if ranks == 2 else 1]:
         out, lse = tp.attention_kvcache(
             q, k[:, own].contiguous(), v[:, own].contiguous(), cache_seqlens=mine, return_lse=True, **extra
         )
@@ -302,91 +307,3 @@ def refused(error, text, call):
         assert text in str(found), str(found)
     else:
         raise AssertionError(f"{error.__name__} about {text!r} expected")
-
-
-def disagreement():
-    """Different arguments: every rank says which, and the group can go on."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    sharding = tp.shard(8, ranks)
-    x = torch.zeros(1, sharding.length(rank), 4, 8)
-    odd = rank == 2
-    call = {"kernels": PLAIN, "scheme": "ring"}
-    wide = torch.zeros(1, sharding.length(rank), 4, 16 if odd else 8)
-    refused(tilefold.ShapeError, "dim_qk is", lambda: tp.attention(wide, wide, x, sharding, **call))
-    refused(tilefold.ShapeError, "window is", lambda: tp.attention(x, x, x, sharding, causal=odd, **call))
-    refused(
-        tilefold.ShapeError,
-        "scheme is",
-        lambda: tp.attention(x, x, x, sharding, kernels=PLAIN, scheme="heads" if odd else "ring"),
-    )
-    half = x.half() if odd else x
-    refused(tilefold.ShapeError, "dtype of q is", lambda: tp.attention(half, half, half, sharding, **call))
-    long = torch.zeros(1, 5, 4, 8) if odd else x
-    refused(
-        tilefold.ShapeError,
-        "q has 5 tokens" if odd else "rank 2 were refused",
-        lambda: tp.attention(long, x, x, sharding, **call),
-    )
-    refused(
-        tilefold.ShapeError,
-        "function is",
-        lambda: tp.attention_kvcache(x, x, x) if odd else tp.attention(x, x, x, sharding, **call),
-    )
-    tp.attention(x, x, x, sharding, **call)  # nothing is left over
-
-
-def refusals():
-    ranks = dist.get_world_size()
-    sharding = tp.shard(8, ranks)
-    mine = sharding.length(dist.get_rank())
-
-    def call(heads=4, kv_heads=4, scheme="ring", sharding=sharding, q=None, **options):
-        x = torch.zeros(1, mine, kv_heads, 8)
-        return tp.attention(
-            torch.zeros(1, mine, heads, 8) if q is None else q, x, x, sharding, scheme=scheme, **options
-        )
-
-    refused(tilefold.Unsupported, "6 query heads are not a multiple of 4 ranks", lambda: call(6, 6, "heads"))
-    refused(tilefold.Unsupported, "3 KV heads", lambda: call(12, 3, "heads"))
-    refused(tilefold.Unsupported, "two levels", lambda: call(scheme="two_level"))
-    refused(tilefold.ValueRangeError, "scheme must be", lambda: call(scheme="rings"))
-    refused(tilefold.ShapeError, "over 3 ranks", lambda: call(sharding=tp.shard(8, 3)))
-    refused(tilefold.ShapeError, "heads of q must be a multiple", lambda: call(4, 3))
-    refused(tilefold.DtypeError, "q", lambda: call(q=torch.zeros(1, mine, 4, 8, dtype=torch.float64)))
-    refused(tilefold.DtypeError, "sharding must be", lambda: call(sharding=8))
-    refused(tilefold.DtypeError, "group must be", lambda: call(group=3))
-    refused(tilefold.ValueRangeError, "ranks_per_node", lambda: tp.ranks_of(None, ranks_per_node=3))
-    refused(tilefold.ValueRangeError, "softcap", lambda: call(softcap=-1.0))
-    q = torch.zeros(2, mine, 4, 8)
-    packed = tp.shard([0, 3, 8], ranks)
-    refused(tilefold.ShapeError, "packed sequences", lambda: tp.attention(q, q, q, packed, scheme="ring"))
-
-
-def dying():
-    """The last of three ranks leaves in the middle; the others must say so before the group's timeout is much over."""
-    yield "before", lambda: check("ring", "zigzag", 12, causal=True)
-    yield "death", death
-
-
-def death():
-    import os
-    import time
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    calls = {"n": 0}
-
-    def forward(q, k, v, call):
-        calls["n"] += 1
-        if rank == ranks - 1 and calls["n"] == 2:
-            os._exit(7)
-        return plain_forward(q, k, v, call)
-
-    def several(scheme):
-        for _ in range(3):  # what had been sent before the death may still be enough for one
-            tp.attention(x, x, x, tp.shard(12, ranks), scheme=scheme, kernels=tp.Kernels(forward, plain_backward))
-
-    x = torch.zeros(1, 4, 4, 8)
-    began = time.monotonic()
-    for scheme in ("ring", "all_gather"):
-        refused(tp.CommunicationError, f"rank {rank} of {ranks} failed while", lambda s=scheme: several(s))
-    assert time.monotonic() - began < 20

@@ -1,10 +1,13 @@
 """What runs on several GPUs over NCCL."""
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 
 from parallel_cases import SCHEMES, check
 from tilefold import parallel as tp
+from tilefold.bench.parallel import Work, measure
 
 
 def gpus():
@@ -26,6 +29,18 @@ def gpus():
                 lambda s=scheme, d=dtype: check(s, "zigzag", [0, 300, 301, 1100], dtype=d, causal=True, **real),
             )
     yield "decode-graph", decode_graph
+    yield "bench", bench
+
+
+def bench():
+    """Every scheme's output, forward and backward, by the benchmark's own check; its trace and its memory are figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Work((4096,), (8, 4), ways=("ring", "all_gather", "heads"), rounds=1, trace=f"{folder}/trace")
+        lines = measure(work)
+    assert [line.status for line in lines] == ["ok"] * 6, lines
+    for line in lines:
+        assert 0 <= line.hidden <= 1
+        assert line.memory > 0
 
 
 def decode_graph():

@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 
 PRELOAD = ["torch", "torch.distributed", "tilefold", "tilefold.parallel", "tilefold.reference"]
+MORE = ["torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+MORE += ["torch.distributed.tensor.experimental", "transformers.models.mistral.modeling_mistral", "tilefold.cli.app"]
 
 
 def run_ranks(module, suite, ranks, timeout=60.0, limit=170.0, backend="gloo"):
@@ -19,7 +21,8 @@ def run_ranks(module, suite, ranks, timeout=60.0, limit=170.0, backend="gloo"):
     The processes are forked from a server that has imported torch once, and does nothing else.  timeout: of the process group;
     limit: seconds until all that still run are ended.  backend: "nccl" gives each rank a GPU and compiled kernels."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # else triton, which these import, would not know yet
+    context.set_forkserver_preload(PRELOAD + MORE * interpreted)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (module, suite, ranks, folder, timeout, backend)
         processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)]

@@ -34,10 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": WORK,
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
     "debug": {"reference"} | LEAVES,
-    "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant"},
+    "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant", "parallel"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "profiling": WORK | {"bench", "aot"},
-    "cli": WORK | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling"},
+    "cli": WORK
+    | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling", "parallel"},
     "__init__": {
         "ops",
         "api",

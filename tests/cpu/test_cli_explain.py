@@ -173,3 +173,42 @@ def test_a_prompt_over_a_cache_says_whose_it_is():
 def test_what_does_not_go_with_a_cache(arguments, message):
     result = run(*DECODE, *arguments)
     assert result.exit_code == 2 and message in result.output
+
+
+def test_context_parallelism_over_ranks_that_are_not_here():
+    """The plan of tilefold.parallel, its formulas and a line for every number of ranks up to 64 and the one asked for."""
+    from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+    from tilefold.plan.parallel_scale import FORMULAS
+
+    sizes = ("--heads", "64", "--kv-heads", "8", "--q", "1048576", "--dim", "128", "--causal", "--backward")
+    result = run(*sizes, "--ranks", "96", "--per-node", "8", "--link", "400,25", "--tflops", "500", "--memory", "4")
+    assert result.exit_code == 0, result.output
+    problem = ParallelProblem(1, 1 << 20, 1 << 20, 64, 8, 128, 128, window=(-1, 0), kind="zigzag", backward=True)
+    plan = plan_parallel(problem, Links(96, 8, 400e9, 25e9, flops=500e12, memory=4e9))
+    assert result.output.startswith(str(plan))
+    assert all(text in result.output for text in FORMULAS[plan.scheme])
+    assert "not yet measured over NCCL" in result.output
+    table = [line.split() for line in result.output.splitlines()[-8:]]
+    assert [row[0] for row in table] == ["1", "2", "4", "8", "16", "32", "64", "96"]
+    assert table[1][1:] == ["nothing", "fits", "the", "memory"]
+    assert table[-1][1] == plan.scheme
+    assert float(table[-1][2]) == pytest.approx(plan.cost.seconds * 1e3, abs=1e-3)
+    figures = json.loads(run(*sizes, "--ranks", "2", "--json").output)
+    assert figures["plan"]["links"]["ranks"] == 2
+    assert figures["scaling"][1][1]["seconds"] == figures["plan"]["cost"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--per-node", "2"), "--per-node needs --ranks"),
+        (("--ranks", "4", "--cache", "same"), "--cache does not go with --ranks"),
+        (("--ranks", "4", "--link", "fast"), "--link must be"),
+        (("--ranks", "4", "--shards", "striped"), "--shards must be"),
+        (("--ranks", "4", "--per-node", "3"), "ranks_per_node must divide"),
+    ],
+)
+def test_ranks_wrong_usage(options, text):
+    result = run("--heads", "8", "--q", "4096", "--dim", "64", *options)
+    assert result.exit_code == 2
+    assert text in result.output

@@ -27,6 +27,8 @@ from tilefold.cli.bench_options import (
     Results,
     Rounds,
 )
+from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
+from tilefold.cli.bench_parallel import parallel
 from tilefold.cli.bench_runs import COMPARE_EPILOG, HISTORY_EPILOG, compare_runs, history, peers
 from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tilefold.cli.bench_startup import startup
@@ -134,6 +136,7 @@ for _name in HELP:
     app.command(name=_name, epilog=EPILOGS[_name])(of_family(_name))
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
 app.command(name="startup", epilog=STARTUP_EPILOG)(startup)
+app.command(name="parallel", epilog=PARALLEL_EPILOG)(parallel)
 app.command(name="suite", epilog=SUITE_EPILOG)(suite)
 app.command(name="compare", epilog=COMPARE_EPILOG)(compare_runs)
 app.command(name="history", epilog=HISTORY_EPILOG)(history)

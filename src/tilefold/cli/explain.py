@@ -42,6 +42,10 @@ Every step of a generation of 512 tokens after a prompt of 40, grouped by what i
 
     tilefold explain --trace --policy flash-attn --heads 28 --kv-heads 4 --dim 128 --prompt 40 --new 512
 
+Context parallelism: a million tokens over 64 GPUs, 8 to a node, and what other numbers of GPUs would take:
+
+    tilefold explain --heads 32 --kv-heads 8 --q 1048576 --dim 128 --causal --ranks 64 --per-node 8 --link 450,50 --backward
+
 The GPU of this machine:
 
     tilefold explain --device here --heads 32 --q 2048 --dim 64
@@ -115,6 +119,26 @@ def explain(
     trace: Annotated[bool, typer.Option("--trace", help="All steps of a generation, of --prompt and --new.")] = False,
     prompt: Annotated[int | None, typer.Option(help="With --trace: tokens of the prompt.")] = None,
     new: Annotated[int | None, typer.Option(help="With --trace: tokens that are generated.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Over so many GPUs, by tilefold.parallel: the scheme, traffic, memory, scaling.")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(help="With --ranks: GPUs of a node.", show_default="1")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INSIDE,ACROSS",
+            help="With --ranks: GB/s of a GPU, in a node and between nodes.",
+            show_default="450,50",
+        ),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="With --ranks: attention TFLOP/s of one GPU.", show_default="450")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
+    shards: Annotated[
+        str | None, typer.Option(help="With --ranks: zigzag or contiguous.", show_default="zigzag")
+    ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="With --ranks: gradients follow.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say which kernel, tile and grid an attention call gets on a device, why, and what was rejected.
@@ -125,6 +149,7 @@ def explain(
     """
     from tilefold.cli.explain_decode import CacheOptions, check_cache, explain_cache
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
+    from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_attention
     from tilefold.plan.sparse import plan_sparse
 
@@ -132,6 +157,8 @@ def explain(
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
              "--policy": policy, "--trace": trace}  # fmt: skip
     check_cache(over, unfit)
+    wide = RanksOptions(ranks, per_node, link, tflops, memory, shards, backward)
+    check_ranks(wide, unfit | {"--cache": cache, "--sinks": sinks, "--alibi": alibi})
     asked = Dispatch(policy, call, capacity, paged, append, 0 if cache else num_splits, prompt, new, as_json)
     others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,
               "--sinks": sinks, "--varlen": varlen, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -161,6 +188,9 @@ def explain(
         bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
+    if ranks is not None:
+        typer.echo(explain_ranks(wide, problem, as_json))
+        return
     if cache is not None:
         typer.echo(explain_cache(over, problem, _record(device), as_json))
         return

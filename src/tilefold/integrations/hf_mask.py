@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import masking_utils
 
+from ..errors import Unsupported
+from ..ops.route import STACK
 from .visible import Rows, Visible
 
 __all__ = ["Rule", "make_mask", "read_rule"]
@@ -92,6 +94,8 @@ def make_mask(
     is one, to find out whether there is padding at all, and one each for a static cache and for packed sequences."""
     facts |= {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
     rule = read_rule(mask_function)
+    if STACK:
+        return _sharded(rule, facts)
     older = "cache_position" in facts
     q_length = facts["cache_position"].shape[0] if older else facts["q_length"]
     if rule is None or _must_be_tensor(rule, facts, q_length, older):
@@ -127,6 +131,26 @@ def make_mask(
         if not rule.causal and live is not None:
             return live[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
     return Visible(shape, rule.causal, rule.window, end, live, rows)
+
+
+def _sharded(rule: Rule | None, facts: dict[str, Any]) -> Visible | None:
+    """Inside context_parallel, where a row is a part of the tokens: the rule alone, which the sharding applies to all of them.
+
+    What looks like packed sequences, positions that do not go on by one, are the pieces that this rank has."""
+    if rule is None:
+        advice = "; compile the layers instead of the model" if torch.compiler.is_compiling() else ""
+        raise Unsupported(f"this model's mask inside context_parallel: served are causal and sliding windows{advice}")
+    live = facts.get("attention_mask")
+    if live is not None and not (_readable(live) and bool(live.all())):
+        raise Unsupported(
+            "padding inside context_parallel: leave attention_mask out, and pack sequences instead (shard takes their offsets)"
+        )
+    length = facts["cache_position"].shape[0] if "cache_position" in facts else facts["q_length"]
+    if length != facts["kv_length"]:
+        raise Unsupported(
+            f"{facts['kv_length']} keys for {length} queries inside context_parallel: pass use_cache=False, no cache is served"
+        )
+    return Visible((facts["batch_size"], 1, length, length), rule.causal, rule.window, length, None, None)
 
 
 def _must_be_tensor(rule: Rule, facts: dict[str, Any], q_length: int, older: bool) -> bool:

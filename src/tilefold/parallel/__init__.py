@@ -15,9 +15,11 @@ from .context import context_parallel
 from .decode import attention_kvcache, cache_lengths, merge_ranks
 from .group import Ranks, ranks_of
 from .local import Kernels
-from .tokens import gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
+from .sparse import BlockExchange, block_exchange, shard_blocks, shard_index, sparse_attention
+from .tokens import causal_batch, gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
 
 __all__ = [
+    "BlockExchange",
     "CommunicationError",
     "Kernels",
     "Links",
@@ -29,7 +31,9 @@ __all__ = [
     "attention",
     "attention_kvcache",
     "attention_plan",
+    "block_exchange",
     "cache_lengths",
+    "causal_batch",
     "context_parallel",
     "gather_sequence",
     "head_exchange_attention",
@@ -41,7 +45,10 @@ __all__ = [
     "ranks_of",
     "ring_attention",
     "shard",
+    "shard_blocks",
+    "shard_index",
     "shard_sequence",
+    "sparse_attention",
     "two_level_attention",
     "unshard_sequence",
 ]

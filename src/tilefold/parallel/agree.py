@@ -1,5 +1,6 @@
 """Before the first exchange of a kind of call, every rank learns what every other one was given; all raise the same error."""
 
+import os
 import struct
 import zlib
 from typing import Any
@@ -42,10 +43,13 @@ def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | N
     for every call of it, at most 22.  error: what this rank
     found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits for it.
 
+    TILEFOLD_PARALLEL_CHECK=always in the environment of all ranks compares every call, which costs each a small exchange and a
+    wait of the host: to find out who goes astray where a transfer has failed.
+
     Raises ShapeError on every rank, naming what differs and on which ranks."""
     kept, seen = _AGREED.setdefault(id(ranks.flat), (ranks.flat, set()))
     key = tuple(number for number, _ in fields.values())
-    if error is None and kept is ranks.flat and key in seen:
+    if error is None and kept is ranks.flat and key in seen and os.environ.get("TILEFOLD_PARALLEL_CHECK") != "always":
         return
     where = torch.device("cpu") if dist.get_backend(ranks.flat) == "gloo" else device
     row = [int(error is not None), *key]

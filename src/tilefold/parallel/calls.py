@@ -4,28 +4,26 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_number
-from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
-from ..ops.call import check_kinds, window_of
-from ..ops.watch import is_transformed, refuse_tangents
-from ..plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from ..errors import Unsupported
+from ..ops.call import window_of
+from ..ops.watch import is_transformed
+from ..plan.parallel import Links, ParallelPlan
 from ..plan.sharding import Sharding
 from ..types import Window
 from . import schemes
-from .agree import agree, number_of, text_of
-from .group import Ranks, ranks_of
-from .local import Kernels, Pair
+from .group import ranks_of
+from .job import OWN, Scores, Setting, agreed_job, plan_of, sizes_of, wanted
+from .local import Kernels
 
 __all__ = [
     "all_gather_attention",
     "attention",
     "attention_plan",
+    "eager_attention",
     "head_exchange_attention",
     "ring_attention",
     "two_level_attention",
 ]
-
-_OWN = Kernels()
 
 
 def attention(
@@ -73,33 +71,27 @@ def attention(
     Sources: Ring Attention (Liu et al. 2023, arXiv:2310.01889), striped and zigzag shards (Brandon et al. 2023,
     arXiv:2311.09431), DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509), both at once (Fang and Zhao 2024,
     arXiv:2405.07719)."""
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling():
         raise Unsupported(
-            "context-parallel attention runs eagerly: call it outside torch.compile (torch.compiler.disable) and torch.func"
+            "tilefold.parallel.attention runs eagerly: inside torch.compile call tilefold.attention under context_parallel"
         )
     ranks = ranks_of(group)
-    other = sharding if kv_sharding is None else kv_sharding
-    kernels = _OWN if kernels is None else kernels
-    job: schemes.Job | None = None
-    error: Exception | None = None
-    sizes: dict[str, int] = {}
-    try:
-        check_kinds(return_lse)
-        refuse_tangents({"q": q, "k": k, "v": v})
-        sizes = _sizes(ranks, q, k, v, sharding, other, kernels)
-        job = _job(ranks, q, sizes, sharding, other, scheme, (causal, window, scale, softcap), links, kernels)
-    except (TilefoldError, TypeError, ValueError) as refused:
-        error = refused
-    needs = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v))
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
-    agree(ranks, _fields(job, sizes, q, needs), error, device)
-    assert job is not None
-    packed = q.dim() == 3
-    tensors = (t[None] for t in (q, k, v)) if packed else (q, k, v)
-    out, lse = _Attention.apply(job, *tensors)  # type: ignore[no-untyped-call]
-    if packed:
-        out, lse = out[0], lse[0]
+    setting = Setting(ranks, sharding, sharding if kv_sharding is None else kv_sharding, scheme, links, kernels or OWN)
+    out, lse = eager_attention(setting, q, k, v, (causal, window, scale, softcap), return_lse)
     return (out, lse) if return_lse else out
+
+
+def eager_attention(
+    setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, return_lse: object = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call under a setting."""
+    if is_transformed():
+        raise Unsupported("context-parallel attention under torch.func (grad, vmap) is not served")
+    job = agreed_job(setting, q, k, v, scores, wanted(q, k, v), return_lse)
+    if q.dim() == 4:
+        return _Attention.apply(job, q, k, v)  # type: ignore[no-untyped-call,no-any-return]
+    out, lse = _Attention.apply(job, q[None], k[None], v[None])  # type: ignore[no-untyped-call]
+    return out[0], lse[0]
 
 
 def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, **options: Any) -> Any:
@@ -130,119 +122,10 @@ def attention_plan(
     """The ParallelPlan that `attention(q, k, v, sharding, **options)` follows, without running it; `print` it.  No collective,
     unless the group's two levels have to be made."""
     ranks = ranks_of(options.get("group"))
-    other = options.get("kv_sharding") or sharding
-    sizes = _sizes(ranks, q, k, v, sharding, other, options.get("kernels") or _OWN)
-    band = window_of(options.get("window"), options.get("causal", False))
-    return _plan(ranks, q, sizes, sharding, other, band, options.get("scheme", "auto"), options.get("links"))
-
-
-# ---------------------------------------------------------------- checks and the plan
-
-
-def _sizes(
-    ranks: Ranks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Sharding, other: Sharding, kernels: Kernels
-) -> dict[str, int]:
-    for name, one in (("sharding", tokens), ("kv_sharding", other)):
-        if not isinstance(one, Sharding):
-            raise DtypeError(f"{name} must be a Sharding, made by tilefold.parallel.shard, got {type(one).__name__}")
-        if one.ranks != ranks.size:
-            raise ShapeError(f"{name} is over {one.ranks} ranks, the group has {ranks.size}")
-    if tokens.sequences != other.sequences:
-        raise ShapeError(f"sharding has {tokens.sequences} sequences, kv_sharding {other.sequences}")
-    floats = FLOATS if kernels is _OWN else (*FLOATS, torch.float64)
-    lead = "" if isinstance(q, torch.Tensor) and q.dim() == 3 else "batch "
-    specs = (
-        TensorSpec("q", f"{lead}seq_q heads dim_qk", floats, contiguous_last=True),
-        TensorSpec("k", f"{lead}seq_k kv_heads dim_qk", floats, same_dtype_as="q", contiguous_last=True),
-        TensorSpec("v", f"{lead}seq_k kv_heads dim_v", floats, same_dtype_as="q", contiguous_last=True),
-    )
-    sizes = {"batch": 1} | bind(specs, {"q": q, "k": k, "v": v})
-    for name, one, side in (("q", tokens, "seq_q"), ("k", other, "seq_k")):
-        if sizes[side] != one.length(ranks.rank):
-            raise ShapeError(
-                f"{name} has {sizes[side]} tokens, rank {ranks.rank} of the sharding has {one.length(ranks.rank)}"
-            )
-    if sizes["kv_heads"] == 0 or sizes["heads"] == 0 or sizes["heads"] % sizes["kv_heads"]:
-        raise ShapeError(
-            f"q has {sizes['heads']} heads and k has {sizes['kv_heads']}: the heads of q must be a multiple of those of k and v"
-        )
-    if tokens.sequences > 1 and sizes["batch"] != 1:
-        raise ShapeError(f"q has batch {sizes['batch']}, but a sharding of {tokens.sequences} packed sequences needs 1")
-    if min(sizes["dim_qk"], sizes["dim_v"]) < 1 or max(sizes["dim_qk"], sizes["dim_v"]) > 256:
-        raise Unsupported(f"head dims are {sizes['dim_qk']} and {sizes['dim_v']} (v); accepted: 1 to 256")
-    return sizes
-
-
-def _job(
-    ranks: Ranks,
-    q: torch.Tensor,
-    sizes: dict[str, int],
-    tokens: Sharding,
-    other: Sharding,
-    scheme: str,
-    scores: tuple[bool, Window | None, float | None, float],
-    links: Links | None,
-    kernels: Kernels,
-) -> schemes.Job:
-    causal, window, scale, softcap = scores
-    band = window_of(tuple(window) if isinstance(window, list) else window, causal)
-    if scale is not None:
-        check_number("scale", scale, above=0.0)
-    check_number("softcap", softcap, low=0.0)
-    plan = _plan(ranks, q, sizes, tokens, other, band, scheme, links)
-    return schemes.Job(
-        ranks, plan.scheme, tokens, other, Pair(tokens.starts, other.starts, band, scale, float(softcap), kernels)
-    )
-
-
-def _plan(
-    ranks: Ranks,
-    q: torch.Tensor,
-    sizes: dict[str, int],
-    tokens: Sharding,
-    other: Sharding,
-    band: tuple[int, int],
-    scheme: str,
-    links: Links | None,
-) -> ParallelPlan:
-    named = {name: sizes[name] for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
-    dtype = str(q.dtype).removeprefix("torch.")
-    problem = ParallelProblem(seq_q=tokens.total, seq_k=other.total, dtype=dtype, window=band, kind=tokens.kind,
-                              backward=torch.is_grad_enabled(), sequences=tokens.sequences, **named)  # fmt: skip
-    if links is None:
-        links = Links(ranks.size, ranks.per_node)
-    elif not isinstance(links, Links):
-        raise DtypeError(f"links must be a Links or None, got {type(links).__name__}")
-    if links.ranks != ranks.size or links.ranks_per_node not in (1, ranks.per_node):
-        raise ShapeError(
-            f"links are of {links.ranks} ranks, {links.ranks_per_node} to a node; the group has {ranks.size}, {ranks.per_node}"
-        )
-    if scheme != "two_level" or ranks.inner is not None:
-        return plan_parallel(problem, links, scheme)
-    raise Unsupported("scheme 'two_level' needs a group of two levels: ranks_of(group, ranks_per_node=...)")
-
-
-def _fields(job: schemes.Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, tuple[int, str]]:
-    """What all ranks have to have in common, as numbers and as text; the same names whatever was given."""
-    counts = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
-    found = {"function": (text_of("attention"), "attention")}
-    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in counts}
-    texts: dict[str, object] = {"dtype of q": getattr(q, "dtype", None), "gradients wanted": needs}
-    found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
-    if job is None:
-        names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "ranks per node")
-        return found | dict.fromkeys(names, (0, ""))
-    pair = job.pair
-    scale = 0.0 if pair.scale is None else float(pair.scale)
-    return found | {
-        "scheme": (text_of(job.scheme), repr(job.scheme)),
-        "sharding": (text_of(job.q_tokens), f"[{job.q_tokens}]"),
-        "kv_sharding": (text_of(job.k_tokens), f"[{job.k_tokens}]"),
-        "window": (text_of(pair.window), str(pair.window)),
-        "scale": (number_of(scale), str(pair.scale)),
-        "softcap": (number_of(pair.softcap), str(pair.softcap)),
-        "ranks per node": (job.ranks.per_node, str(job.ranks.per_node)),
-    }
+    scheme, links, kernels = options.get("scheme", "auto"), options.get("links"), options.get("kernels") or OWN
+    setting = Setting(ranks, sharding, options.get("kv_sharding") or sharding, scheme, links, kernels)
+    sizes = sizes_of(setting, q, k, v)
+    return plan_of(setting, q, sizes, window_of(options.get("window"), options.get("causal", False)), wanted(q, k, v))
 
 
 class _Attention(torch.autograd.Function):

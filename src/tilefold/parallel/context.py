@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from ..ops import route
 from ..ops.call import Call
 from ..plan.parallel import SCHEMES, Links
 from ..plan.sharding import Sharding
-from .calls import attention
+from .calls import eager_attention
+from .compiled import compiled_attention
 from .group import ranks_of
+from .job import OWN, Setting, number_for, wanted
 from .local import Kernels
 
 __all__ = ["context_parallel"]
 
 _DEFAULT = Call()
-_SERVED = {"causal", "window", "scale", "softcap", "layout", "deterministic"}
+_SERVED = ("causal", "window", "scale", "softcap", "layout", "deterministic")
 
 
 @contextmanager
@@ -50,20 +53,32 @@ def context_parallel(
         raise ShapeError(f"sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
     if scheme not in ("auto", *SCHEMES):
         raise Unsupported(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
-
-    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        for name, value in call._asdict().items():
-            default = getattr(_DEFAULT, name)
-            if name not in _SERVED and not (value is default or (type(value) is type(default) and value == default)):
-                raise Unsupported(f"{name} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
-        if call.layout == "bhsd":
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = attention(q, k, v, sharding, group=ranks, scheme=scheme, causal=call.causal, window=call.window,
-                             scale=call.scale, softcap=call.softcap, return_lse=True, links=links, kernels=kernels)  # fmt: skip
-        return (out.transpose(1, 2) if call.layout == "bhsd" else out), lse
-
-    route.STACK.append(("context_parallel", go))
+    if links is not None and not isinstance(links, Links):
+        raise DtypeError(f"links must be a Links or None, got {type(links).__name__}")
+    setting = Setting(ranks, sharding, sharding, scheme, links, kernels or OWN)
+    route.STACK.append(("context_parallel", _route(setting)))
     try:
         yield
     finally:
         route.STACK.pop()
+
+
+@lru_cache(maxsize=256)
+def _route(setting: Setting) -> route.Route:
+    """The same function for equal settings: a compiled program is kept when the context is opened again."""
+    number = number_for(setting)
+
+    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        for name, value, default in zip(Call._fields, call, _DEFAULT, strict=True):
+            if name not in _SERVED and not (value is default or (type(value) is type(default) and value == default)):
+                raise Unsupported(f"{name} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
+        if call.layout == "bhsd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        scores = call.causal, call.window, call.scale, call.softcap
+        if torch.compiler.is_compiling():
+            out, lse = compiled_attention(q, k, v, number, wanted(q, k, v), *scores)
+        else:
+            out, lse = eager_attention(setting, q, k, v, scores)
+        return (out.transpose(1, 2) if call.layout == "bhsd" else out), lse
+
+    return go

@@ -3,7 +3,7 @@
 Over NCCL every operation runs on a stream of the group's own, which waits for what was launched before the call; the caller's
 stream goes on, and waits for the transfer only in `wait`: what is launched between `start` and `wait` overlaps the transfer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -38,11 +38,24 @@ def guarded(group: Any, what: str) -> Iterator[None]:
         ) from error
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of tensors of one dtype, one after the other: one message, one copy."""
-    if len(tensors) == 1:
-        return tensors[0].contiguous().view(-1)
-    return torch.cat([t.reshape(-1) for t in tensors])
+def pack(tensors: Iterable[torch.Tensor], count: int | None = None) -> torch.Tensor:
+    """All elements of tensors of one dtype, one after the other: one message, one copy of each, whatever its strides.
+
+    count: of elements in all; with it the tensors are asked for one by one, so that they need not all be there at once."""
+    if count is None:
+        tensors = list(tensors)
+        if len(tensors) == 1:
+            return tensors[0].contiguous().view(-1)
+        count = sum(t.numel() for t in tensors)
+    flat: torch.Tensor | None = None
+    at = 0
+    for t in tensors:
+        if flat is None:
+            flat = torch.empty(count, dtype=t.dtype, device=t.device)
+        flat[at : at + t.numel()].view(t.shape).copy_(t)
+        at += t.numel()
+    assert flat is not None
+    return flat
 
 
 def unpack(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
@@ -100,10 +113,13 @@ def all_gather(mine: torch.Tensor, sizes: Sequence[int], group: Any, what: str) 
     return [every[r * most : r * most + size] for r, size in enumerate(sizes)]
 
 
-def all_to_all(parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any, what: str) -> list[torch.Tensor]:
-    """Rank r gets parts[r] of every rank, as flat tensors; sizes: how many elements come from each rank."""
-    message = pack(parts)
+def all_to_all(
+    parts: Iterable[torch.Tensor], counts: Sequence[int], sizes: Sequence[int], group: Any, what: str
+) -> list[torch.Tensor]:
+    """Every rank's flat tensor for this one.  parts: tensors in the order of the ranks that they go to, several for each or one,
+    asked for one by one; counts: elements for each rank; sizes: elements that come from each."""
+    message = pack(parts, sum(counts))
     got = torch.empty(sum(sizes), dtype=message.dtype, device=message.device)
     with guarded(group, what):
-        dist.all_to_all_single(got, message, list(sizes), [part.numel() for part in parts], group=group)
+        dist.all_to_all_single(got, message, list(sizes), list(counts), group=group)
     return list(got.split(list(sizes)))

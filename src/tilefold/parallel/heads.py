@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ..plan.sharding import Spans, ordered, union
-from .exchange import all_to_all, pack, unpack
+from .exchange import all_to_all, unpack
 from .tokens import assemble, take
 
-__all__ = ["HeadExchange", "spread", "unspread"]
+__all__ = ["HeadExchange", "spread", "spread_of", "unspread"]
 
 
 class HeadExchange(NamedTuple):
@@ -38,12 +38,13 @@ class HeadExchange(NamedTuple):
         """[batch, own tokens, heads, dim] to [batch, the node's tokens, heads / ranks, dim]."""
         size = len(self.spans)
         shares = [t.unflatten(2, (size, t.shape[2] // size)) for t in tensors]
-        parts = [pack([s[:, :, r] for s in shares]) for r in range(size)]
+        parts = (s[:, :, r] for r in range(size) for s in shares)
+        counts = [sum(t.numel() for t in tensors) // size] * size
         shapes = [
             [(s.shape[0], length, s.shape[3], s.shape[4]) for s in shares] for length in self.lengths()
         ]  # of each rank's message
         sizes = [sum(map(prod, each)) for each in shapes]
-        got = all_to_all(parts, sizes, self.group, f"gathering {what} for its share of the heads")
+        got = all_to_all(parts, counts, sizes, self.group, f"gathering {what} for its share of the heads")
         views = [unpack(flat, each) for flat, each in zip(got, shapes, strict=True)]
         return [assemble([view[i] for view in views], self.spans, 1) for i in range(len(tensors))]
 
@@ -55,16 +56,26 @@ class HeadExchange(NamedTuple):
         for part, _, count in ordered(self.spans):
             rows[part].append((at, at + count))
             at += count
-        parts = [pack([take(t, tuple(spans), 1) for t in tensors]) for spans in rows]
+        parts = (take(t, tuple(spans), 1) for spans in rows for t in tensors)
+        widths = sum(t.shape[0] * t.shape[2] * t.shape[3] for t in tensors)
+        counts = [length * widths for length in self.lengths()]
         shapes = [(t.shape[0], self.lengths()[rank], t.shape[2], t.shape[3]) for t in tensors]
-        got = all_to_all(parts, [sum(map(prod, shapes))] * size, self.group, f"returning {what} to the tokens' ranks")
+        got = all_to_all(
+            parts, counts, [sum(map(prod, shapes))] * size, self.group, f"returning {what} to the tokens' ranks"
+        )
         views = [unpack(flat, shapes) for flat in got]
         return [torch.cat([view[i] for view in views], 2) for i in range(len(tensors))]
 
 
+def spread_of(kv_heads: int, ranks: int) -> int:
+    """How often KV heads are repeated so that every rank gets the one that its query heads share."""
+    return 1 if kv_heads % ranks == 0 else ranks // kv_heads
+
+
 def spread(t: torch.Tensor, ranks: int) -> torch.Tensor:
-    """KV heads repeated, if there are fewer than ranks, so that every rank gets the one that its query heads share."""
-    return t if t.shape[2] % ranks == 0 else t.repeat_interleave(ranks // t.shape[2], 2)
+    """KV heads repeated, if there are fewer than ranks."""
+    times = spread_of(t.shape[2], ranks)
+    return t if times == 1 else t.repeat_interleave(times, 2)
 
 
 def unspread(t: torch.Tensor, kv_heads: int) -> torch.Tensor:

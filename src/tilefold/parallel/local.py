@@ -68,7 +68,7 @@ class State:
         total = torch.logaddexp(sums, lse.to(self.dtype))
         base = total.masked_fill(total == float("-inf"), 0.0)  # dead in both: both weights are exp(-inf - 0)
         old, new = (torch.exp(part - base).transpose(1, 2)[..., None] for part in (sums, lse.to(self.dtype)))
-        mine.mul_(old).add_(out.to(self.dtype) * new)
+        mine.mul_(old).addcmul_(out, new)  # in the kernel's registers, whatever out's dtype
         sums.copy_(total)
 
     def _own(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ def add_gradients(
         found = pair.kernels.backward(inputs, *douts, call, (True, True, True, False, False))
         for total, part, where in zip(sums, found, (rows, cols, cols), strict=False):
             if part is not None:
-                total[:, where] += part.to(total.dtype)
+                total[:, where].add_(part)
 
 
 def _call(pair: Pair, chain: Chain, q: torch.Tensor) -> Call:

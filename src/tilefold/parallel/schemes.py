@@ -125,12 +125,15 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
         sums = Gradients(dq, *(torch.zeros(t.shape, dtype=exact, device=t.device) for t in (k, v)))
         add_gradients(sums, job.pair, (mine, job.spans(job.k_tokens, 0)), saved, dout, dlse)
         dk, dv = sums.dk, sums.dv
+        del sums
     else:
         work = _gradients_gathered if job.scheme == "all_gather" else _gradients_ring
         dk, dv = work(job, mine, saved, dq, dout, dlse)
     if job.inner is None:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    (dq,) = for_q.scatter([dq.to(q.dtype)], "gradients of queries")
+    del dout  # and dq in fp32, before what is sent is made room for
+    dq = dq.to(q.dtype)
+    (dq,) = for_q.scatter([dq], "gradients of queries")
     if k.shape[2] * dist.get_world_size(job.inner) == kv_heads:  # nothing is left to be added up
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
     dk, dv = for_k.scatter([dk, dv], "gradients of keys and values")
@@ -145,6 +148,7 @@ def _fold_ring(state: State, job: Job, mine: Spans, q: torch.Tensor, k: torch.Te
     ring, keys = Ring(job.outer), Keys(job, k, v)
     for spans, kv in _rotate(ring, keys, pack([k, v]), job.turns):
         fold(state, job.pair, (mine, spans), q, *kv)
+        del kv  # before the next message is made room for
 
 
 def _rotate(ring: Ring, keys: Keys, current: torch.Tensor, turns: int) -> Any:
@@ -175,9 +179,12 @@ def _gradients_ring(
         own = torch.zeros(keys.sizes[source], dtype=dq.dtype, device=dq.device)
         sums = Gradients(dq, *unpack(own, keys.shapes[source]))
         add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
+        del kv
         ring.wait(works, what)  # what the ranks before have added for these keys
+        works, sent = [], None
         if travelling is not None:
             own += travelling
+            travelling = None
         if turns == 1:
             return sums[1:]
         home = step + 1 == turns
@@ -185,8 +192,8 @@ def _gradients_ring(
         travelling = torch.empty(keys.sizes[arriving], dtype=dq.dtype, device=dq.device)
         works, sent = ring.start(own, travelling, what, 1 - turns if home else 1), own
     ring.wait(works, "receiving the gradients of its own keys")
+    del sent
     assert travelling is not None
-    assert sent is not None
     return unpack(travelling, keys.shapes[ring.rank])
 
 
@@ -214,9 +221,10 @@ def _gradients_gathered(
     every = _gathered(job, keys, k, v)
     sums = Gradients(dq, *(torch.zeros(t.shape, dtype=dq.dtype, device=dq.device) for t in every))
     add_gradients(sums, job.pair, (mine, _all(job.k_tokens)), (q, *every, out, lse), dout, dlse)
-    parts = [pack([take(t, spans, 1) for t in (sums.dk, sums.dv)]) for spans in keys.spans]
+    del every
+    parts = (take(t, spans, 1) for spans in keys.spans for t in (sums.dk, sums.dv))
     own = keys.sizes[job.node]
-    got = all_to_all(parts, [own] * job.nodes, job.outer, "adding up the gradients of keys")
+    got = all_to_all(parts, keys.sizes, [own] * job.nodes, job.outer, "adding up the gradients of keys")
     total = got[0].clone()
     for part in got[1:]:
         total += part

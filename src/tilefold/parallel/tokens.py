@@ -12,6 +12,7 @@ from .group import ranks_of
 
 __all__ = [
     "assemble",
+    "causal_batch",
     "gather_sequence",
     "loss_mean",
     "next_tokens",
@@ -88,8 +89,11 @@ def positions(sharding: Sharding, rank: int, device: torch.device | str | None =
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def next_tokens(tokens: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1, ignore: int = -100) -> torch.Tensor:
+def next_tokens(
+    tokens: torch.Tensor, sharding: Sharding, rank: int | None, dim: int = 1, ignore: int = -100
+) -> torch.Tensor:
     """The labels of one rank: for each of its tokens the one that follows in the whole sequence, `ignore` for a sequence's last.
+    rank None: those of all tokens, in their order.
 
     tokens: all tokens along dim, the same on every rank.  Shifting a shard by itself would lose the label of its last token."""
     if tokens.shape[dim] != sharding.total:
@@ -98,7 +102,36 @@ def next_tokens(tokens: torch.Tensor, sharding: Sharding, rank: int, dim: int = 
     last = [stop - 1 for start, stop in zip(sharding.starts, sharding.starts[1:], strict=False) if stop > start]
     if last:
         labels.index_fill_(dim, torch.tensor(last, device=tokens.device), ignore)
-    return shard_sequence(labels, sharding, rank, dim)
+    return labels if rank is None else shard_sequence(labels, sharding, rank, dim)
+
+
+def causal_batch(
+    input_ids: torch.Tensor,
+    sharding: Sharding,
+    group: object = None,
+    labels: torch.Tensor | None = None,
+    ignore: int = -100,
+) -> dict[str, torch.Tensor]:
+    """What a causal language model of transformers takes on this rank, `model(**causal_batch(...), use_cache=False)`: input_ids,
+    position_ids, and labels that were shifted before they were cut.
+
+    input_ids: [batch, tokens] of all tokens, the same on every rank; labels: likewise, not shifted, default input_ids.
+    The model's loss is then this rank's summand of the mean over all ranks' labels: sum losses, and parameters' gradients, over
+    the ranks (where something averages the gradients, multiply the loss by the number of ranks).
+
+    Needs a model whose loss function takes shift_labels and num_items_in_batch, as transformers' own for causal models does."""
+    ranks = ranks_of(group)
+    rank = dist.get_rank(ranks.flat)
+    every = next_tokens(input_ids if labels is None else labels, sharding, None, ignore=ignore)
+    where = positions(sharding, rank, input_ids.device)
+    mine = shard_sequence(every, sharding, rank).contiguous()
+    return {
+        "input_ids": shard_sequence(input_ids, sharding, rank).contiguous(),
+        "position_ids": where.expand(input_ids.shape[0], -1),
+        "labels": mine,
+        "shift_labels": mine,
+        "num_items_in_batch": (every != ignore).sum().clamp(min=1),
+    }
 
 
 class _SumOverRanks(torch.autograd.Function):

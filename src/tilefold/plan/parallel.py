@@ -6,6 +6,8 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 
+from .parallel_memory import Parts, memory_of
+
 __all__ = ["SCHEMES", "Links", "ParallelPlan", "ParallelProblem", "SchemeCost", "head_refusal", "plan_parallel"]
 
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
@@ -89,7 +91,8 @@ class ParallelProblem:
 @dataclass(frozen=True, slots=True)
 class SchemeCost:
     """The prediction for one scheme, of one rank: bytes sent within the node and between nodes, messages one after the other,
-    seconds of forward and, if asked for, backward; extra bytes of memory; why it is impossible, "" if it is not."""
+    seconds of forward and, if asked for, backward; bytes of memory beyond the rank's q, k, v and dout, results included; why it
+    is impossible, "" if it is not."""
 
     scheme: str
     inside: float
@@ -199,14 +202,19 @@ def _reason(best: SchemeCost, fits: list[SchemeCost]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Bytes of a rank's Q, K with V, and out in the tensors' dtype, those of K's and V's gradients and of the state in fp32."""
+    """Bytes of a rank's Q, K with V, and out in the tensors' dtype, those of K's and V's gradients and of lse in fp32."""
 
     q: float
     kv: float
     out: float
     dkv: float
-    state: float
+    lse: float
     fold: float  # seconds of the forward fold of the busiest rank
+
+    def memory(self, n: ParallelProblem, scheme: str, ranks: int, steps: int, spread: int = 1) -> float:
+        """Bytes at the worst moment."""
+        parts = Parts(self.q, self.kv, self.out, self.lse, self.dkv / self.kv if self.kv else 1.0, spread > 1)
+        return memory_of(scheme, parts, ranks, steps, n.backward)
 
 
 def _sizes(n: ParallelProblem, links: Links, spread: int = 1) -> _Sizes:
@@ -215,7 +223,7 @@ def _sizes(n: ParallelProblem, links: Links, spread: int = 1) -> _Sizes:
     kv = keys * n.kv_heads * spread * (n.dim_qk + n.dim_v)
     out = rows * n.heads * n.dim_v
     fold = n.flops / links.ranks / links.flops * n.imbalance(links.ranks)
-    return _Sizes(rows * n.heads * n.dim_qk * each, kv * each, out * each, kv * 4, (out + rows * n.heads) * 4, fold)
+    return _Sizes(rows * n.heads * n.dim_qk * each, kv * each, out * each, kv * 4, rows * n.heads * 4, fold)
 
 
 def _turns(steps: int, fold: float, bytes_: float, rate: float, latency: float) -> float:
@@ -233,37 +241,34 @@ def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
     s, steps = _sizes(n, links), _reach(n, links.ranks)
     rate = links.across if links.nodes > 1 else links.inside  # the slowest link of the ring sets its pace
     seconds = _turns(steps, s.fold, s.kv, rate, links.latency)
-    sent, messages, memory = (steps - 1) * s.kv, steps - 1, 2 * s.kv + s.state
+    sent, messages = (steps - 1) * s.kv, steps - 1
     if n.backward:
         seconds += _turns(steps, BACKWARD_FLOPS * s.fold, s.kv + s.dkv, rate, links.latency) + s.dkv / rate
         sent, messages = 2 * sent + steps * s.dkv * (steps > 1), messages * 2 + steps
-        memory += 3 * s.dkv + s.q * 4 / BYTES[n.dtype]
     share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0  # of the ranks that have the next one in another node
-    return SchemeCost("ring", sent * (1 - share), sent * share, messages, seconds, memory)
+    return SchemeCost(
+        "ring", sent * (1 - share), sent * share, messages, seconds, s.memory(n, "ring", links.ranks, steps)
+    )
 
 
 def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     s, others = _sizes(n, links), links.ranks - 1
     rate = links.across if links.nodes > 1 else links.inside
-    sent, seconds, memory = others * s.kv, s.fold, 2 * links.ranks * s.kv + s.state
+    sent, seconds = others * s.kv, s.fold
     if n.backward:
         sent = 2 * sent + others * s.dkv
         seconds += BACKWARD_FLOPS * s.fold
-        memory += 2 * links.ranks * s.dkv + s.q * 4 / BYTES[n.dtype]
     messages = 3 if n.backward else 1
     share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0
     seconds += sent / rate + messages * links.latency * (others > 0)
+    memory = s.memory(n, "all_gather", links.ranks, 1)
     return SchemeCost("all_gather", sent * (1 - share), sent * share, messages, seconds, memory)
 
 
-def _exchange(n: ParallelProblem, s: _Sizes, ranks: int) -> tuple[float, int, float]:
-    """Bytes, messages and memory of head exchanges between so many ranks."""
-    away = (ranks - 1) / ranks
-    sent, messages, memory = (s.q + s.kv + s.out) * away, 3, 2 * (s.q + s.kv) + s.out
-    if n.backward:
-        sent += (s.out + s.q + s.kv) * away
-        messages, memory = messages + 3, memory + s.out + (s.q + s.kv) * 4 / BYTES[n.dtype]
-    return sent, messages, memory
+def _exchange(n: ParallelProblem, s: _Sizes, ranks: int) -> tuple[float, int]:
+    """Bytes and messages of head exchanges between so many ranks."""
+    sent = (s.q + s.kv + s.out) * (ranks - 1) / ranks
+    return (2 * sent, 6) if n.backward else (sent, 3)
 
 
 def _spread(n: ParallelProblem, ranks: int) -> int:
@@ -273,7 +278,8 @@ def _spread(n: ParallelProblem, ranks: int) -> int:
 def _heads(n: ParallelProblem, links: Links) -> SchemeCost:
     refusal = head_refusal(n.heads, n.kv_heads, links.ranks)
     s = _sizes(n, links, _spread(n, links.ranks))
-    sent, messages, memory = _exchange(n, s, links.ranks)
+    sent, messages = _exchange(n, s, links.ranks)
+    memory = s.memory(n, "heads", 1, 1, _spread(n, links.ranks))
     balanced = s.fold / n.imbalance(links.ranks)  # every rank has all tokens
     share = (links.ranks - links.ranks_per_node) / max(1, links.ranks - 1) if links.nodes > 1 else 0.0
     inside, across = sent * (1 - share), sent * share
@@ -289,16 +295,16 @@ def _two_level(n: ParallelProblem, links: Links) -> SchemeCost:
     elif outer == 1:
         refusal = "all ranks lie in one node"
     s = _sizes(n, links, _spread(n, inner))
-    inside, messages, memory = _exchange(n, s, inner)
+    inside, messages = _exchange(n, s, inner)
+    memory = s.memory(n, "two_level", outer, steps, _spread(n, inner))
     fold = s.fold / n.imbalance(links.ranks) * n.imbalance(outer)
     seconds = _turns(steps, fold, s.kv, links.across, links.latency)
     across = (steps - 1) * s.kv
-    memory += 2 * s.kv + s.state
     if n.backward:
         seconds += (
             _turns(steps, BACKWARD_FLOPS * fold, s.kv + s.dkv, links.across, links.latency) + s.dkv / links.across
         )
-        across, memory = 2 * across + steps * s.dkv * (steps > 1), memory + 3 * s.dkv
+        across = 2 * across + steps * s.dkv * (steps > 1)
     seconds += inside / links.inside + messages * links.latency
     messages += (steps - 1) * (2 if n.backward else 1)
     return SchemeCost("two_level", inside, across, messages, seconds, memory, refusal)

@@ -1,0 +1,233 @@
+"""`tilefold bench parallel`: context parallelism over the GPUs of this machine, or over processes without one."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.cli.progress import measuring
+from tilefold.cli.runtime import (
+    Runtime,
+    dtype_named,
+    integers,
+    names_from,
+    prepare_runtime,
+    table_of,
+    user_errors,
+    writable,
+)
+from tilefold.errors import CommunicationError, ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.parallel import Line, Work
+
+__all__ = ["EPILOG", "parallel"]
+
+EPILOG = """
+**Examples**
+
+    tilefold bench parallel --quick
+
+    tilefold bench parallel --ranks 4 --tokens 32768,131072 --budget 240 --json parallel.json
+
+    torchrun --nproc-per-node 8 -m tilefold bench parallel --tokens 131072,524288,1048576 --trace trace
+
+**Ways**: ring, all_gather, heads and two_level (with --per-node) are tilefold's; torch and torch-alltoall are
+torch.distributed.tensor.experimental.context_parallel with its two ways to rotate K and V, over cuDNN's or Flash's attention.
+
+**Method**: zigzag shards. Sampled rows and keys of one head are compared with fp64 on every rank; what is wrong is not timed.
+Times are medians of the slowest rank, backward alone over a graph that is kept. *of one rank*: TFLOP/s a rank beside tilefold's
+attention on one rank, of 32768 tokens, in the same run: 100 % is linear scaling. *memory*: the peak of forward, and backward,
+beyond q, k, v and dout, beside the plan's formula. *hidden*, with --trace: the share of NCCL's time during
+which other kernels run, of the rank with the least.
+Exit code 1 if a result of tilefold is wrong or failed.
+"""
+TOKENS = {True: (32768, 131072), False: (32,)}
+QUICK = {True: (32768,), False: (32,)}
+
+
+@user_errors
+def parallel(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start.", show_default="all GPUs, or 2 without")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Lengths of the whole sequence.", show_default="by device")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(metavar="Q,KV", help="Heads of Q, and of K and V.", show_default="32,8")
+    ] = None,
+    dim: Annotated[int | None, typer.Option(help="Head dimension.", show_default="128")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="bf16")] = None,
+    ways: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated, see below.", show_default="all but two_level")
+    ] = None,
+    direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "both",
+    full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
+    per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for two_level.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further line after so long.")
+    ] = None,
+    trace: Annotated[
+        str, typer.Option(metavar="STEM", help="Trace one call of each line (GPU); files STEM-*.json.")
+    ] = "",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
+) -> None:
+    """Time every scheme of context parallelism, beside PyTorch's own, each output checked first."""
+    for path, name in ((json, "--json"), (markdown, "--markdown")):
+        writable(path, name)
+    if direction not in ("forward", "backward", "both"):
+        raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
+    runtime = prepare_runtime()
+    from tilefold.bench.parallel import PEERS, SCHEMES, Work
+
+    small = not runtime.gpu
+    lengths = (QUICK if quick else TOKENS)[runtime.gpu]
+    if tokens is not None:
+        lengths = integers(tokens, "--tokens", tokens.count(",") + 1)
+    work = Work(
+        tokens=lengths,
+        heads=_heads(heads or ("2,1" if small else "32,8")),
+        dim=dim or (16 if small else 128),
+        dtype=dtype_named(dtype or ("fp32" if small else "bf16")),
+        causal=not full,
+        backward={"forward": (False,), "backward": (True,), "both": (False, True)}[direction],
+        ways=names_from(ways, "--ways", (*SCHEMES, *PEERS)) if ways else (*SCHEMES[:3], *PEERS),
+        rounds=1 if small else rounds,
+        budget=budget,
+        per_node=per_node,
+        trace=trace,
+    )
+    lines = _run(work, runtime, ranks)
+    if lines is not None:
+        _report(work, lines, runtime, {"json": json, "markdown": markdown})
+
+
+def _heads(text: str) -> tuple[int, int]:
+    found = integers(text, "--heads", 2)
+    if found[0] % found[1]:
+        raise ValueRangeError(f"--heads must be Q,KV with Q a multiple of KV, got {text!r}")
+    return found[0], found[1]
+
+
+def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | None":
+    """The lines, or None on ranks that do not report.  In torchrun's processes, or in some that are started here."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return _on_rank(work)
+    if "RANK" in os.environ:
+        if runtime.gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if runtime.gpu else "gloo")
+        try:
+            return _on_rank(work)
+        finally:
+            dist.destroy_process_group()
+    here = torch.cuda.device_count() if runtime.gpu else 2
+    ranks = ranks or here
+    if runtime.gpu and ranks > here:
+        raise ValueRangeError(f"--ranks must be at most {here}, the GPUs of this machine, got {ranks}")
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_started, args=(rank, ranks, work, folder)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        found = Path(folder) / "lines"
+        if not found.exists():
+            raise CommunicationError("the ranks did not come to an end; their errors are above")
+        return pickle.loads(found.read_bytes())  # type: ignore[no-any-return]  # of our own process
+
+
+def _on_rank(work: "Work") -> "list[Line] | None":
+    """The lines on rank 0, which shows how far it is."""
+    import torch.distributed as dist
+
+    from tilefold.bench.parallel import measure
+
+    if dist.get_rank():
+        measure(work)
+        return None
+    total = len(work.tokens) * len(work.ways) * len(work.backward)
+    with measuring(Console(), total, False) as step:
+        return measure(work, lambda what: step("parallel", what))
+
+
+def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
+    """One process of those that are started here; rank 0 leaves the lines in a file."""
+    runtime = prepare_runtime()
+    import torch
+    import torch.distributed as dist
+
+    if runtime.gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if runtime.gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    lines = _on_rank(work)
+    if lines is not None:
+        (Path(folder) / "lines").write_bytes(pickle.dumps(lines))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str, Path | None]) -> None:
+    from dataclasses import asdict
+
+    from tilefold.bench.parallel import HEAD, PEERS, rows_of, to_json, to_markdown
+    from tilefold.bench.run import setting_of
+
+    console = Console()
+    setting = setting_of(runtime.device)
+    console.print(
+        Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
+    )
+    console.print(
+        Text(
+            f"{work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, {'causal' if work.causal else 'full'}"
+        )
+    )
+    wide = Console(width=max(console.width, 130), file=console.file)
+    wide.print(table_of(HEAD, rows_of(lines)))
+    for line in lines:
+        if line.note:
+            style = "red" if line.status in ("WRONG", "failed") else "dim"
+            console.print(
+                Text(f"{line.way}, {line.tokens} tokens, {line.direction}: {line.status}: {line.note}", style),
+                soft_wrap=True,
+            )
+    wanted = len(work.tokens) * len(work.ways) * len(work.backward)
+    if len(lines) < wanted:
+        console.print(Text(f"{len(lines)} of {wanted} lines were reached", style="yellow"))
+    if not runtime.gpu:
+        console.print(
+            Text(
+                "Times in the interpreter say nothing about GPUs; the outputs were checked all the same.",
+                style="yellow",
+            )
+        )
+    texts: dict[str, Callable[[], str]] = {
+        "json": lambda: to_json(lines, asdict(setting), work),
+        "markdown": lambda: to_markdown(lines),
+    }
+    for kind, path in files.items():
+        if path is not None:
+            path.write_text(texts[kind](), encoding="utf-8")
+            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+    if any(line.way not in PEERS and line.status in ("WRONG", "failed") for line in lines):
+        raise typer.Exit(1)

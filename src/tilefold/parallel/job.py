@@ -1,0 +1,201 @@
+"""From what a call was given to a `Job`: checks, the plan, and what all ranks have to have in common."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ..check import FLOATS, TensorSpec, bind, check_number
+from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
+from ..ops.call import check_kinds, window_of
+from ..ops.watch import refuse_tangents
+from ..plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from ..plan.sharding import Sharding
+from ..types import Window
+from .agree import agree, number_of, text_of
+from .group import Ranks
+from .local import Kernels, Pair
+from .schemes import Job
+
+__all__ = [
+    "OWN",
+    "Scores",
+    "Setting",
+    "agreed_job",
+    "job_of",
+    "number_for",
+    "plan_of",
+    "setting_of",
+    "sizes_of",
+    "wanted",
+]
+
+OWN = Kernels()
+
+Scores = tuple[bool, Window | None, float | None, float]
+"""causal, window, scale, softcap, as given."""
+
+
+class Setting(NamedTuple):
+    """What calls have in common that do not differ by their tensors: all that a compiled program knows as one number."""
+
+    ranks: Ranks
+    q_tokens: Sharding
+    k_tokens: Sharding
+    scheme: str = "auto"
+    links: Links | None = None
+    kernels: Kernels = OWN
+
+
+_SETTINGS: dict[int, Setting] = {}  # by number, the one used last at the end
+_NUMBERS: dict[Setting, int] = {}
+_KEPT = 4096
+_NEXT = itertools.count()
+
+
+def number_for(setting: Setting) -> int:
+    """The number of an equal setting, the same for each that is opened anew: a compiled program holds it as a constant.
+
+    Of settings that differ in every step, as packed sequences make them, the last ones are kept."""
+    found = _NUMBERS.get(setting)
+    if found is None:
+        found = _NUMBERS[setting] = next(_NEXT)
+    _SETTINGS[found] = _SETTINGS.pop(found, setting)
+    if len(_SETTINGS) > _KEPT:
+        del _NUMBERS[_SETTINGS.pop(next(iter(_SETTINGS)))]
+    return found
+
+
+def setting_of(number: int) -> Setting:
+    """Back."""
+    return _SETTINGS[number]
+
+
+def wanted(*tensors: object) -> bool:
+    """Whether a gradient follows."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def agreed_job(
+    setting: Setting,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: Scores,
+    needs: bool,
+    return_lse: object = True,
+) -> Job:
+    """The job of a call that all ranks make in the same way: a collective, the first time that this rank sees such a call.
+
+    Raises on every rank what is wrong on any."""
+    job: Job | None = None
+    error: Exception | None = None
+    sizes: dict[str, int] = {}
+    try:
+        check_kinds(return_lse)
+        refuse_tangents({"q": q, "k": k, "v": v})
+        sizes = sizes_of(setting, q, k, v)
+        job = job_of(setting, q, sizes, scores, needs)
+    except (TilefoldError, TypeError, ValueError) as refused:
+        error = refused
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    agree(setting.ranks, _fields(job, sizes, q, needs), error, device)
+    assert job is not None
+    return job
+
+
+def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
+    """The sizes of all named dimensions, after every check that needs nothing but this rank's tensors."""
+    ranks, tokens, other, _, _, kernels = setting
+    for name, one in (("sharding", tokens), ("kv_sharding", other)):
+        if not isinstance(one, Sharding):
+            raise DtypeError(f"{name} must be a Sharding, made by tilefold.parallel.shard, got {type(one).__name__}")
+        if one.ranks != ranks.size:
+            raise ShapeError(f"{name} is over {one.ranks} ranks, the group has {ranks.size}")
+    if tokens.sequences != other.sequences:
+        raise ShapeError(f"sharding has {tokens.sequences} sequences, kv_sharding {other.sequences}")
+    floats = FLOATS if kernels is OWN else (*FLOATS, torch.float64)
+    lead = "" if isinstance(q, torch.Tensor) and q.dim() == 3 else "batch "
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if type(t).__name__ == "DTensor":
+            raise Unsupported(
+                f"{name} is a DTensor: give this rank's own part, {name}.to_local(), of its tokens and heads"
+            )
+    specs = (
+        TensorSpec("q", f"{lead}seq_q heads dim_qk", floats, contiguous_last=True),
+        TensorSpec("k", f"{lead}seq_k kv_heads dim_qk", floats, same_dtype_as="q", contiguous_last=True),
+        TensorSpec("v", f"{lead}seq_k kv_heads dim_v", floats, same_dtype_as="q", contiguous_last=True),
+    )
+    sizes = {"batch": 1} | bind(specs, {"q": q, "k": k, "v": v})
+    for name, one, side in (("q", tokens, "seq_q"), ("k", other, "seq_k")):
+        if sizes[side] != one.length(ranks.rank):
+            raise ShapeError(
+                f"{name} has {sizes[side]} tokens, rank {ranks.rank} of the sharding has {one.length(ranks.rank)}"
+            )
+    if sizes["kv_heads"] == 0 or sizes["heads"] == 0 or sizes["heads"] % sizes["kv_heads"]:
+        raise ShapeError(
+            f"q has {sizes['heads']} heads and k has {sizes['kv_heads']}: the heads of q must be a multiple of those of k and v"
+        )
+    if tokens.sequences > 1 and sizes["batch"] != 1:
+        raise ShapeError(f"q has batch {sizes['batch']}, but a sharding of {tokens.sequences} packed sequences needs 1")
+    if min(sizes["dim_qk"], sizes["dim_v"]) < 1 or max(sizes["dim_qk"], sizes["dim_v"]) > 256:
+        raise Unsupported(f"head dims are {sizes['dim_qk']} and {sizes['dim_v']} (v); accepted: 1 to 256")
+    return sizes
+
+
+def job_of(setting: Setting, q: torch.Tensor, sizes: dict[str, int], scores: Scores, needs: bool) -> Job:
+    """The scheme, by the plan, and the scores; a pure function of its arguments."""
+    causal, window, scale, softcap = scores
+    band = window_of(tuple(window) if isinstance(window, list) else window, causal)
+    if scale is not None:
+        check_number("scale", scale, above=0.0)
+    check_number("softcap", softcap, low=0.0)
+    plan = plan_of(setting, q, sizes, band, needs)
+    tokens, other = setting.q_tokens, setting.k_tokens
+    pair = Pair(tokens.starts, other.starts, band, scale, float(softcap), setting.kernels)
+    return Job(setting.ranks, plan.scheme, tokens, other, pair)
+
+
+def plan_of(
+    setting: Setting, q: torch.Tensor, sizes: dict[str, int], band: tuple[int, int], backward: bool
+) -> ParallelPlan:
+    """What plan_parallel says of a call."""
+    ranks, tokens, other, scheme, links, _ = setting
+    named = {name: int(sizes[name]) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
+    dtype = str(q.dtype).removeprefix("torch.")
+    problem = ParallelProblem(seq_q=tokens.total, seq_k=other.total, dtype=dtype, window=band, kind=tokens.kind,
+                              backward=backward, sequences=tokens.sequences, **named)  # fmt: skip
+    if links is None:
+        links = Links(ranks.size, ranks.per_node)
+    elif not isinstance(links, Links):
+        raise DtypeError(f"links must be a Links or None, got {type(links).__name__}")
+    if links.ranks != ranks.size or links.ranks_per_node not in (1, ranks.per_node):
+        raise ShapeError(
+            f"links are of {links.ranks} ranks, {links.ranks_per_node} to a node; the group has {ranks.size}, {ranks.per_node}"
+        )
+    if scheme != "two_level" or ranks.inner is not None:
+        return plan_parallel(problem, links, scheme)
+    raise Unsupported("scheme 'two_level' needs a group of two levels: ranks_of(group, ranks_per_node=...)")
+
+
+def _fields(job: Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, tuple[int, str]]:
+    """What all ranks have to have in common, as numbers and as text; the same names whatever was given."""
+    counts = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
+    found = {"function": (text_of("attention"), "attention")}
+    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in counts}
+    texts: dict[str, object] = {"dtype of q": getattr(q, "dtype", None), "gradients wanted": needs}
+    found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
+    if job is None:
+        names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "ranks per node")
+        return found | dict.fromkeys(names, (0, ""))
+    pair = job.pair
+    scale = 0.0 if pair.scale is None else float(pair.scale)
+    return found | {
+        "scheme": (text_of(job.scheme), repr(job.scheme)),
+        "sharding": (text_of(job.q_tokens), f"[{job.q_tokens}]"),
+        "kv_sharding": (text_of(job.k_tokens), f"[{job.k_tokens}]"),
+        "window": (text_of(pair.window), str(pair.window)),
+        "scale": (number_of(scale), str(pair.scale)),
+        "softcap": (number_of(pair.softcap), str(pair.softcap)),
+        "ranks per node": (job.ranks.per_node, str(job.ranks.per_node)),
+    }

@@ -1,0 +1,357 @@
+"""Block-sparse attention over sequence shards: each rank gets the K/V blocks that its own lists name, and no others."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from ..check import FLOATS, TensorSpec, bind
+from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
+from ..plan.sharding import Sharding, shard
+from ..sparse import BlockIndex
+from ..sparse.lists import sizes_by_row
+from ..sparse_api import sparse_attention as _local
+from .agree import agree, text_of
+from .exchange import all_to_all, gather_flat, guarded, unpack
+from .group import Ranks, ranks_of
+from .job import wanted
+
+__all__ = ["BlockExchange", "block_exchange", "shard_blocks", "shard_index", "sparse_attention"]
+
+Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def shard_blocks(tokens: int, ranks: int, block: int) -> Sharding:
+    """Contiguous shards whose borders are multiples of `block`, as even as that allows; the last block may be a tail."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not isinstance(block, int) or block < 1:
+        raise DtypeError(f"tokens and block must be ints, block at least 1, got {tokens!r} and {block!r}")
+    blocks = -(-tokens // block)
+    ends = [min(tokens, blocks * r // ranks * block) for r in range(ranks + 1)]
+    return shard(tokens, ranks, lengths=[b - a for a, b in pairwise(ends)])
+
+
+def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
+    """The rows of a whole index that belong to a rank's queries; KV blocks keep their numbers.
+
+    For lists that every rank has (a fixed pattern, or made again on each); where a rank makes its own rows alone, they are what
+    this returns: seq_q of its own queries, seq_k of all keys."""
+    blocks = _blocks(sharding, rank, index.block_q, "queries")
+    if sharding.total != index.seq_q:
+        raise ShapeError(f"index is of {index.seq_q} queries, the sharding of {sharding.total} tokens")
+    rows = torch.tensor(blocks, dtype=torch.int64, device=index.device)
+    sizes = None if index.query_sizes is None else sizes_by_row(index.query_sizes).index_select(2, rows)
+    return BlockIndex(
+        index.indices.index_select(2, rows), index.counts.index_select(2, rows), index.block_q, index.block_k,
+        sharding.length(rank), index.seq_k, index.block_sizes, sizes,
+    )  # fmt: skip
+
+
+def _blocks(sharding: Sharding, rank: int, block: int, what: str) -> list[int]:
+    """The numbers of a rank's blocks, in the order of its tokens."""
+    if sharding.sequences != 1:
+        raise ShapeError(f"the sharding of {what} has {sharding.sequences} packed sequences, block lists are of one")
+    found: list[int] = []
+    for start, stop in sharding.spans(rank):
+        if start % block or (stop % block and stop != sharding.total):
+            raise ShapeError(
+                f"rank {rank} has {what} {start} to {stop}, which is no multiple of the blocks of {block}: use shard_blocks"
+            )
+        found += range(start // block, -(-stop // block))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlockExchange:
+    """Which K/V blocks travel for one index, made by `block_exchange`; used again for other tensors under the same lists.
+
+    index: this rank's lists over the blocks that it will hold, own and received, `slots` a KV head.  give, take: for every rank
+    the places of what it gets from here, and of what comes from it.  kv_heads: of K and V.  length: this rank's keys."""
+
+    ranks: Ranks
+    index: BlockIndex
+    give: tuple[Places, ...]
+    take: tuple[Places, ...]
+    kv_heads: int
+    length: int
+    slots: int
+
+    @property
+    def block(self) -> int:
+        """Keys of a block."""
+        return self.index.block_k
+
+    @property
+    def blocks_sent(self) -> int:
+        """Blocks of one KV head (of all, where the lists are the same for all) that leave this rank."""
+        return sum(places[0].numel() for r, places in enumerate(self.give) if r != self.ranks.rank)
+
+    @property
+    def blocks_received(self) -> int:
+        """Blocks that come from other ranks, counted in the same way."""
+        return sum(places[0].numel() for r, places in enumerate(self.take) if r != self.ranks.rank)
+
+    def bytes_sent(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Bytes that leave this rank in a forward pass; as many come back as gradients."""
+        return self.blocks_sent * self._row(k, v)
+
+    def bytes_received(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Bytes that come from other ranks in a forward pass."""
+        return self.blocks_received * self._row(k, v)
+
+    def _row(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        shares = self.index_shares
+        rows = k.shape[0] // shares[0] * self.block * (self.kv_heads // shares[1])
+        return int(rows * (k.shape[3] + v.shape[3]) * k.element_size())
+
+    @property
+    def index_shares(self) -> tuple[int, int]:
+        """Batch entries and KV heads with lists of their own."""
+        return self.index.indices.shape[0], 1 if self.index.indices.shape[1] == 1 else self.kv_heads
+
+
+def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: Any = None) -> BlockExchange:
+    """Tell every rank which of its K/V blocks the others' lists name: a collective, once for lists that are used again.
+
+    index: the lists of this rank's queries (seq_q of its own, seq_k of all tokens, KV blocks numbered over all of them).
+    sharding: of the keys, borders at multiples of block_k (`shard_blocks`).  kv_heads: of K and V.
+    What travels is one byte a KV block, KV head and batch entry with lists of their own.  The host reads how much each rank
+    needs, so it waits for the device; the lists' own values stay there.
+
+    Raises ShapeError, DtypeError, on every rank if the ranks' arguments differ; CommunicationError."""
+    ranks = ranks_of(group)
+    error: Exception | None = None
+    blocks: list[list[int]] = []
+    try:
+        if not isinstance(index, BlockIndex):
+            raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
+        if not isinstance(sharding, Sharding) or sharding.ranks != ranks.size:
+            raise ShapeError(f"sharding must be of the group's {ranks.size} ranks, got {sharding}")
+        if index.seq_k != sharding.total:
+            raise ShapeError(f"index is of {index.seq_k} keys, the sharding of {sharding.total} tokens")
+        if index.heads > 1 and index.heads % kv_heads:
+            raise ShapeError(f"index has lists of {index.heads} heads, no multiple of {kv_heads} KV heads")
+        blocks = [_blocks(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
+    except (ShapeError, DtypeError) as refused:
+        error = refused
+    agree(ranks, _fields(index, sharding, kv_heads), error, getattr(index, "device", torch.device("cpu")))
+    need = _needed(index, kv_heads)
+    every = torch.empty((ranks.size, *need.shape), dtype=torch.uint8, device=need.device)
+    with guarded(ranks.flat, "telling which blocks of keys its lists name"):
+        gather_flat(every.view(-1), need.to(torch.uint8).view(-1), group=ranks.flat)
+    own = torch.tensor(blocks[ranks.rank], dtype=torch.int64, device=need.device)
+    give = tuple(_places(every[r].index_select(2, own)) for r in range(ranks.size))
+    slot = need.cumsum(2) - 1
+    slots = max(1, int(need.sum(2).max()) if need.numel() else 0)
+    take = []
+    for r in range(ranks.size):
+        theirs = torch.tensor(blocks[r], dtype=torch.int64, device=need.device)
+        b, g, n = _places(need.index_select(2, theirs))
+        take.append((b, g, slot[b, g, theirs[n]]))
+    local = _compact(index, need, slot, slots)
+    return BlockExchange(ranks, local, give, tuple(take), kv_heads, sharding.length(ranks.rank), slots)
+
+
+def _fields(index: Any, sharding: Any, kv_heads: int) -> dict[str, tuple[int, str]]:
+    known = isinstance(index, BlockIndex)
+    facts = {
+        "block_k": index.block_k if known else 0,
+        "keys of index": index.seq_k if known else 0,
+        "batch of index": index.indices.shape[0] if known else 0,
+        "heads of index": index.indices.shape[1] if known else 0,
+        "kv_heads": kv_heads,
+    }
+    found = {"function": (text_of("block_exchange"), "block_exchange")}
+    found |= {name: (int(value), str(value)) for name, value in facts.items()}
+    return found | {"sharding": (text_of(sharding), f"[{sharding}]")}
+
+
+def _needed(index: BlockIndex, kv_heads: int) -> torch.Tensor:
+    """[batch, KV heads, KV blocks] bool, 1 for what the lists share: the blocks that are named at all."""
+    indices, counts = index.indices, index.counts
+    shape = torch.broadcast_shapes(indices.shape[:3], counts.shape)
+    live = torch.arange(index.capacity, device=index.device) < counts.expand(shape)[..., None]
+    named = torch.where(live, indices.expand(*shape, -1), index.kv_blocks).long()  # one past the last: nobody's
+    need = torch.zeros((*shape[:2], index.kv_blocks + 1), dtype=torch.bool, device=index.device)
+    need.scatter_(2, named.flatten(2), True)
+    need = need[..., :-1]
+    return need if shape[1] == 1 else need.unflatten(1, (kv_heads, -1)).any(2)
+
+
+def _places(chosen: torch.Tensor) -> Places:
+    b, g, n = chosen.nonzero(as_tuple=True)
+    return b, g, n
+
+
+def _compact(index: BlockIndex, need: torch.Tensor, slot: torch.Tensor, slots: int) -> BlockIndex:
+    """The same lists over the blocks that are needed, in ascending order, one row of slots a KV head."""
+    shape = torch.broadcast_shapes(index.indices.shape[:3], index.counts.shape)
+    group = shape[1] // need.shape[1]
+    by_head = slot.repeat_interleave(group, 1)
+    safe = index.indices.expand(*shape, -1).clamp(0, max(0, index.kv_blocks - 1)).long().flatten(2)
+    indices = by_head.gather(2, safe).clamp(0, slots - 1).to(torch.int32).view(*shape, index.capacity)
+    sizes = None
+    if index.block_sizes is not None or index.seq_k % index.block_k:
+        starts = torch.arange(index.kv_blocks, device=index.device, dtype=torch.int32) * index.block_k
+        valid = (index.seq_k - starts).clamp(max=index.block_k)[None, None]
+        if index.block_sizes is not None:
+            valid = torch.minimum(valid, sizes_by_row(index.block_sizes))
+        batch = max(need.shape[0], valid.shape[0])
+        heads = max(shape[1], valid.shape[1])
+        wide = need.repeat_interleave(group, 1).expand(batch, heads, -1)
+        at = torch.where(wide, by_head.expand(batch, heads, -1), slots)
+        sizes = torch.zeros((batch, heads, slots + 1), dtype=torch.int32, device=index.device)
+        sizes = sizes.scatter_(2, at, valid.expand(batch, heads, -1).to(torch.int32))[..., :-1].contiguous()
+    counts = index.counts.expand(shape).contiguous()
+    return BlockIndex(
+        indices, counts, index.block_q, index.block_k, index.seq_q, slots * index.block_k, sizes, index.query_sizes
+    )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: BlockIndex,
+    sharding: Sharding,
+    *,
+    group: Any = None,
+    exchange: BlockExchange | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """`tilefold.sparse_attention` of tokens that are sharded over ranks: this rank's queries over the KV blocks that their lists
+    name, wherever they lie.  A collective, and so is backward.
+
+    Args:
+        q: [batch, seq_q, heads, dim] of this rank's tokens; k, v: [batch, seq, kv_heads, dim or dim_v] of its own.
+        index: the lists of this rank's queries, KV blocks numbered over all tokens: `shard_index`, or made here.
+        sharding: of the keys: borders at multiples of block_k, see `shard_blocks`; shares may differ.
+        exchange: from `block_exchange(index, sharding, kv_heads)`, where the same lists are used again (other layers, the next
+            steps); default: made here, which costs one small all-gather and a wait of the host.
+        scale, softcap, return_lse: as of `tilefold.sparse_attention`.  Causal masks and mods are not served: give lists.
+
+    Returns:
+        out, like q with dim_v, and lse with return_lse; differentiable in q, k and v, once; the same bits every run.  Forward
+        each named block of another rank travels once, backward its gradient, in k's dtype; sums over ranks are in fp32.
+        Memory: `exchange.slots` blocks of K and V a KV head.
+
+    Raises:
+        As `tilefold.sparse_attention`; ShapeError on every rank if what ranks gave differs; CommunicationError."""
+    if torch.compiler.is_compiling():
+        raise Unsupported("tilefold.parallel.sparse_attention runs eagerly: call it outside torch.compile")
+    ranks = ranks_of(group) if exchange is None else exchange.ranks
+    error: Exception | None = None
+    sizes: dict[str, int] = {}
+    try:
+        sizes = bind(_SPECS, {"q": q, "k": k, "v": v})
+        if exchange is not None:
+            _fits(sizes, exchange)
+    except TilefoldError as refused:
+        error = refused
+    where = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    agree(ranks, _call_fields(sizes, q, wanted(q, k, v)), error, where)
+    if exchange is None:
+        exchange = block_exchange(index, sharding, sizes["kv_heads"], ranks)
+        _fits(sizes, exchange)
+    keys, values = _Fetch.apply(exchange, k, v)  # type: ignore[no-untyped-call]
+    return _local(q, keys, values, exchange.index, scale=scale, softcap=softcap, return_lse=return_lse)
+
+
+_SPECS = (
+    TensorSpec("q", "batch seq_q heads dim_qk", FLOATS, contiguous_last=True),
+    TensorSpec("k", "batch seq_k kv_heads dim_qk", FLOATS, same_dtype_as="q", contiguous_last=True),
+    TensorSpec("v", "batch seq_k kv_heads dim_v", FLOATS, same_dtype_as="q", contiguous_last=True),
+)
+
+
+def _call_fields(sizes: dict[str, int], q: Any, needs: bool) -> dict[str, tuple[int, str]]:
+    """What all ranks have to have in common in one call."""
+    texts = {"dtype of q": str(getattr(q, "dtype", None)), "gradients wanted": str(needs)}
+    found = {"function": (text_of("sparse_attention"), "sparse_attention")}
+    names = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
+    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in names}
+    return found | {name: (text_of(text), text) for name, text in texts.items()}
+
+
+def _fits(sizes: dict[str, int], exchange: BlockExchange) -> None:
+    """ShapeError unless the exchange was made for such tensors."""
+    if (sizes["kv_heads"], sizes["seq_k"]) != (exchange.kv_heads, exchange.length):
+        raise ShapeError(
+            f"k has {sizes['seq_k']} tokens and {sizes['kv_heads']} heads, the exchange is of {exchange.length} and "
+            f"{exchange.kv_heads}"
+        )
+    if exchange.index_shares[0] not in (1, sizes["batch"]):
+        raise ShapeError(f"index has lists of a batch of {exchange.index_shares[0]}, q has {sizes['batch']}")
+
+
+class _Fetch(torch.autograd.Function):
+    """[batch, slots * block, kv_heads, dim] of K and V: own blocks and the others'; backward the gradients go home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: BlockExchange, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.dims = exchange, (k.shape, v.shape)
+        views = [_by_block(_padded(t, exchange.block), exchange) for t in (k, v)]
+        rows = _travel(exchange, views, exchange.give, exchange.take, "fetching the blocks of keys that its lists name")
+        found = []
+        for part, view in zip(rows, views, strict=True):
+            whole = part[0].new_zeros((*view.shape[:2], exchange.slots, *view.shape[3:]))
+            for places, values in zip(exchange.take, part, strict=True):
+                whole[places] = values
+            found.append(_by_token(whole))
+        return found[0], found[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        exchange = ctx.exchange
+        views = [_by_block(t, exchange) for t in (dk, dv)]
+        rows = _travel(exchange, views, exchange.take, exchange.give, "returning the gradients of fetched blocks")
+        found = []
+        for part, shape in zip(rows, ctx.dims, strict=True):
+            blocks = -(-shape[1] // exchange.block)
+            like = part[0].new_zeros((shape[0], blocks * exchange.block, *shape[2:]), dtype=torch.float32)
+            total = _by_block(like, exchange)  # a view: what is added there is added in like
+            for places, values in zip(exchange.give, part, strict=True):
+                total[places] += values.float()
+            found.append(like[:, : shape[1]].to(dk.dtype))
+        return None, found[0], found[1]
+
+
+def _padded(t: torch.Tensor, block: int) -> torch.Tensor:
+    missing = -t.shape[1] % block
+    return torch.nn.functional.pad(t, (0, 0, 0, 0, 0, missing)) if missing else t
+
+
+def _by_block(t: torch.Tensor, exchange: BlockExchange) -> torch.Tensor:
+    """A view [B, G, blocks, batch / B, block, kv_heads / G, dim], B and G being those with lists of their own."""
+    batch, groups = exchange.index_shares
+    size = exchange.block
+    shape = (batch, t.shape[0] // batch, t.shape[1] // size, size, groups, t.shape[2] // groups, t.shape[3])
+    strides = t.stride()
+    split = (strides[0] * shape[1], strides[0], strides[1] * size, strides[1], strides[2] * shape[5], *strides[2:])
+    return t.as_strided(shape, split, t.storage_offset()).permute(0, 4, 2, 1, 3, 5, 6)
+
+
+def _by_token(t: torch.Tensor) -> torch.Tensor:
+    """Back to [batch, tokens, heads, dim]: a copy."""
+    b, g, n, c, size, h, d = t.shape
+    return t.permute(0, 3, 2, 4, 1, 5, 6).reshape(b * c, n * size, g * h, d)
+
+
+def _travel(
+    exchange: BlockExchange, views: list[torch.Tensor], give: tuple[Places, ...], take: tuple[Places, ...], what: str
+) -> list[list[torch.Tensor]]:
+    """For each tensor what comes from every rank; one message to each of them, with the blocks of all tensors."""
+    parts = (view[places] for places in give for view in views)
+    widths = sum(prod(view.shape[3:]) for view in views)
+    counts = [places[0].numel() * widths for places in give]
+    shapes = [[(places[0].numel(), *view.shape[3:]) for view in views] for places in take]
+    sizes = [sum(map(prod, each)) for each in shapes]
+    got = all_to_all(parts, counts, sizes, exchange.ranks.flat, what)
+    pieces = [unpack(flat, each) for flat, each in zip(got, shapes, strict=True)]
+    return [[piece[i] for piece in pieces] for i in range(len(views))]

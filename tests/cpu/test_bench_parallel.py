@@ -1,0 +1,51 @@
+"""`tilefold bench parallel`: what is hidden in a trace, what the table says; on ranks it runs in tests/dist."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tilefold.bench.parallel import HEAD, Line, Work, cells_of, to_json, to_markdown
+from tilefold.bench.parallel_trace import hidden_of
+from tilefold.cli.app import app
+
+
+def test_hidden_is_the_time_of_both():
+    found = hidden_of([(0, 2), (1, 3), (8, 9), (10, 12)], [(2, 4), (2.5, 3.5), (8.25, 8.5), (11, 20)])
+    assert found == (6, 2 + 0.25 + 9, 1 + 0.25 + 1)
+    assert found.share == pytest.approx(2.25 / 6)
+    assert "38%" in str(found)
+    assert hidden_of([], [(0, 1)]).share == 1.0
+    assert hidden_of([(0, 1)], []).share == 0.0
+
+
+def test_the_table_and_the_files():
+    lines = [
+        Line("ring", 4, 1024, "forward", "ok", "", 2.0, 400.0, 0.95, 10**9, 1.9, 1.1e9, 0.97),
+        Line("torch", 4, 1024, "forward", "ok", "", 3.0, 300.0, 0.6),
+        Line("heads", 4, 1024, "forward", "WRONG", "rank 0: out"),
+    ]
+    cells = [dict(zip(range(len(HEAD)), cells_of(line), strict=True)) for line in lines]
+    assert list(cells[0].values())[4:] == ["2.000", "1.900", "400", "95%", "1.000 GB", "1.100 GB", "97%"]
+    assert list(cells[1].values())[4:] == ["3.000", "", "300", "60%", "", "", ""]
+    assert cells[2][4] == "WRONG"
+    assert to_markdown(lines).count("\n") == 5
+    written = json.loads(to_json(lines, {"torch": "2"}, Work((1024,))))
+    assert written["lines"][2]["note"] == "rank 0: out"
+    assert written["work"]["heads"] == [32, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--direction", "up"), "--direction must be"),
+        (("--ways", "rings"), "--ways must be from ring"),
+        (("--heads", "3,2"), "Q a multiple of KV"),
+        (("--tokens", "0"), "--tokens"),
+    ],
+)
+@pytest.mark.interpreter
+def test_wrong_usage(arguments, text):
+    result = CliRunner().invoke(app, ["bench", "parallel", *arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert text in result.output

@@ -1,0 +1,29 @@
+"""Context parallelism on 2, 3 and 4 processes over gloo; each suite of parallel_cases.py is one start of processes."""
+
+import pytest
+
+from parallel_worker import run_ranks
+
+pytestmark = [pytest.mark.no_poison, pytest.mark.xdist_group("parallel")]  # the ranks poison their own memory
+
+
+def judge(found, ranks, least):
+    """Every case ran on every rank and failed on none."""
+    broken = [f"{name}, rank {r}: {text}" for name, texts in found.items() for r, text in texts.items() if text]
+    assert not broken, "\n".join(broken[:4])
+    assert len(found) >= least
+    assert all(len(texts) == ranks for texts in found.values())
+
+
+@pytest.mark.parametrize(("suite", "ranks", "least"), [("two", 2, 85), ("four", 4, 90)])
+def test_suite(suite, ranks, least):
+    judge(run_ranks("parallel_cases", suite, ranks, limit=400.0), ranks, least)
+
+
+def test_a_rank_that_dies():
+    """The others say so, well before the limit; the dead one has reported what came before its death."""
+    found = run_ranks("parallel_failure_cases", "dying", 3, timeout=8.0, limit=60.0)
+    for case in ("before", "late"):
+        assert found[case] == dict.fromkeys(range(3))
+    assert found["death"] == {0: None, 1: None}
+    assert "hung" not in found

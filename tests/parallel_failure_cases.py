@@ -1,0 +1,144 @@
+"""What goes wrong on several ranks: arguments that differ, ranks that stay away or die, calls that are refused."""
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import tilefold
+from parallel_cases import check, refused
+from parallel_plain import PLAIN, plain_backward, plain_forward
+from tilefold import parallel as tp
+from tilefold.sparse import BlockIndex
+
+
+def on_four():
+    yield "disagreement", disagreement
+    yield "refusals", refusals
+
+
+def disagreement():
+    """Different arguments: every rank says which, and the group can go on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharding = tp.shard(8, ranks)
+    x = torch.zeros(1, sharding.length(rank), 4, 8)
+    odd = rank == 2
+    call = {"kernels": PLAIN, "scheme": "ring"}
+    wide = torch.zeros(1, sharding.length(rank), 4, 16 if odd else 8)
+    refused(tilefold.ShapeError, "dim_qk is", lambda: tp.attention(wide, wide, x, sharding, **call))
+    refused(tilefold.ShapeError, "window is", lambda: tp.attention(x, x, x, sharding, causal=odd, **call))
+    refused(
+        tilefold.ShapeError,
+        "scheme is",
+        lambda: tp.attention(x, x, x, sharding, kernels=PLAIN, scheme="heads" if odd else "ring"),
+    )
+    half = x.half() if odd else x
+    refused(tilefold.ShapeError, "dtype of q is", lambda: tp.attention(half, half, half, sharding, **call))
+    long = torch.zeros(1, 5, 4, 8) if odd else x
+    refused(
+        tilefold.ShapeError,
+        "q has 5 tokens" if odd else "rank 2 were refused",
+        lambda: tp.attention(long, x, x, sharding, **call),
+    )
+    refused(
+        tilefold.ShapeError,
+        "function is",
+        lambda: tp.attention_kvcache(x, x, x) if odd else tp.attention(x, x, x, sharding, **call),
+    )
+    several = torch.zeros(2 if odd else 1, 1, 4, 8)
+    refused(
+        tilefold.ShapeError,
+        "shape of q is",
+        lambda: tp.attention_kvcache(several, *(torch.zeros(len(several), 3, 4, 8),) * 2),
+    )
+    tp.attention(x, x, x, sharding, **call)  # nothing is left over
+
+
+def refusals():
+    ranks = dist.get_world_size()
+    sharding = tp.shard(8, ranks)
+    mine = sharding.length(dist.get_rank())
+
+    def call(heads=4, kv_heads=4, scheme="ring", sharding=sharding, q=None, **options):
+        x = torch.zeros(1, mine, kv_heads, 8)
+        return tp.attention(
+            torch.zeros(1, mine, heads, 8) if q is None else q, x, x, sharding, scheme=scheme, **options
+        )
+
+    refused(tilefold.Unsupported, "6 query heads are not a multiple of 4 ranks", lambda: call(6, 6, "heads"))
+    refused(tilefold.Unsupported, "3 KV heads", lambda: call(12, 3, "heads"))
+    refused(tilefold.Unsupported, "two levels", lambda: call(scheme="two_level"))
+    refused(tilefold.ValueRangeError, "scheme must be", lambda: call(scheme="rings"))
+    refused(tilefold.ShapeError, "over 3 ranks", lambda: call(sharding=tp.shard(8, 3)))
+    refused(tilefold.ShapeError, "heads of q must be a multiple", lambda: call(4, 3))
+    refused(tilefold.DtypeError, "q", lambda: call(q=torch.zeros(1, mine, 4, 8, dtype=torch.float64)))
+    refused(tilefold.DtypeError, "sharding must be", lambda: call(sharding=8))
+    refused(tilefold.DtypeError, "group must be", lambda: call(group=3))
+    refused(tilefold.ValueRangeError, "ranks_per_node", lambda: tp.ranks_of(None, ranks_per_node=3))
+    refused(tilefold.ValueRangeError, "softcap", lambda: call(softcap=-1.0))
+    q = torch.zeros(2, mine, 4, 8)
+    packed = tp.shard([0, 3, 8], ranks)
+    refused(tilefold.ShapeError, "packed sequences", lambda: tp.attention(q, q, q, packed, scheme="ring"))
+
+
+def dying():
+    """The last of three ranks stays away, then leaves in the middle; the others must say so soon after the group's timeout."""
+    yield "before", lambda: check("ring", "zigzag", 12, causal=True)
+    yield "late", late
+    yield "death", death
+
+
+def late():
+    """A rank that does not come: an error on all that wait for it, after the timeout of the group, not the process's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    x = torch.zeros(1, 4, 4, 8)
+    calls = {"group": group, "kernels": PLAIN, "scheme": "ring"}
+    tp.attention(x, x, x, tp.shard(12, ranks), **calls)
+    if rank < ranks - 1:
+        began = time.monotonic()
+        refused(tp.CommunicationError, "failed while", lambda: tp.attention(x, x, x, tp.shard(12, ranks), **calls))
+        assert time.monotonic() - began < 6
+    else:
+        time.sleep(3)  # alive, elsewhere
+
+
+def death():
+    """Every kind of call, forward and backward, once a rank has died in the middle of one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    calls = {"n": 0}
+
+    def forward(q, k, v, call):
+        calls["n"] += 1
+        if rank == ranks - 1 and calls["n"] == 2:
+            os._exit(7)
+        return plain_forward(q, k, v, call)
+
+    x, sharding = torch.zeros(1, 4, 6, 8), tp.shard(12, ranks)
+    wide = torch.zeros(1, 16, 2, 16)
+    named = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    index = BlockIndex.from_map(named, block_q=16, block_k=16, seq_q=16, seq_k=48)
+    blocks = tp.shard_blocks(48, ranks, 16)
+    exchange = tp.block_exchange(index, blocks, 2)
+    tp.attention_kvcache(x[:, :1], x, x)
+    leaf = x.clone().requires_grad_()
+    held = tp.attention(leaf, x, x, sharding, scheme="all_gather", kernels=PLAIN)
+
+    def several(scheme):
+        for _ in range(3):  # what had been sent before the death may still be enough for one
+            tp.attention(x, x, x, sharding, scheme=scheme, kernels=tp.Kernels(forward, plain_backward))
+
+    began = time.monotonic()
+    for call in (
+        lambda: several("ring"),
+        lambda: several("all_gather"),
+        lambda: several("heads"),
+        lambda: held.sum().backward(),
+        lambda: tp.attention_kvcache(x[:, :1], x, x),
+        lambda: tp.sparse_attention(wide, wide, wide, index, blocks, exchange=exchange),
+        lambda: tp.block_exchange(index, blocks, 2),
+    ):
+        refused(tp.CommunicationError, f"rank {rank} of {ranks} failed while", call)
+    assert time.monotonic() - began < 20

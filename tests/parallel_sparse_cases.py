@@ -1,0 +1,144 @@
+"""Block-sparse attention over sequence shards: beside one process with all tokens, and what travels is what the lists name."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import tilefold
+from tilefold import parallel as tp
+from tilefold import reference
+from tilefold.parallel import exchange as exchanges
+from tilefold.reference.tolerance import compare
+from tilefold.sparse import BlockIndex
+
+
+def suite():
+    ranks = dist.get_world_size()
+    yield "sparse-heads", lambda: check(tp.shard_blocks(59, ranks, 16), 1, (4, 2), 0.4)
+    if ranks == 2:
+        yield "sparse-shared", lambda: check(tp.shard(75, 2, lengths=[16, 59]), 2, (1, 1), 0.5, shared=True, sizes=True)
+        yield "sparse-nothing", lambda: check(tp.shard(48, 2, lengths=[48, 0]), 1, (2, 2), 0.0)
+        yield "sparse-bf16", lambda: check(tp.shard_blocks(64, 2, 16), 1, (2, 1), 0.5, dtype=torch.bfloat16)
+        yield "sparse-select", selected
+        yield "sparse-refusals", refusals
+
+
+def leaves_of(tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def check(sharding, batch, heads, share, shared=False, sizes=False, dtype=torch.float32):
+    """out, lse and gradients of this rank beside the oracle; and the bytes of every exchange beside the lists."""
+    rank, tokens = dist.get_rank(), sharding.total
+    random = torch.Generator().manual_seed(6)
+    q, k, v, w = (torch.randn(batch, tokens, n, 16, generator=random).to(dtype) for n in (*heads, heads[1], heads[0]))
+    blocks = -(-tokens // 16)
+    keep = torch.rand(1 if shared else batch, 1 if shared else heads[0], blocks, blocks, generator=random) < share
+    block_sizes = torch.randint(0, 9, (blocks,), dtype=torch.int32, generator=random) if sizes else None
+    index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=tokens, seq_k=tokens, block_sizes=block_sizes)
+    wanted = []
+    for exact in (torch.float64, torch.float32 if dtype == torch.float32 else dtype):
+        leaves = leaves_of(t.to(exact) for t in (q, k, v))
+        out, lse = reference.sparse_attention(*leaves, index, dtype=exact)
+        (out * w.to(exact)).sum().backward()
+        wanted.append([out.detach(), lse.detach(), *(t.grad for t in leaves)])
+    mine = leaves_of(tp.shard_sequence(t, sharding, rank) for t in (q, k, v))
+    rows = tp.shard_index(index, sharding, rank)
+    exchange = tp.block_exchange(rows, sharding, heads[1])
+    sent = []
+    kept = dist.all_to_all_single
+
+    def counting(got, message, takes, gives, group=None):
+        sent.append([n * message.element_size() for r, n in enumerate(gives) if r != rank])
+        return kept(got, message, takes, gives, group=group)
+
+    exchanges.dist.all_to_all_single = counting
+    try:
+        out, lse = tp.sparse_attention(*mine, rows, sharding, exchange=exchange, return_lse=True)
+        (out * tp.shard_sequence(w, sharding, rank)).sum().backward()
+    finally:
+        exchanges.dist.all_to_all_single = kept
+    named = (
+        keep.expand(batch, heads[0], -1, -1).unflatten(1, (heads[1], -1)).any(2)
+    )  # [batch, KV heads, blocks, blocks]
+    by_rank = [
+        [b for start, stop in sharding.spans(r) for b in range(start // 16, -(-stop // 16))]
+        for r in range(sharding.ranks)
+    ]
+    pairs = [sum(int(named[:, :, by_rank[r]][..., by_rank[s]].any(2).sum()) for r in range(sharding.ranks) if r != s)
+             for s in range(sharding.ranks)]  # fmt: skip
+    back = sum(
+        int(named[:, :, by_rank[rank]][..., by_rank[s]].any(2).sum()) for s in range(sharding.ranks) if s != rank
+    )
+    block = 16 * 2 * 16 * out.element_size()
+    assert [sum(each) for each in sent] == [pairs[rank] * block, back * block]
+    assert exchange.bytes_sent(k, v) == pairs[rank] * block
+    assert exchange.bytes_received(k, v) == back * block
+    got = (out, lse, *(t.grad for t in mine))
+    for i, (name, one) in enumerate(zip(("out", "lse", "dq", "dk", "dv"), got, strict=True)):
+        exact, plain = (tp.shard_sequence(each[i], sharding, rank, 2 if name == "lse" else 1) for each in wanted)
+        verdict = compare(one, exact, plain, unit=1.0 if name == "lse" else 0.0)
+        assert verdict.ok, f"{name}: {verdict}"
+
+
+def selected():
+    """Lists that each rank makes for its own rows from the gathered means of the key blocks are those of one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharding = tp.shard_blocks(96, ranks, 16)
+    q, k = (torch.randn(1, 96, 2, 16, generator=torch.Generator().manual_seed(7)) for _ in range(2))
+
+    def means(x):
+        return x.unflatten(1, (-1, 16)).mean(2)
+
+    def lists(q, k, **lengths):
+        scores = torch.einsum("bqhd,bkhd->bhqk", means(q), k)
+        return BlockIndex.from_topk(scores, 2, block_q=16, block_k=16, **lengths)
+
+    whole = lists(q, means(k), seq_q=96, seq_k=96)
+    own_q, own_k = (tp.shard_sequence(t, sharding, rank) for t in (q, k))
+    gathered = tp.gather_sequence(means(own_k), tp.shard(6, ranks))
+    mine = lists(own_q, gathered, seq_q=sharding.length(rank), seq_k=96)
+    rows = tp.shard_index(whole, sharding, rank)
+    assert torch.equal(mine.indices, rows.indices)
+    assert torch.equal(mine.counts, rows.counts)
+
+
+def refusals():
+    from parallel_cases import refused
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharding = tp.shard_blocks(64, ranks, 16)
+    x = torch.zeros(1, 32, 2, 16)
+    index = BlockIndex.from_map(torch.ones(1, 1, 2, 4, dtype=torch.bool), block_q=16, block_k=16, seq_q=32, seq_k=64)
+    refused(
+        tilefold.ShapeError,
+        "use shard_blocks",
+        lambda: tp.sparse_attention(x, x, x, index, tp.shard(64, ranks, lengths=[40, 24])),
+    )
+    refused(
+        tilefold.ShapeError, "k has 31 tokens", lambda: tp.sparse_attention(x, x[:, :31], x[:, :31], index, sharding)
+    )
+    exchange = tp.block_exchange(index, sharding, 2)
+    y = torch.zeros(1, 32, 2, 8)  # of no call before
+    short = y[:, :31] if rank else y  # one rank's own tensor: the other does not wait for it
+    refused(
+        tilefold.ShapeError,
+        "k has 31 tokens" if rank else "rank 1 were refused",
+        lambda: tp.sparse_attention(y, short, short, index, sharding, exchange=exchange),
+    )
+    half = y.half() if rank else y
+    refused(
+        tilefold.ShapeError,
+        "dtype of q is",
+        lambda: tp.sparse_attention(half, half, half, index, sharding, exchange=exchange, scale=0.5),
+    )
+    odd = index if rank else BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
+    os.environ["TILEFOLD_PARALLEL_CHECK"] = "always"  # rank 1 has made this call before, and would not ask again
+    try:
+        refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))
+    finally:
+        del os.environ["TILEFOLD_PARALLEL_CHECK"]
+    refused(tilefold.ShapeError, "index has lists", lambda: tp.sparse_attention(
+        x.expand(2, -1, -1, -1), *(x.expand(2, -1, -1, -1),) * 2,
+        BlockIndex(index.indices.expand(3, -1, -1, -1), index.counts.expand(3, -1, -1), 16, 16, 32, 64), sharding))  # fmt: skip
