@@ -85,7 +85,8 @@ class Layer(nn.Module):
         attended = tilefold.attention(rotate(q, angles), rotate(k, angles), v, causal=True)
         x = x + self.out(attended.flatten(2))
         h = self.norm_mlp(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
 
 
 class Decoder(nn.Module):
