@@ -5,6 +5,7 @@ import importlib.resources
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_every_module_says_what_it_is() -> None:
         p for p in sorted((ROOT / "src").rglob("*.py")) if not p.read_text().lstrip().startswith(('"""', 'r"""', "#"))
     ]
     assert not silent, f"no module docstring: {[str(p.relative_to(ROOT)) for p in silent]}"
+
+
+def test_an_active_environment_of_the_checkout_is_not_what_replaces_it(tmp_path: Path) -> None:
+    """scripts/environment.py deletes it before it makes the new one."""
+    if not (script := ROOT / "scripts" / "find-python").is_file():
+        pytest.skip("no checkout")
+    (tmp_path / "scripts").mkdir()
+    copy = shutil.copy(script, tmp_path / "scripts")
+    for name in (".venv-test", "other"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python3").symlink_to(sys.executable)
+    path = [str(tmp_path / name / "bin") for name in (".venv-test", "other")]
+    environment = {**os.environ, "PATH": os.pathsep.join([*path, os.environ["PATH"]])}
+    environment.pop("PYTHON", None)
+    found = subprocess.check_output(["sh", copy], text=True, env=environment).strip()
+    assert found == str(tmp_path / "other" / "bin" / "python3")
