@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from parallel_cases import SCHEMES, check
 from tilefold import parallel as tp
-from tilefold.bench.parallel import Work, measure
+from tilefold.bench.parallel.run import Work, measure
 
 
 def gpus():

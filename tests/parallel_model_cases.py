@@ -243,7 +243,7 @@ def bench():
     """The command on ranks that are there: outputs are checked, PyTorch's refusal is a line, a wrong result is found."""
     from typer.testing import CliRunner
 
-    from tilefold.bench import parallel
+    from tilefold.bench.parallel import run as parallel
     from tilefold.cli.app import app
 
     options = ("--tokens", "12", "--ways", "heads,torch", "--heads", "2,1", "--dim", "16", "--direction", "backward")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilefold.bench.cases import DENSE, SIZES, cases_of, lognormal_lengths, select_cases
+from tilefold.bench.attention.cases import DENSE, SIZES, cases_of, lognormal_lengths, select_cases
 from tilefold.errors import DtypeError, ValueRangeError
 
 # (D, H, N, B) of the published dense table.

@@ -8,10 +8,10 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench.change_report import change_lines, change_markdown, change_table
-from tilefold.bench.changes import compare, ratio_interval
-from tilefold.bench.history import draw, history_table, median_interval, series_of
-from tilefold.bench.runs import latest, read_measured, read_rows
+from tilefold.bench.records.change_report import change_lines, change_markdown, change_table
+from tilefold.bench.records.changes import compare, ratio_interval
+from tilefold.bench.records.history import draw, history_table, median_interval, series_of
+from tilefold.bench.records.runs import latest, read_measured, read_rows
 from tilefold.cli.app import app
 from tilefold.errors import ValueRangeError
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilefold.bench import decode_peers, decode_serving
-from tilefold.bench.decode import DecodeCase
-from tilefold.bench.decode_inputs import DecodeJudge, make_decode_inputs
-from tilefold.bench.decode_serving import DECODE_PEERS
+from tilefold.bench.decode import peers as decode_peers
+from tilefold.bench.decode import serving as decode_serving
+from tilefold.bench.decode.cases import DecodeCase
+from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
+from tilefold.bench.decode.serving import DECODE_PEERS
 from tilefold.errors import Unsupported
 
 EVEN = DecodeCase((64, 64), 4, 2, 16, 16)

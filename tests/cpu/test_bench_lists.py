@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilefold.bench import lists
-from tilefold.bench.cases import VIDEO
-from tilefold.bench.lists import Pattern, density, listed_blocks, lists_of, overlap, touched_blocks
+from tilefold.bench.attention import lists
+from tilefold.bench.attention.cases import VIDEO
+from tilefold.bench.attention.lists import Pattern, density, listed_blocks, lists_of, overlap, touched_blocks
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 

@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from tilefold import ops
-from tilefold.bench.conv import CONV, ConvCase, conv_cases
 from tilefold.bench.family_report import family_table
 from tilefold.bench.family_run import Cell, Row
-from tilefold.bench.gemm import GEMM, GemmCase, gemm_cases
-from tilefold.bench.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
-from tilefold.bench.lowbit_peers import tinygemm_parts
+from tilefold.bench.matrix.conv import CONV, ConvCase, conv_cases
+from tilefold.bench.matrix.gemm import GEMM, GemmCase, gemm_cases
+from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
+from tilefold.bench.matrix.lowbit_peers import tinygemm_parts
 from tilefold.bench.timers import Timing
 from tilefold.cli.app import app
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
@@ -32,7 +32,7 @@ def run(*arguments):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Operations that this build lacks, by torch: the adapters can be held to their arguments all the same."""
-    from tilefold.bench.product import activated
+    from tilefold.bench.matrix.product import activated
 
     def product(a, b, *, bias=None, activation=None, order="grouped"):
         assert order in ("grouped", "plain")

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench.parallel import HEAD, Line, Work, cells_of, to_json, to_markdown
-from tilefold.bench.parallel_trace import hidden_of
+from tilefold.bench.parallel.run import HEAD, Line, Work, cells_of, to_json, to_markdown
+from tilefold.bench.parallel.trace import hidden_of
 from tilefold.cli.app import app
 
 

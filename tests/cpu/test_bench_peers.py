@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tilefold import BlockIndex, reference
-from tilefold.bench import block_peers
-from tilefold.bench.cases import DECODE, VIDEO, Case
+from tilefold.bench.attention import block_peers
+from tilefold.bench.attention.cases import DECODE, VIDEO, Case
+from tilefold.bench.attention.lists import Pattern
+from tilefold.bench.attention.peers import DEFAULT_PEERS, IMPLEMENTATIONS
 from tilefold.bench.implementation import importable, make_inputs, version_of
 from tilefold.bench.judge import Judge
-from tilefold.bench.lists import Pattern
-from tilefold.bench.peers import DEFAULT_PEERS, IMPLEMENTATIONS
 from tilefold.errors import Unsupported
 from tilefold.plan.problem import AttentionProblem
 
@@ -183,7 +183,7 @@ def test_flex_attention_is_given_the_lists_and_views_of_the_inputs(monkeypatch):
 
 
 def test_flex_masks_whole_blocks():
-    from tilefold.bench.peers import flex_mask
+    from tilefold.bench.attention.peers import flex_mask
 
     inputs = make_inputs(UNEVEN, "cpu")
     mask = flex_mask(inputs)
@@ -247,7 +247,7 @@ def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backw
 def installed(monkeypatch):
     """A machine with every peer and an sm_90 GPU."""
     monkeypatch.setattr(block_peers, "version_of", lambda package: "1.0")
-    monkeypatch.setattr("tilefold.bench.peers.importable", lambda module: True)
+    monkeypatch.setattr("tilefold.bench.attention.peers.importable", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 

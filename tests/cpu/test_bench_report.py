@@ -7,10 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
-from tilefold.bench import report
-from tilefold.bench.cases import cases_of
+from tilefold.bench.attention import report
+from tilefold.bench.attention.cases import cases_of
+from tilefold.bench.attention.run import Cell, Setting
 from tilefold.bench.judge import Verdict
-from tilefold.bench.run import Cell, Setting
 from tilefold.bench.timers import Timing
 
 SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")

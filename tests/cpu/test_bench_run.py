@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tilefold import reference
-from tilefold.bench.cases import Case, cases_of
+from tilefold.bench.attention.cases import Case, cases_of
+from tilefold.bench.attention.peers import IMPLEMENTATIONS, implementations_named
+from tilefold.bench.attention.run import Options, commit, run_case, setting_of, warm_note
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
-from tilefold.bench.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.run import Options, commit, run_case, setting_of, warm_note
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -96,7 +96,7 @@ def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note
 
 
 def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
-    from tilefold.bench import run as module
+    from tilefold.bench.attention import run as module
 
     cases = [replace(CASE, problem=replace(CASE.problem, batch=batch)) for batch in (1, 2, 3)]
     real, kept = module.run_case, []
@@ -141,7 +141,7 @@ def test_what_raises_while_it_is_timed_is_left_out_and_the_others_are_timed(erro
 
 
 def test_a_budget_begins_no_further_case():
-    from tilefold.bench.run import run_cases
+    from tilefold.bench.attention.run import run_cases
 
     spent = replace(FAST, budget_s=0.0)
     assert run_cases([CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tilefold import reference
-from tilefold.bench import grid, report
-from tilefold.bench.cases import DECODE, VIDEO, Case, cases_of
+from tilefold.bench.attention import grid, report
+from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
+from tilefold.bench.attention.lists import Pattern, lists_of
+from tilefold.bench.attention.run import Cell, Options, Setting, run_case
 from tilefold.bench.implementation import Implementation, make_inputs, prepared
 from tilefold.bench.judge import Judge, Verdict, sampled_heads, visible
-from tilefold.bench.lists import Pattern, lists_of
-from tilefold.bench.run import Cell, Options, Setting, run_case
 from tilefold.bench.timers import Timing
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem

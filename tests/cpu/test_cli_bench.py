@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench import peers
+from tilefold.bench.attention import peers
 from tilefold.bench.implementation import Implementation, Prepared
 from tilefold.cli.app import app
 

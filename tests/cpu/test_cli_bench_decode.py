@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilefold.bench.decode import DecodeCase, decode_cases
-from tilefold.bench.decode_inputs import DecodeJudge, make_decode_inputs
-from tilefold.bench.decode_serving import DECODE, DECODE_PEERS, in_pages
+from tilefold.bench.decode.cases import DecodeCase, decode_cases
+from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
+from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
 from tilefold.bench.family_report import family_lines, family_table
 from tilefold.bench.family_run import Cell, Row, run_family_case
 from tilefold.bench.judge import Verdict

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench import gemm, power
+from tilefold.bench import power
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
 from tilefold.bench.engine import ENGINES
 from tilefold.bench.loop import run_each
-from tilefold.bench.peers import IMPLEMENTATIONS
+from tilefold.bench.matrix import gemm
 from tilefold.bench.power import parse_smi
-from tilefold.bench.readme import Place, refreshed
+from tilefold.bench.records.readme import Place, refreshed
 from tilefold.bench.suites import SUITES, suite_named
 from tilefold.cli.app import app
 from tilefold.errors import Unsupported, ValueRangeError

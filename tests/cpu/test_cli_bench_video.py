@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench import video_sweep
 from tilefold.bench.judge import Judge, Verdict
 from tilefold.bench.timers import Timing
-from tilefold.bench.video_report import lines_of, table_of, to_json
-from tilefold.bench.video_sweep import Point, SweepRow, overtakes, points_of
+from tilefold.bench.video import sweep as video_sweep
+from tilefold.bench.video.report import lines_of, table_of, to_json
+from tilefold.bench.video.sweep import Point, SweepRow, overtakes, points_of
 from tilefold.cli.app import app
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.video import VideoShape
@@ -163,7 +163,7 @@ def test_missing_figures_leave_gaps_not_errors():
     assert overtakes(rows) == []
     assert lines_of(rows, points[1:]) == ["no memory", f"left out, the budget was spent: {points[1].name}"]
 
-    from tilefold.bench.run import setting_of
+    from tilefold.bench.attention.run import setting_of
 
     assert json.loads(to_json(rows, points[1:], setting_of("cpu")))["left_out"] == [points[1].name]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench.kv_memory import MODELS, Workload, layouts_of
+from tilefold.bench.decode.kv_memory import MODELS, Workload, layouts_of
 from tilefold.cli.app import app
 from tilefold.errors import ValueRangeError
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tilefold import reference
-from tilefold.bench.next_frame import PlainVideoAttention, Training, train
-from tilefold.bench.reconstruction import block_mass, reconstruct
-from tilefold.bench.scene import Scene, patches, project, render, scene_qkv
+from tilefold.bench.video.next_frame import PlainVideoAttention, Training, train
+from tilefold.bench.video.reconstruction import block_mass, reconstruct
+from tilefold.bench.video.scene import Scene, patches, project, render, scene_qkv
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
 

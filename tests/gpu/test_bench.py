@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tilefold.bench import timers
-from tilefold.bench.cases import DECODE, Case, cases_of
-from tilefold.bench.lists import Pattern
-from tilefold.bench.peers import DEFAULT_PEERS, implementations_named
-from tilefold.bench.run import Options, run_case
+from tilefold.bench.attention.cases import DECODE, Case, cases_of
+from tilefold.bench.attention.lists import Pattern
+from tilefold.bench.attention.peers import DEFAULT_PEERS, implementations_named
+from tilefold.bench.attention.run import Options, run_case
 from tilefold.plan.problem import AttentionProblem
 
 pytestmark = pytest.mark.no_poison
@@ -127,7 +127,7 @@ def test_the_backward_of_sparse_attention_states_its_scratch():
 
 
 def test_scratch_is_what_a_call_allocates_beyond_its_result():
-    from tilefold.bench.run import scratch_bytes
+    from tilefold.bench.attention.run import scratch_bytes
 
     a = torch.randn(1 << 20, device="cuda")
     assert scratch_bytes(lambda: a * 2) == 0

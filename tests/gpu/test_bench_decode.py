@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilefold.bench.decode import DecodeCase
-from tilefold.bench.decode_serving import DECODE, DECODE_DEFAULTS
+from tilefold.bench.decode.cases import DecodeCase
+from tilefold.bench.decode.serving import DECODE, DECODE_DEFAULTS
 from tilefold.bench.family_run import run_family_case
 
 pytestmark = pytest.mark.no_poison

@@ -7,7 +7,7 @@ from torch import nn
 import tilefold
 from cases import judge, rand
 from tilefold.bench.family_run import run_family_case
-from tilefold.bench.lowbit import LOWBIT, LowbitCase
+from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase
 from tilefold.nn import LowBitLinear
 
 WIDTH = 1024

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilefold.bench.next_frame import Training, train
-from tilefold.bench.reconstruction import reconstruct
-from tilefold.bench.scene import Scene, scene_qkv
+from tilefold.bench.video.next_frame import Training, train
+from tilefold.bench.video.reconstruction import reconstruct
+from tilefold.bench.video.scene import Scene, scene_qkv
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
 from video_cases import gradients_held

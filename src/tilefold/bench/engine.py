@@ -10,9 +10,9 @@ from tilefold.bench.loop import FAILED, WRONG
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
+    from tilefold.bench.attention.run import Options, Setting
     from tilefold.bench.family import Family
-    from tilefold.bench.record import Sheet
-    from tilefold.bench.run import Options, Setting
+    from tilefold.bench.records.record import Sheet
 
 __all__ = ["ENGINES", "AttentionEngine", "Engine", "FamilyEngine", "Request", "engine_named", "flat", "peers_of"]
 
@@ -79,17 +79,17 @@ class AttentionEngine:
 
     @property
     def known(self) -> Mapping[str, Any]:
-        from tilefold.bench.peers import IMPLEMENTATIONS
+        from tilefold.bench.attention.peers import IMPLEMENTATIONS
 
         return IMPLEMENTATIONS
 
     def usual(self, device: str) -> tuple[str, ...]:
-        from tilefold.bench.peers import DEFAULT_PEERS
+        from tilefold.bench.attention.peers import DEFAULT_PEERS
 
         return DEFAULT_PEERS[self.name][device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.cases import cases_of, select_cases
+        from tilefold.bench.attention.cases import cases_of, select_cases
 
         if not request.quick and not gpu:
             raise ValueRangeError(
@@ -106,7 +106,7 @@ class AttentionEngine:
         progress: Callable[[Any, str], None],
         finished: Callable[[Any], None],
     ) -> list[Any]:
-        from tilefold.bench.run import run_cases
+        from tilefold.bench.attention.run import run_cases
 
         results: list[Any] = []
 
@@ -118,27 +118,27 @@ class AttentionEngine:
         return results
 
     def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.report import rows_of
+        from tilefold.bench.attention.report import rows_of
 
         return rows_of(result, setting)
 
     def findings(self, results: Sequence[Any]) -> dict[str, Any]:
-        from tilefold.bench.report import findings
+        from tilefold.bench.attention.report import findings
 
         return findings(flat(results))
 
     def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.report import sheets_of
+        from tilefold.bench.attention.report import sheets_of
 
         return sheets_of(flat(results))
 
     def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.report import crossing_lines, notes_of
+        from tilefold.bench.attention.report import crossing_lines, notes_of
 
         return [*crossing_lines(flat(results)), *notes_of(flat(results))]
 
     def wrong(self, results: Sequence[Any]) -> bool:
-        from tilefold.bench.grid import is_ours
+        from tilefold.bench.attention.grid import is_ours
 
         return any(is_ours(cell.implementation) and cell.status in (WRONG, FAILED) for cell in flat(results))
 
@@ -151,7 +151,7 @@ class FamilyEngine:
 
     @property
     def family(self) -> "Family":
-        module, attribute = self.place.split(".")
+        module, attribute = self.place.rsplit(".", 1)
         found: Family = getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
         return found
 
@@ -163,7 +163,7 @@ class FamilyEngine:
         return self.family.defaults[device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.cases import select_cases
+        from tilefold.bench.attention.cases import select_cases
 
         return select_cases(self.family.cases(request.size(gpu)), request.pattern)
 
@@ -212,10 +212,10 @@ def flat(results: Sequence[Any]) -> list[Any]:
 ENGINES: dict[str, Engine] = {
     "dense": AttentionEngine("dense"),
     "sparse": AttentionEngine("sparse"),
-    "decode": FamilyEngine("decode", "decode_serving.DECODE"),
-    "gemm": FamilyEngine("gemm", "gemm.GEMM"),
-    "conv": FamilyEngine("conv", "conv.CONV"),
-    "lowbit": FamilyEngine("lowbit", "lowbit.LOWBIT"),
+    "decode": FamilyEngine("decode", "decode.serving.DECODE"),
+    "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
+    "conv": FamilyEngine("conv", "matrix.conv.CONV"),
+    "lowbit": FamilyEngine("lowbit", "matrix.lowbit.LOWBIT"),
 }
 
 

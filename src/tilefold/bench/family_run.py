@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
+from tilefold.bench.attention.run import l2_bytes
 from tilefold.bench.family import Calls, Case, Family, Judge, Peer
 from tilefold.bench.judge import Verdict
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
-from tilefold.bench.run import l2_bytes
 from tilefold.bench.timers import Timing
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.cases import Case
-from tilefold.bench.lists import lists_of
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.lists import lists_of
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:

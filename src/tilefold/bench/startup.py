@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.cases import Case, dense_problem
+from tilefold.bench.attention.cases import Case, dense_problem
 from tilefold.errors import TilefoldError
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from tilefold.cli.bench_video import video
 from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_errors
 
 if TYPE_CHECKING:
-    from tilefold.bench.cases import Case
+    from tilefold.bench.attention.cases import Case
 
 __all__ = ["EPILOG", "app", "bench"]
 
@@ -102,7 +102,7 @@ def bench(
     names, must = peer_names(peers, against)
     request = Request(quick, case, dtype_named(dtype), direction)
     runtime = prepare_runtime()
-    from tilefold.bench.run import Options, setting_of
+    from tilefold.bench.attention.run import Options, setting_of
 
     engine = engine_named(family)
     cases = engine.cases(request, runtime.gpu)

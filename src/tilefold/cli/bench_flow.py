@@ -16,11 +16,11 @@ from tilefold.cli.runtime import Runtime, table_of, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.changes import Comparison
+    from tilefold.bench.attention.run import Options, Setting
     from tilefold.bench.engine import Engine
     from tilefold.bench.power import Summary
-    from tilefold.bench.readme import Place
-    from tilefold.bench.run import Options, Setting
+    from tilefold.bench.records.changes import Comparison
+    from tilefold.bench.records.readme import Place
 
 __all__ = ["Done", "Outputs", "finish", "header", "measure", "peer_names", "show", "show_comparison"]
 
@@ -54,8 +54,8 @@ class Outputs:
         families: Sequence[str],
     ) -> "Outputs":
         """From a command's options, all of them checked before anything is measured. files: of "csv", "json" and "markdown"."""
-        from tilefold.bench.readme import place_of
-        from tilefold.bench.runs import read_rows
+        from tilefold.bench.records.readme import place_of
+        from tilefold.bench.records.runs import read_rows
 
         for kind, path in files.items():
             writable(path, f"--{kind}")
@@ -135,7 +135,7 @@ def measure(
     """Run a family's cases under a progress bar; each one's records are kept, and appended to the results, as soon as they are
     there, should a later one fail."""
     from tilefold.bench import power
-    from tilefold.bench.record import append_rows
+    from tilefold.bench.records.record import append_rows
 
     done = Done(engine, len(cases))
     with power.Sampler(power.source_of(runtime.device) if outputs.power else None) as sampler:
@@ -183,7 +183,7 @@ def show(done: Done, setting: "Setting", runtime: Runtime, details: bool, consol
 
 
 def _show_attention(done: Done, setting: "Setting", details: bool, console: Console) -> None:
-    from tilefold.bench import report
+    from tilefold.bench.attention import report
     from tilefold.bench.engine import flat
 
     cells = flat(done.results)
@@ -214,7 +214,7 @@ def say(lines: Sequence[str], console: Console, style: str = "dim") -> None:
 def show_comparison(found: "Comparison", fail_slower: float | None, console: Console) -> bool:
     """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing;
     with it a comparison of nothing fails, too."""
-    from tilefold.bench.change_report import change_lines, change_table
+    from tilefold.bench.records.change_report import change_lines, change_table
 
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
     table = change_table(found)
@@ -248,8 +248,8 @@ def finish(parts: Sequence[Done], setting: "Setting", runtime: Runtime, outputs:
         _write(measured, setting, outputs, console)
     worse = False
     if outputs.old is not None:
-        from tilefold.bench.changes import compare
-        from tilefold.bench.runs import latest, read_measured
+        from tilefold.bench.records.changes import compare
+        from tilefold.bench.records.runs import latest, read_measured
 
         new = latest(read_measured([row for done in parts for row in done.records]))
         families = {done.engine.name for done in parts}
@@ -263,7 +263,7 @@ def finish(parts: Sequence[Done], setting: "Setting", runtime: Runtime, outputs:
 
 def _write(parts: Sequence[Done], setting: "Setting", outputs: Outputs, console: Console) -> None:
     """Write the files that were asked for and say so; the results were appended before."""
-    from tilefold.bench.record import csv_text, json_text, markdown_text
+    from tilefold.bench.records.record import csv_text, json_text, markdown_text
 
     rows = [row for done in parts for row in done.records]
     marked = {

@@ -26,7 +26,7 @@ from tilefold.cli.runtime import (
 from tilefold.errors import CommunicationError, ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.parallel import Line, Work
+    from tilefold.bench.parallel.run import Line, Work
 
 __all__ = ["EPILOG", "parallel"]
 
@@ -89,7 +89,7 @@ def parallel(
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime()
-    from tilefold.bench.parallel import PEERS, SCHEMES, Work
+    from tilefold.bench.parallel.run import PEERS, SCHEMES, Work
 
     small = not runtime.gpu
     lengths = (QUICK if quick else TOKENS)[runtime.gpu]
@@ -156,7 +156,7 @@ def _on_rank(work: "Work") -> "list[Line] | None":
     """The lines on rank 0, which shows how far it is."""
     import torch.distributed as dist
 
-    from tilefold.bench.parallel import measure
+    from tilefold.bench.parallel.run import measure
 
     if dist.get_rank():
         measure(work)
@@ -189,8 +189,8 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str, Path | None]) -> None:
     from dataclasses import asdict
 
-    from tilefold.bench.parallel import HEAD, PEERS, rows_of, to_json, to_markdown
-    from tilefold.bench.run import setting_of
+    from tilefold.bench.attention.run import setting_of
+    from tilefold.bench.parallel.run import HEAD, PEERS, rows_of, to_json, to_markdown
 
     console = Console()
     setting = setting_of(runtime.device)

@@ -17,7 +17,7 @@ from tilefold.cli.runtime import table_of, user_errors, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.runs import Measured
+    from tilefold.bench.records.runs import Measured
 
 __all__ = ["COMPARE_EPILOG", "HISTORY_EPILOG", "compare_runs", "history", "peers"]
 
@@ -74,9 +74,9 @@ def compare_runs(
     """Compare two runs: ratios with intervals, what became slower, what is missing."""
     writable(json, "--json")
     writable(markdown, "--markdown")
-    from tilefold.bench.change_report import change_markdown
-    from tilefold.bench.changes import compare
-    from tilefold.bench.runs import latest, read_measured, read_rows
+    from tilefold.bench.records.change_report import change_markdown
+    from tilefold.bench.records.changes import compare
+    from tilefold.bench.records.runs import latest, read_measured, read_rows
 
     before, after = (_filtered(read_measured(read_rows(path)), family, case) for path in (old, new))
     newest = latest(after)
@@ -113,8 +113,8 @@ def history(
     """Show what each case took over commits and dates, on each device."""
     writable(png, "--png")
     writable(json, "--json")
-    from tilefold.bench.history import draw, history_table, series_of
-    from tilefold.bench.runs import METHODS, read_measured, read_rows
+    from tilefold.bench.records.history import draw, history_table, series_of
+    from tilefold.bench.records.runs import METHODS, read_measured, read_rows
 
     if method and method not in METHODS:
         raise ValueRangeError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")

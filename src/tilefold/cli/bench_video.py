@@ -20,8 +20,8 @@ from tilefold.cli.runtime import (
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.run import Setting
-    from tilefold.bench.video_sweep import Point, SweepRow
+    from tilefold.bench.attention.run import Setting
+    from tilefold.bench.video.sweep import Point, SweepRow
     from tilefold.plan.video import VideoShape
 
 __all__ = ["EPILOG", "video"]
@@ -106,11 +106,11 @@ def video(
     for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
         writable(path, name)
     runtime = prepare_runtime()
-    from tilefold.bench.record import append_rows
-    from tilefold.bench.run import setting_of
-    from tilefold.bench.video import PEERS
-    from tilefold.bench.video_report import records_of
-    from tilefold.bench.video_sweep import measure_point, run_points
+    from tilefold.bench.attention.run import setting_of
+    from tilefold.bench.records.record import append_rows
+    from tilefold.bench.video.report import records_of
+    from tilefold.bench.video.stages import PEERS
+    from tilefold.bench.video.sweep import measure_point, run_points
     from tilefold.plan.video import VideoShape
 
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
@@ -152,7 +152,7 @@ def _points(
     sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime
 ) -> "tuple[Point, ...]":
     """All points of the sweeps; given: the options --values and --sparsity."""
-    from tilefold.bench.video_sweep import SWEEPS, points_of
+    from tilefold.bench.video.sweep import SWEEPS, points_of
 
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
     if not sweeps:
@@ -181,7 +181,7 @@ def _figures(text: str | None, name: str) -> tuple[float, ...]:
 
 def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", console: Console) -> None:
     """Print a table for each sweep and the sentences below them."""
-    from tilefold.bench import video_report
+    from tilefold.bench.video import report as video_report
 
     wide = Console(width=max(console.width, WIDTH), file=console.file)
     for some in video_report.sweeps_of(rows):
@@ -197,7 +197,8 @@ def _write(
     rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", files: dict[str, Path | None], console: Console
 ) -> None:
     """Write the files that were asked for and say so."""
-    from tilefold.bench import page, video_report
+    from tilefold.bench import page
+    from tilefold.bench.video import report as video_report
 
     texts = {"json": video_report.to_json, "markdown": video_report.to_markdown, "html": video_report.to_html}
     for kind, path in files.items():

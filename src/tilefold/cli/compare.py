@@ -141,8 +141,8 @@ def _pairs_of_case(
 ) -> "tuple[str, list[tuple[str, Tensor, Tensor]]]":
     """(the case's name, the pairs of results)."""
     runtime = prepare_runtime()
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
     from tilefold.bench.implementation import make_inputs
-    from tilefold.bench.peers import IMPLEMENTATIONS
 
     family, quick, pattern, dtype, direction = chosen
     cases = chosen_cases(family, quick, pattern, (dtype, direction), runtime)
@@ -157,7 +157,7 @@ def _pairs_of_case(
 
 
 def _check_name(name: str) -> None:
-    from tilefold.bench.peers import IMPLEMENTATIONS
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
 
     if name != "fp64" and name not in IMPLEMENTATIONS:
         raise ValueRangeError(
@@ -168,7 +168,7 @@ def _check_name(name: str) -> None:
 def _result_of(name: str, inputs: "Inputs", device: str) -> "tuple[Tensor, ...]":
     """The output, or the gradients, of one implementation. Unsupported, naming it, if it cannot take the case."""
     from tilefold.bench.accuracy import exact_result
-    from tilefold.bench.peers import IMPLEMENTATIONS
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
 
     if name == "fp64":
         return exact_result(inputs)

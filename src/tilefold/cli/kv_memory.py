@@ -13,7 +13,7 @@ from tilefold.cli.runtime import DTYPES, table_of, user_errors, writable
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.kv_memory import KVModel, Layout, Workload
+    from tilefold.bench.decode.kv_memory import KVModel, Layout, Workload
 
 __all__ = ["EPILOG", "kv_memory"]
 
@@ -61,7 +61,7 @@ def kv_memory(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Compare the memory of a contiguous KV cache with that of a paged one, for a model and a workload."""
-    from tilefold.bench.kv_memory import GIB, Workload, draw_plot, layouts_of, lengths_in
+    from tilefold.bench.decode.kv_memory import GIB, Workload, draw_plot, layouts_of, lengths_in
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
@@ -106,7 +106,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) -> "KVModel":
     """The named model, or the one that the flags describe."""
-    from tilefold.bench.kv_memory import MODELS, KVModel
+    from tilefold.bench.decode.kv_memory import MODELS, KVModel
 
     given = {flag: value for flag, value in {**flags, "--dim-v": dim_v}.items() if value is not None}
     for flag, value in given.items():

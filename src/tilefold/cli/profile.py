@@ -16,7 +16,7 @@ from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.page import Picture
-    from tilefold.bench.video import StageRow, VideoRun
+    from tilefold.bench.video.stages import StageRow, VideoRun
     from tilefold.plan.device import Device
 
 __all__ = ["EPILOG", "app"]
@@ -106,7 +106,7 @@ def video(
     for path, name in ((json, "--json"), (png, "--png"), (html, "--html")):
         writable(path, name)
     runtime = prepare_runtime()
-    from tilefold.bench.video import PEERS, profile_video
+    from tilefold.bench.video.stages import PEERS, profile_video
     from tilefold.plan.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import tilefold
-from tilefold.bench.cases import Case
+from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, make_inputs
 from tilefold.bench.judge import Judge, Verdict
 from tilefold.ladder import profile, student

@@ -14,10 +14,10 @@ __all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
 FAMILIES: dict[str, str] = {
     "dense": "",
     "sparse": "",
-    "decode": "decode_serving.DECODE",
-    "gemm": "gemm.GEMM",
-    "conv": "conv.CONV",
-    "lowbit": "lowbit.LOWBIT",
+    "decode": "decode.serving.DECODE",
+    "gemm": "matrix.gemm.GEMM",
+    "conv": "matrix.conv.CONV",
+    "lowbit": "matrix.lowbit.LOWBIT",
 }
 
 
@@ -39,7 +39,7 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
     if family not in FAMILIES:
         raise ValueRangeError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if not FAMILIES[family]:
-        from tilefold.bench.cases import cases_of
+        from tilefold.bench.attention.cases import cases_of
 
         return cases_of(family, size, direction=direction)
     if direction != "forward":
@@ -48,7 +48,7 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
 
 
 def _family(name: str) -> Any:
-    module, attribute = FAMILIES[name].split(".")
+    module, attribute = FAMILIES[name].rsplit(".", 1)
     return getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
 
 
@@ -58,8 +58,8 @@ def prepare_case(family: str, case: Any, device: str) -> Chosen:
         found = _family(family)
         calls = found.peers["tilefold"].prepare([found.inputs(case, device, 0)])
         return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype)
+    from tilefold.bench.attention.own import prepare_tilefold
     from tilefold.bench.implementation import make_inputs
-    from tilefold.bench.own import prepare_tilefold
 
     made = prepare_tilefold(make_inputs(case, device))
     return Chosen(case.name, made.call, made.context, case.flops, case.bytes, case.problem.dtype)

@@ -1,0 +1,1 @@
+"""Dense and block-sparse attention: cases, the libraries beside tilefold, running them, tables."""

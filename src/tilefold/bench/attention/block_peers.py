@@ -1,0 +1,250 @@
+"""Libraries that do block-sparse attention and nothing else, as peers: cuDNN's and the two of FastVideo; and our portable plan.
+
+They want [batch, heads, seq, dim] in memory: each gets a copy of that layout, made before the clock starts, so that none pays for
+ours. The same holds for lists that a backward wants transposed. Their APIs as of nvidia-cudnn-frontend 1.32 and
+fastvideo-kernel 0.3.5.
+"""
+
+import functools
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.implementation import Implementation, Inputs, Prepared, version_of
+from tilefold.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse_backward import SparseBackwardPlan
+    from tilefold.sparse import BlockIndex
+
+__all__ = ["BLOCK_PEERS", "portable_plans"]
+
+CUDNN, FASTVIDEO = "nvidia-cudnn-frontend", "fastvideo-kernel"
+
+
+def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | None":
+    """The plans of the portable kernels for a sparse case of which a plan takes another kernel by itself; None where none does.
+
+    Raises Unsupported if no portable tile fits."""
+    from tilefold.ops.sparse import sparse as ops
+    from tilefold.plan.sparse import plan_sparse
+    from tilefold.plan.sparse_backward import plan_sparse_backward
+
+    if inputs.index is None:
+        return None
+    lists = ops.Lists(*inputs.index.tensors(), *inputs.index.geometry)
+    plan = ops.prepare(inputs.q, inputs.k, inputs.v, ops.SparseCall(lists)).plan
+    if plan is None:
+        return None
+    made = plan.problem, plan.device
+    portable = plan_sparse(*made, portable=True), plan_sparse_backward(*made, portable=True)
+    chosen = plan_sparse(*made), plan_sparse_backward(*made)
+    # A forward case never comes to a backward plan.
+    return None if portable[: 1 + inputs.case.backward] == chosen[: 1 + inputs.case.backward] else portable
+
+
+def _heads_first(t: "Tensor") -> "Tensor":
+    """[batch, heads, seq, dim] in memory."""
+    return t.transpose(1, 2).contiguous()
+
+
+def _lists(inputs: Inputs, index: "BlockIndex | None") -> tuple["Tensor", "Tensor"]:
+    """(indices, counts) of an index in full and contiguous, for every batch entry and head."""
+    assert index is not None
+    whole = index.expand(inputs.problem.batch, inputs.problem.heads)
+    return whole.indices.contiguous(), whole.counts.contiguous()
+
+
+def _refusal(case: Case, device: str, package: str, blocks: tuple[int, ...], dims: tuple[int, ...]) -> str | None:
+    """What holds for all of them: installed, lists, a GPU, half precision, square blocks and head dims of these sizes."""
+    import torch
+
+    p, pattern = case.problem, case.pattern
+    if version_of(package) is None:
+        return f"{package} is not installed"
+    if pattern is None:
+        return "takes lists of blocks only"
+    if device != "cuda" or torch.version.hip:
+        return "needs an NVIDIA GPU"
+    if pattern.block_q != pattern.block_k or pattern.block_k not in blocks:
+        return f"takes square blocks of {' or '.join(map(str, blocks))} only"
+    if not p.plain or p.causal or p.window != (-1, -1):
+        return "takes attention without masks beyond its lists only"
+    if p.dim_qk not in dims or p.dim_v != p.dim_qk:
+        return f"takes head dims of {', '.join(map(str, dims))} only"
+    if p.seq_q % pattern.block_q or p.seq_k % pattern.block_k:
+        return "takes whole blocks only"
+    return None
+
+
+# --- cuDNN block-sparse attention (CuTe DSL) ----------------------------------------------------------------------------------
+
+
+def _bsa_refuses(case: Case, device: str) -> str | None:
+    p = case.problem
+    reason = _refusal(case, device, CUDNN, (64, 128), (64, 96, 128))
+    if reason is None and p.dtype == "float32":
+        return "takes float16 and bfloat16 only"
+    if reason is None and case.backward and (p.dtype != "bfloat16" or p.heads != p.kv_heads or p.dim_qk != 128):
+        return "its backward takes bfloat16, head dim 128 and as many KV heads as query heads only"
+    return reason
+
+
+def _prepare_bsa(inputs: Inputs) -> Prepared:
+    bsa: Any = importlib.import_module("cudnn.block_sparse_attention")
+    q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
+    indices, counts = _lists(inputs, inputs.index)
+    options: dict[str, Any] = {"sparse_block_size": inputs.index.block_k if inputs.index else None}
+    if not bool((counts == indices.shape[-1]).all()):
+        options["q2k_block_nums"] = counts  # lists of one length go without, which is its faster way
+    splits = _splits(inputs)
+
+    def forward() -> Any:
+        return bsa.block_sparse_attention_forward(q, k, v, indices, kv_splits=splits, **options)
+
+    if inputs.grad is None:
+        return Prepared(lambda: forward()["o_tensor"].transpose(1, 2))
+    result, grad = forward(), _heads_first(inputs.grad)
+    state = (grad, q, k, v, result["o_tensor"], result["lse_tensor"])
+
+    def backward() -> tuple["Tensor", ...]:
+        found = bsa.block_sparse_attention_backward(*state, indices, **options)
+        return tuple(found[name].transpose(1, 2) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
+
+    return Prepared(backward)
+
+
+def _splits(inputs: Inputs) -> int | str:
+    """Shares of each list: its own rule never splits on sm_90 when there are few query blocks, so there as many as give each SM
+    two; the path for blocks of 128 wants a number anyway."""
+    import torch
+
+    p, index = inputs.problem, inputs.index
+    assert index is not None
+    if not inputs.case.replayed:
+        return "auto" if index.block_k == 64 else 1
+    sms: int = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    return max(1, min(index.capacity, 2 * sms // (p.batch * p.heads * index.q_blocks)))
+
+
+# --- FastVideo's kernels ------------------------------------------------------------------------------------------------------
+
+
+def _fastvideo_refuses(case: Case, device: str) -> str | None:
+    reason = _refusal(case, device, FASTVIDEO, (64,), (64, 128))
+    if reason is None and case.problem.dtype != "bfloat16":
+        return "takes bfloat16 only"
+    if reason is None and case.problem.heads != case.problem.kv_heads:
+        return "takes as many KV heads as query heads only"
+    return reason
+
+
+def _tk_refuses(case: Case, device: str) -> str | None:
+    import torch
+
+    reason = _fastvideo_refuses(case, device)
+    if reason is None and torch.cuda.get_device_capability() != (9, 0):
+        return "was compiled for sm_90 only"
+    return reason
+
+
+@functools.cache
+def _fastvideo_file(pattern: str) -> ModuleType:
+    """A file of the installed package as a module by itself: the package as a whole imports much else that may not load here."""
+    package = importlib.util.find_spec("fastvideo_kernel")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    path = next((path for folder in folders for path in sorted(Path(folder).glob(pattern))), None)
+    if path is None:
+        raise Unsupported(f"fastvideo-kernel has no {pattern}")
+    spec = importlib.util.spec_from_file_location(path.name.split(".")[0], path)
+    if spec is None or spec.loader is None:
+        raise Unsupported(f"{path.name} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _block_sizes(inputs: Inputs) -> "Tensor":
+    """Valid tokens of each KV block: all of them."""
+    import torch
+
+    index = inputs.index
+    assert index is not None
+    return torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=inputs.q.device)
+
+
+def _prepare_fastvideo(inputs: Inputs) -> Prepared:
+    module: Any = _fastvideo_file("triton_kernels/block_sparse_attn_triton.py")
+    q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
+    lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
+
+    def forward() -> Any:
+        return module.triton_block_sparse_attn_forward(q, k, v, *lists, sizes)
+
+    if inputs.grad is None:
+        return Prepared(lambda: forward()[0].transpose(1, 2))
+    state = (_heads_first(inputs.grad), q, k, v, *forward())
+    transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
+
+    def backward() -> tuple["Tensor", ...]:
+        found = module.triton_block_sparse_attn_backward(*state, *lists, *transposed, sizes)
+        return tuple(t.transpose(1, 2) for t in found)
+
+    return Prepared(backward)
+
+
+def _prepare_tk(inputs: Inputs) -> Prepared:
+    module: Any = _fastvideo_file("_C/fastvideo_kernel_ops*.so")
+    q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
+    lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
+
+    def forward() -> Any:
+        return module.block_sparse_fwd(q, k, v, *lists, sizes)
+
+    if inputs.grad is None:
+        return Prepared(lambda: forward()[0].transpose(1, 2))
+    state = (q, k, v, *forward(), _heads_first(inputs.grad))
+    transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
+
+    def backward() -> tuple["Tensor", ...]:
+        # It gives fp32; what trains in bfloat16 needs them in that, as its own autograd function makes them.
+        found = module.block_sparse_bwd(*state, *transposed, sizes)
+        return tuple(t.to(q.dtype).transpose(1, 2) for t in found)
+
+    return Prepared(backward)
+
+
+BLOCK_PEERS = (
+    Implementation(
+        "bsa",
+        "BSA",
+        "cuDNN block-sparse attention (nvidia-cudnn-frontend), if installed",
+        _bsa_refuses,
+        _prepare_bsa,
+        lists=True,
+        package=CUDNN,
+    ),
+    Implementation(
+        "tk",
+        "TK",
+        "fastvideo-kernel's ThunderKittens kernels, if installed",
+        _tk_refuses,
+        _prepare_tk,
+        lists=True,
+        package=FASTVIDEO,
+    ),
+    Implementation(
+        "fastvideo",
+        "FV",
+        "fastvideo-kernel's Triton kernels, if installed",
+        _fastvideo_refuses,
+        _prepare_fastvideo,
+        lists=True,
+        package=FASTVIDEO,
+    ),
+)

@@ -1,0 +1,96 @@
+"""tilefold's own rows of a benchmark: the public functions as a user calls them, and by kernels that a plan would not take."""
+
+from typing import TYPE_CHECKING
+
+from tilefold.bench.attention.block_peers import portable_plans
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
+from tilefold.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "any_order_refuses",
+    "portable_refuses",
+    "prepare_any_order",
+    "prepare_portable",
+    "prepare_tilefold",
+    "tilefold_refuses",
+]
+
+
+def prepare_tilefold(inputs: Inputs) -> Prepared:
+    """The public function, as a user calls it."""
+    import tilefold
+
+    p, index = inputs.problem, inputs.index
+    window = window_of(p)
+
+    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        out: Tensor = tilefold.attention(q, k, v, causal=p.causal, window=window)
+        return out
+
+    def sparse_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        assert index is not None
+        out: Tensor = tilefold.sparse_attention(q, k, v, index, causal=p.causal)
+        return out
+
+    def packed_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        ends, longest = inputs.offsets, p.seq_q
+        assert ends is not None
+        out: Tensor = tilefold.attention_varlen(
+            q[0], k[0], v[0], ends, ends, longest, longest, causal=p.causal, window=window
+        )
+        return out[None]
+
+    return prepared(inputs, packed_function if p.varlen else function if index is None else sparse_function)
+
+
+def prepare_any_order(inputs: Inputs) -> Prepared:
+    """Gradients whose sums may be made in any order, where a plan makes them by another kernel then."""
+    import tilefold
+
+    causal, window = inputs.problem.causal, window_of(inputs.problem)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    kept, free = (
+        tilefold.attention_backward_plan(*tensors, causal=causal, window=window, deterministic=d).kernel
+        for d in (True, False)
+    )
+    if kept == free:
+        raise Unsupported(f"the plan takes {kept} in either case")
+
+    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        out: Tensor = tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
+        return out
+
+    return prepared(inputs, function)
+
+
+def prepare_portable(inputs: Inputs) -> Prepared:
+    """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
+    import tilefold
+
+    index, plans = inputs.index, portable_plans(inputs)
+    if index is None or plans is None:
+        raise Unsupported("it is what tilefold runs by itself here")
+    plan, backward = plans
+    return prepared(
+        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
+    )
+
+
+def tilefold_refuses(case: Case, device: str) -> str | None:
+    return None if case.problem.plain else "this adapter takes plain attention only"
+
+
+def any_order_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is not None or case.problem.varlen or not case.backward:
+        return "a row of its own for gradients of dense attention only"
+    return tilefold_refuses(case, device)
+
+
+def portable_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is None:
+        return "a row of its own in the family sparse only"
+    return tilefold_refuses(case, device)

@@ -1,0 +1,332 @@
+"""The implementations that are measured: tilefold and the libraries it is compared with, each used if it can run here.
+
+Every adapter takes the same tensors, [batch, seq, heads, dim] in memory, and gives back a view of that shape. Libraries that
+want [batch, heads, seq, dim] get transposed views; nothing is copied, so none pays for the layout of another. Those that follow
+lists of blocks alone are in `block_peers`.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.attention.block_peers import BLOCK_PEERS
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.own import (
+    any_order_refuses,
+    portable_refuses,
+    prepare_any_order,
+    prepare_portable,
+    prepare_tilefold,
+    tilefold_refuses,
+)
+from tilefold.bench.choice import chosen
+from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, prepared
+from tilefold.plan.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilefold.sparse import BlockIndex
+
+__all__ = ["DEFAULT_PEERS", "IMPLEMENTATIONS", "implementations_named"]
+
+# --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
+
+
+def _beyond_causal(p: AttentionProblem) -> str | None:
+    """Why a library that knows only plain and causal attention of equal lengths cannot take the problem, or None."""
+    if not p.plain or p.window != (-1, -1):
+        return "this adapter takes plain and causal attention only"
+    if p.causal and p.seq_q not in (1, p.seq_k):
+        return "its causal mask is aligned to the top left: lengths must be equal"
+    return None
+
+
+def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
+    def refuses(case: Case, device: str) -> str | None:
+        p = case.problem
+        if device != "cuda" and backend in ("cudnn", "efficient"):
+            return "needs a GPU"
+        if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
+            return "takes float16 and bfloat16 only"
+        if backend == "cudnn":
+            import torch
+
+            if not torch.backends.cudnn.is_available():
+                return "torch was built without cuDNN"
+        if p.varlen and backend not in ("cudnn", "flash"):
+            return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
+        if p.varlen and device != "cuda":
+            return "packed batches need a GPU"
+        return _beyond_causal(p)
+
+    return refuses
+
+
+def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
+    def prepare(inputs: Inputs) -> Prepared:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        chosen = {
+            "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "math": SDPBackend.MATH,
+        }[backend]
+        p = inputs.problem
+        # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
+        causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
+
+        def function(*tensors: "Tensor") -> "Tensor":
+            q, k, v = (t.transpose(1, 2) for t in tensors)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+        packed = _packed_flash if backend == "flash" else _packed_sdpa
+        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_kernel(chosen))
+
+    return prepare
+
+
+def _packed_sdpa(inputs: Inputs) -> Function:
+    """SDPA of a packed batch as torch's jagged tensors."""
+    from torch.nested import nested_tensor_from_jagged
+    from torch.nn.functional import scaled_dot_product_attention
+
+    assert inputs.offsets is not None
+    offsets, lengths, causal = inputs.offsets.long(), inputs.case.lengths, inputs.problem.causal
+
+    def function(*tensors: "Tensor") -> "Tensor":
+        q, k, v = (
+            nested_tensor_from_jagged(t[0], offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)).transpose(1, 2)
+            for t in tensors
+        )
+        out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).values()
+        return out[None]
+
+    return function
+
+
+def _packed_flash(inputs: Inputs) -> Function:
+    """torch's own function for packed batches, which is FlashAttention-2."""
+    import inspect
+
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn
+    longest, causal = inputs.problem.seq_q, inputs.problem.causal
+    newer = "window_size" in inspect.signature(attend).parameters  # a causal mask had an argument of its own before
+    mask = {"window_size": (-1, 0) if causal else (-1, -1)} if newer else {"is_causal": causal}
+
+    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        out: Tensor = attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)
+        return out[None]
+
+    return function
+
+
+# --- FlexAttention ----------------------------------------------------------------------------------------------------------
+
+
+def _flex_refuses(case: Case, device: str) -> str | None:
+    p = case.problem
+    if device != "cuda":
+        return "compiled FlexAttention needs a GPU"
+    if p.varlen or not p.plain or p.window != (-1, -1):
+        return "this adapter takes plain and causal attention only"
+    return None
+
+
+def _prepare_flex(inputs: Inputs) -> Prepared:
+    import torch
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask, options = flex_mask(inputs), flex_options(inputs.case)
+    grouped, pattern = inputs.problem.heads != inputs.problem.kv_heads, inputs.case.pattern
+    # Each case compiles for its own lengths; without this the later ones would run into the limit of recompilations.
+    torch.compiler.reset()
+    config.donated_buffer = False  # buffers that a backward gives away would forbid to run it twice
+    # Its one backward tile for sm_90 does not fit blocks of 64 keys; tuning finds one that does.
+    tuned = inputs.case.backward and pattern is not None and pattern.block_k < 128
+    mode = "max-autotune-no-cudagraphs" if tuned else None
+    compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
+
+    def function(*tensors: "Tensor") -> "Tensor":
+        q, k, v = (t.transpose(1, 2) for t in tensors)
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
+        return out.transpose(1, 2)
+
+    return prepared(inputs, function)
+
+
+def flex_options(case: Case) -> dict[str, int] | None:
+    """A forward tile that fits small blocks: the usual one on sm_90 has 128 queries, and there is no other without tuning.
+    Shorter sequences take another kernel, which has its own."""
+    pattern = case.pattern
+    if pattern is None or pattern.block_q >= 128 or case.problem.seq_q < 128:
+        return None
+    tile = {"BLOCK_M": pattern.block_q, "BLOCK_N": min(64, pattern.block_k), "num_warps": 4, "num_stages": 3}
+    return {f"fwd_{name}": size for name, size in tile.items()}
+
+
+def flex_mask(inputs: Inputs) -> Any:
+    """The BlockMask of a case: its lists as full blocks, or causal, or None."""
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    p, index = inputs.problem, inputs.index
+    if index is not None:
+        whole = index.expand(p.batch, p.heads)
+        full = torch.nn.functional.pad(whole.indices, (0, index.kv_blocks - index.capacity))
+        counts, none = whole.counts.contiguous(), torch.zeros_like(whole.counts)
+        blocks, lengths = (index.block_q, index.block_k), (p.seq_q, p.seq_k)
+        return BlockMask.from_kv_blocks(
+            none, torch.zeros_like(full), counts, full, BLOCK_SIZE=blocks, seq_lengths=lengths
+        )
+    if not p.causal:
+        return None
+    offset = p.seq_k - p.seq_q
+
+    def sees(batch: "Tensor", head: "Tensor", i: "Tensor", j: "Tensor") -> "Tensor":
+        return i + offset >= j
+
+    return create_block_mask(sees, None, None, p.seq_q, p.seq_k, device=inputs.q.device)
+
+
+# --- FlashAttention-4 (CuTe DSL) --------------------------------------------------------------------------------------------
+
+
+def _fa4_refuses(case: Case, device: str) -> str | None:
+    p, pattern = case.problem, case.pattern
+    if not importable("flash_attn.cute"):
+        return "flash-attn-4 is not installed"
+    if device != "cuda":
+        return "needs a GPU"
+    import torch
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "needs sm_90 or newer"
+    if p.dtype == "float32":
+        return "takes float16 and bfloat16 only"
+    if not p.plain:
+        return "this adapter takes plain attention only"
+    if pattern is not None and case.backward and pattern.block_k % 128:
+        return "its backward takes KV blocks of 128 on sm_90"
+    return None
+
+
+def _prepare_fa4(inputs: Inputs) -> Prepared:
+    interface: Any = importlib.import_module("flash_attn.cute")
+    p = inputs.problem
+    options: dict[str, Any] = {"causal": p.causal}
+    if p.window != (-1, -1):
+        options["window_size"] = tuple(None if side < 0 else side for side in p.window)
+    if inputs.index is not None:
+        options["block_sparse_tensors"] = _fa4_lists(inputs, inputs.index)
+        if inputs.grad is not None:
+            options["block_sparse_tensors_bwd"] = _fa4_lists(inputs, inputs.index.transpose())
+
+    def function(*tensors: "Tensor") -> "Tensor":
+        result: Any = interface.flash_attn_func(*tensors, **options)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    def packed(*tensors: "Tensor") -> "Tensor":
+        where = {f"cu_seqlens_{side}": inputs.offsets for side in "qk"} | dict.fromkeys(
+            ("max_seqlen_q", "max_seqlen_k"), p.seq_q
+        )
+        result: Any = interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out[None]
+
+    return prepared(inputs, packed if p.varlen else function)
+
+
+def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
+    """Its record of lists: all blocks full, none masked; block sizes are (query, key), also of the transposed lists."""
+    import torch
+
+    sparsity: Any = importlib.import_module("flash_attn.cute.block_sparsity")
+    whole, pattern = index.expand(inputs.problem.batch, inputs.problem.heads), inputs.case.pattern
+    counts, lists = whole.counts.contiguous(), whole.indices.contiguous()
+    return sparsity.BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(lists),
+        full_block_cnt=counts,
+        full_block_idx=lists,
+        block_size=(pattern.block_q, pattern.block_k) if pattern else None,
+    )
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------------
+
+
+_ALL = (
+    Implementation(
+        "tilefold",
+        "tilefold",
+        "tilefold.attention and sparse_attention",
+        tilefold_refuses,
+        prepare_tilefold,
+        lists=True,
+        package="tilefold",
+    ),
+    Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
+    Implementation(
+        "flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")
+    ),
+    Implementation(
+        "fa4",
+        "FA4",
+        "flash_attn.cute (FlashAttention-4), if installed",
+        _fa4_refuses,
+        _prepare_fa4,
+        lists=True,
+        package="flash-attn-4",
+    ),
+    Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex, lists=True),
+    Implementation(
+        "efficient",
+        "efficient",
+        "torch SDPA, memory-efficient backend",
+        _sdpa_refuses("efficient"),
+        _prepare_sdpa("efficient"),
+    ),
+    Implementation(
+        "math",
+        "math",
+        "torch SDPA, math backend (materialises the scores)",
+        _sdpa_refuses("math"),
+        _prepare_sdpa("math"),
+    ),
+    Implementation(
+        "portable",
+        "portable",
+        "tilefold.sparse_attention by its portable kernels, where a plan takes another one",
+        portable_refuses,
+        prepare_portable,
+        lists=True,
+        package="tilefold",
+    ),
+    Implementation(
+        "any-order",
+        "any order",
+        "tilefold.attention(deterministic=False), where another kernel makes its gradients",
+        any_order_refuses,
+        prepare_any_order,
+        package="tilefold",
+    ),
+    *BLOCK_PEERS,
+)
+IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in _ALL}
+# Family -> device -> the peers that are measured unasked.
+DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "dense": {"cuda": ("cudnn", "flash", "fa4", "flex"), "cpu": ("flash", "math")},
+    "sparse": {"cuda": ("portable", "bsa", "tk", "fastvideo", "fa4", "flex", "cudnn"), "cpu": ("math",)},
+}
+
+
+def implementations_named(names: tuple[str, ...]) -> tuple[Implementation, ...]:
+    """tilefold, then the named peers in the order given; "none" alone names no peer. ValueRangeError: unknown name."""
+    return chosen(IMPLEMENTATIONS, names)

@@ -1,0 +1,364 @@
+"""Measurements as tables for a terminal and for documents, as CSV and JSON, and as lines of a results file that only grows."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.attention.grid import (
+    OURS,
+    Grid,
+    best_peer,
+    crossings,
+    geometric_means,
+    is_ours,
+    mean_of,
+    ratio,
+    title_of,
+)
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.attention.run import Cell, Setting
+from tilefold.bench.loop import OK, WRONG
+from tilefold.bench.records.record import (
+    Sheet,
+    append_rows,
+    csv_text,
+    head,
+    json_text,
+    markdown_text,
+    notes_text,
+    rounds_of,
+    tail,
+    version_in,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "append_results",
+    "crossing_lines",
+    "detail_table",
+    "directions",
+    "findings",
+    "geometric_means",
+    "heading_of",
+    "notes_of",
+    "ratio",
+    "results_path",
+    "rows_of",
+    "sheets_of",
+    "speed_tables",
+    "to_csv",
+    "to_json",
+    "to_markdown",
+]
+
+# Columns of a speed table, in characters: those that are always there but the third, one peer's, and the best peer's ratio.
+FIXED_WIDTH, PEER_WIDTH, BEST_WIDTH = 39, 13, 7
+LABELS = {WRONG: "WRONG", "refused": "-", "no memory": "OOM", "failed": "failed"}
+
+
+def directions(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of each direction, which are tables of their own."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.case.direction, []).append(cell)
+    return list(found.values())
+
+
+def unit_of(cells: Iterable[Cell]) -> tuple[float, str]:
+    """The FLOP/s unit in which the fastest cell is at least 1, or the smallest."""
+    fastest = max((cell.flops_per_s or 0.0 for cell in cells), default=0.0)
+    return next(
+        ((size, name) for size, name in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if fastest >= size), (1e6, "MFLOP/s")
+    )
+
+
+def digits(value: float) -> str:
+    """About three significant digits without an exponent."""
+    places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{places}f}"
+
+
+def shape_of(cell: Cell) -> tuple[str, str, str]:
+    """(D and H, N x B, mask or lists) of a case, as the tables show it."""
+    p = cell.case.problem
+    tokens = f"{p.seq_q}" if p.seq_q == p.seq_k else f"{p.seq_q}/{p.seq_k}"
+    heads = f"{p.heads}" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads}"
+    if cell.case.lengths:
+        tokens = f"{sum(cell.case.lengths)} in {p.batch}"
+        return f"{p.dim_qk}, {heads}", tokens, what_of(cell)
+    return f"{p.dim_qk}, {heads}", f"{tokens} x {p.batch}", what_of(cell)
+
+
+def what_of(cell: Cell) -> str:
+    """The mask of a case, or its lists."""
+    p, pattern = cell.case.problem, cell.case.pattern
+    if pattern is None:
+        if p.window != (-1, -1):
+            return "window {}, {}".format(*p.window)
+        return "causal" if p.causal else "full"
+    title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
+    return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
+
+
+# --- terminal ---------------------------------------------------------------------------------------------------------------
+
+
+def times(value: float) -> str:
+    """A ratio with two decimals, three below 0.1."""
+    return f"{value:.{2 if value >= 0.1 else 3}f}x"
+
+
+def coloured(value: float) -> str:
+    """A ratio with its colour: green from 1, yellow from 0.9, red below."""
+    colour = "green" if value >= 1 else "yellow" if value >= 0.9 else "red"
+    return f"[{colour}]{times(value)}[/]"
+
+
+def speed_cell(cell: Cell, scale: float) -> str:
+    """The rate of a cell, or its status."""
+    if cell.status != OK or cell.flops_per_s is None:
+        colour = "bold red" if cell.status in (WRONG, "failed") else "dim"
+        return f"[{colour}]{LABELS.get(cell.status, cell.status)}[/]"
+    return digits(cell.flops_per_s / scale)
+
+
+def peer_cell(ours: Cell, peer: Cell, scale: float) -> str:
+    """A peer's rate, and how many times as fast as it we are."""
+    relative = ratio(ours, peer)
+    return speed_cell(peer, scale) + (f" {coloured(relative)}" if relative is not None else "")
+
+
+def heading_of(cells: Sequence[Cell], setting: Setting) -> str:
+    """What the speed tables show: "dense attention, forward, bfloat16, TFLOP/s, on NVIDIA H200"."""
+    case = cells[0].case
+    dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
+    unit = unit_of(cells)[1] + (" on the listed blocks" if case.pattern else "")
+    return f"{case.family} attention, {case.direction}, {dtypes}, {unit}, on {setting.device}"
+
+
+def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
+    """One row per case: our time and rate, each peer's rate and how many times as fast as it we are; geometric means below.
+
+    Peers that refused every case are left out (`notes_of` says why). More peers than fit `width` columns go into further tables.
+    """
+    grid = Grid(tuple(cells))
+    peers = [
+        name
+        for name in grid.implementations
+        if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
+    ]
+    third = max(len(what_of(cell)) for cell in cells)
+    best = BEST_WIDTH if best_ratios(grid) else 0
+    fit = max(1, (width - FIXED_WIDTH - third - best) // PEER_WIDTH)
+    groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
+    return [_speed_table(grid, group, unit_of(cells)[0]) for group in groups]
+
+
+def best_ratios(grid: Grid) -> dict[str, float]:
+    """Case -> how many times as fast as the best peer we are; with lists only, where the best is not always the same."""
+    found = {}
+    for case in grid.cases:
+        best = best_peer(grid.of(case)) if grid.of(case)[0].case.pattern else None
+        relative = ratio(grid.at(case, OURS), best) if best else None
+        if relative is not None:
+            found[case] = relative
+    return found
+
+
+def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
+    from rich.table import Table
+
+    means, best = geometric_means(grid.cells), best_ratios(grid)
+    table = Table(pad_edge=False, box=None)
+    table.add_column("D, H", no_wrap=True)
+    third = third_heading(grid)
+    for heading in ("N x B", third, "ms", "tilefold", *(["best"] if best else []), *(title_of(name) for name in peers)):
+        style = "bold" if heading == "tilefold" else ""
+        table.add_column(heading, justify="left" if heading == third else "right", no_wrap=True, style=style)
+    shown = ("", "")
+    for case in grid.cases:
+        ours = grid.at(case, OURS)
+        dims, tokens, mask = shape_of(ours)
+        if shown[0] not in ("", dims):
+            table.add_row()
+        row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
+        row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)]
+        row += [coloured(best[case]) if case in best else ""] if best else []
+        table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
+        shown = (dims, tokens)
+    if any(name in means for name in peers):
+        table.add_row()
+        middle = [coloured(mean_of(list(best.values())))] if best else []
+        table.add_row(
+            "mean", "(geom.)", "", "", "", *middle, *(coloured(means[n][0]) if n in means else "" for n in peers)
+        )
+    return table
+
+
+def third_heading(grid: Grid) -> str:
+    return "lists" if any(cell.case.pattern for cell in grid.cells) else "mask"
+
+
+def crossing_lines(cells: Sequence[Cell]) -> list[str]:
+    """Sentences that say from which sparsity on tilefold is faster than dense cuDNN."""
+    return [f"tilefold overtakes dense cuDNN {where}: {what}" for what, where in crossings(cells)]
+
+
+def detail_table(cells: Sequence[Cell]) -> "Table":
+    """One row per case and implementation: median and spread, error beside its limit, and if measured: host cost, graph replays
+    (cold: K and V come from memory; warm: what fits stays in the L2 cache), memory that a call takes beyond inputs and results.
+    """
+    from rich.table import Table
+
+    measured: dict[str, Callable[[Cell], str]] = {
+        "host us": lambda cell: digits(cell.host.us) if cell.host else "",
+        "cold us": lambda cell: digits(cell.graph.us) if cell.graph else "",
+        "warm us": lambda cell: digits(cell.warm.us) if cell.warm else "",
+        "MB more": lambda cell: "" if cell.scratch is None else f"{cell.scratch / 1e6:.1f}",
+    }
+    extra = [heading for heading, text in measured.items() if any(text(cell) for cell in cells)]
+    table = Table(pad_edge=False, box=None)
+    table.add_column("case", no_wrap=True)
+    table.add_column("implementation", no_wrap=True)
+    for heading in ("ms", "20-80 %", *extra, "max error", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = ""
+    for cell in cells:
+        if cell.verdict is None:
+            continue
+        name = cell.case.name if cell.case.name != shown else ""
+        shown = cell.case.name
+        time = cell.timing
+        row = [name, title_of(cell.implementation), digits(time.ms) if time else "[bold red]WRONG[/]"]
+        row.append(f"{digits(time.low)}-{digits(time.high)}" if time else "")
+        row += [measured[heading](cell) for heading in extra]
+        table.add_row(*row, f"{cell.verdict.max_error:.1e}", f"{cell.verdict.max_limit:.1e}")
+    return table
+
+
+def notes_of(cells: Sequence[Cell]) -> list[str]:
+    """Why cells have no time (or no graph), equal reasons said once: "Flex: needs a GPU (6 cases)"."""
+    said = ((cell.implementation, cell.status, cell.note, cell.case.name) for cell in cells)
+    return notes_text(said, len({cell.case.name for cell in cells}), title_of)
+
+
+# --- documents and data -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
+    """One flat record per cell: setting, case, figures. Times in ms and us, rates in TFLOP/s; None where nothing was measured."""
+    grid = Grid(tuple(cells))
+    rows = []
+    for cell in cells:
+        p, time, verdict, rate = cell.case.problem, cell.timing, cell.verdict, cell.flops_per_s
+        relative = ratio(grid.at(cell.case.name, OURS), cell) if OURS in grid.implementations else None
+        rounds = rounds_of({"events": time, "graph": cell.graph, "warm": cell.warm, "host": cell.host})
+        rows.append(
+            {
+                **head(setting, cell.case.family, cell.case.name, cell.case.direction),
+                "density": cell.case.density,
+                "dtype": p.dtype,
+                "implementation": cell.implementation,
+                "ours": is_ours(cell.implementation),
+                "version": version_named(cell.implementation, setting),
+                "status": cell.status,
+                "ms": time.ms if time else None,
+                "ms_p20": time.low if time else None,
+                "ms_p80": time.high if time else None,
+                "samples": time.samples if time else None,
+                "method": time.method if time else None,
+                "tflops": rate / 1e12 if rate else None,
+                "tilefold_speedup": relative,
+                "host_us": cell.host.us if cell.host else None,
+                "graph_us": cell.graph.us if cell.graph else None,
+                "graph_warm_us": cell.warm.us if cell.warm else None,
+                "scratch_bytes": cell.scratch,
+                "flops": cell.case.flops,
+                "bytes": cell.case.bytes,
+                **tail(setting, verdict, cell.note, rounds),
+            }
+        )
+    return rows
+
+
+def version_named(implementation: str, setting: Setting) -> str | None:
+    """The version of the distribution that an implementation comes in, "" if it is not installed."""
+    known = IMPLEMENTATIONS.get(implementation)
+    return version_in("tilefold" if known is None else known.package, setting) or ""
+
+
+def to_csv(cells: Sequence[Cell], setting: Setting) -> str:
+    """The rows as CSV with a heading; empty where nothing was measured."""
+    return csv_text(rows_of(cells, setting))
+
+
+def findings(cells: Sequence[Cell]) -> dict[str, Any]:
+    """{"geometric_means", "crossings"}: what a document says of all its rows together."""
+    means = {
+        name if part[0].case.direction == "forward" else f"{name}, backward": {"tilefold_speedup": mean, "cases": count}
+        for part in directions(cells)
+        for name, (mean, count) in geometric_means(part).items()
+    }
+    return {"geometric_means": means, "crossings": {what: asdict(where) for what, where in crossings(cells)}}
+
+
+def to_json(cells: Sequence[Cell], setting: Setting) -> str:
+    """{"setting", "geometric_means", "crossings", "rows"} as JSON."""
+    return json_text(setting, rows_of(cells, setting), **findings(cells))
+
+
+def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
+    """The speed tables for a document, one a direction, with the sentences that say where they were measured."""
+    return markdown_text(sheets_of(cells), setting, [*crossing_lines(cells), *notes_of(cells)])
+
+
+def sheets_of(cells: Sequence[Cell]) -> list[Sheet]:
+    """A table a direction, for documents."""
+    return [_sheet(part) for part in directions(cells)]
+
+
+def _sheet(cells: Sequence[Cell]) -> Sheet:
+    grid = Grid(tuple(cells))
+    best = best_ratios(grid)
+    scale, unit = unit_of(cells)
+    means = geometric_means(cells)
+    peers = [name for name in grid.implementations if name != OURS]
+    middle = ["best peer"] if best else []
+    heads = ("D, H", "N x B", third_heading(grid), "tilefold ms", "tilefold", *middle, *map(title_of, peers))
+    rows: list[tuple[str, ...]] = []
+    for case in grid.cases:
+        ours = grid.at(case, OURS)
+        row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
+        row += [f"({times(best[case])})" if case in best else ""] if best else []
+        for name in peers:
+            relative = ratio(ours, grid.at(case, name))
+            row.append(
+                plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else "")
+            )
+        rows.append(tuple(row))
+    if means:
+        middle = [f"({times(mean_of(list(best.values())))})"] if best else []
+        figures = (f"({times(means[n][0])})" if n in means else "" for n in peers)
+        rows.append(("geometric mean", "", "", "", "", *middle, *figures))
+    dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
+    listed = " on the listed blocks" if cells[0].case.pattern else ""
+    title = f"{cells[0].case.family} attention, {cells[0].case.direction}, {unit}{listed}, {dtypes}"
+    return Sheet(title, heads, tuple(rows), left=3)
+
+
+def plain_cell(cell: Cell, scale: float) -> str:
+    rate = cell.flops_per_s
+    return LABELS.get(cell.status, cell.status) if cell.status != OK or rate is None else digits(rate / scale)
+
+
+def results_path(folder: Path, cells: Sequence[Cell]) -> Path:
+    """`folder`/FAMILY.jsonl."""
+    return folder / f"{cells[0].case.family}.jsonl"
+
+
+def append_results(folder: Path, cells: Sequence[Cell], setting: Setting) -> Path:
+    """Append one JSON line per cell to `results_path`, which is never rewritten; the path of the file."""
+    return append_rows(results_path(folder, cells), rows_of(cells, setting))

@@ -1,0 +1,1 @@
+"""The operator collection: products, convolutions, and products with weights of few bits."""

@@ -1,0 +1,194 @@
+"""What `tilefold bench gemm` measures: products of matrices, plain and batched, and what is fused behind them."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.family import Family, Peer, each
+from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, of_size, ours, roof_of
+from tilefold.errors import ShapeError, ValueRangeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["GEMM", "GemmCase", "gemm_cases"]
+
+SHARED = ("", "a", "b")
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCase:
+    """a [M, K] or [batch, M, K] times b [K, N] or [batch, K, N]; batch 0 is `ops.matmul`, more `ops.bmm`.
+
+    shared: "a" or "b" has no batch of its own.  transposed: b is a view of [N, K], as weights lie.  bias: over N, "" or "n", or
+    "batch".  activation: as the op names it.  Raises ShapeError, ValueRangeError."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 0
+    shared: str = ""
+    transposed: bool = False
+    bias: str = ""
+    activation: str | None = None
+    order: str = "grouped"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k) < 1 or self.batch < 0:
+            raise ShapeError(f"m, n, k must be at least 1 and batch at least 0, got {self}")
+        for name, accepted in (
+            ("activation", ACTIVATIONS),
+            ("shared", SHARED),
+            ("bias", ("", "n", "batch")),
+            ("order", ("grouped", "plain")),
+            ("dtype", tuple(BYTES)),
+        ):
+            if getattr(self, name) not in accepted:
+                raise ValueRangeError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+        if not self.batch and (self.shared or self.bias == "batch"):
+            raise ShapeError(f"shared and a bias over the batch need a batch, got {self}")
+
+    @property
+    def name(self) -> str:
+        """Such as "m4096_n4096_k4096_nt_bias_gelu" or "b32_m512_n512_k512_sharedb"."""
+        parts = [f"b{self.batch}"] if self.batch else []
+        parts += [f"m{self.m}", f"n{self.n}", f"k{self.k}"]
+        parts += ["nt"] if self.transposed else []
+        parts += [f"shared{self.shared}"] if self.shared else []
+        parts += [{"n": "bias", "batch": "biasbatch"}[self.bias]] if self.bias else []
+        parts += [self.activation] if self.activation else []
+        parts += ["plain"] if self.order == "plain" else []
+        parts += [self.dtype] if self.dtype != "bfloat16" else []
+        return "_".join(parts)
+
+    @property
+    def bytes(self) -> int:
+        """Both factors, the bias and the product, each once."""
+        many = max(1, self.batch)
+        a = self.m * self.k * (1 if self.shared == "a" else many)
+        b = self.k * self.n * (1 if self.shared == "b" else many)
+        bias = {"": 0, "n": self.n, "batch": self.batch}[self.bias]
+        return BYTES[self.dtype] * (a + b + bias + many * self.m * self.n)
+
+    @property
+    def flops(self) -> int:
+        """2 M N K for each product."""
+        return 2 * max(1, self.batch) * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class GemmInputs:
+    case: GemmCase
+    a: "Tensor"
+    b: "Tensor"
+    bias: "Tensor | None"
+
+
+def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
+    """Standard-normal factors, b over the root of K, so that products are of size 1; the same for a seed and device."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> "Tensor":
+        return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+
+    def batched(name: str) -> tuple[int, ...]:
+        return (case.batch,) if case.batch and case.shared != name else ()
+
+    a = normal(*batched("a"), case.m, case.k)
+    inner = (case.n, case.k) if case.transposed else (case.k, case.n)
+    b = normal(*batched("b"), *inner) * case.k**-0.5
+    shapes = {"n": (case.n,), "batch": (case.batch, 1, 1)}
+    bias = normal(*shapes[case.bias]) if case.bias else None
+    return GemmInputs(case, a, b.mT if case.transposed else b, bias)
+
+
+def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
+    """matmul, or addmm where the bias is over N, then the activation as a call of its own: what torch has."""
+    import torch
+
+    i = inputs
+
+    def call() -> "Tensor":
+        if i.bias is not None and not i.case.batch:
+            return activated(torch.addmm(i.bias, i.a, i.b), i.case.activation)
+        out = torch.matmul(i.a, i.b)
+        return activated(out if i.bias is None else out + i.bias, i.case.activation)
+
+    return call
+
+
+def gemm_judge(inputs: GemmInputs) -> WholeJudge:
+    """Bias and activation in the dtype of the product: plain torch rounds after each."""
+
+    def compute(dtype: "torch.dtype") -> "Tensor":
+        bias = None if inputs.bias is None else inputs.bias.to(dtype)
+        return by_torch(GemmInputs(inputs.case, inputs.a.to(dtype), inputs.b.to(dtype), bias))()
+
+    return WholeJudge(compute, inputs.a.dtype)
+
+
+def by_tilefold(inputs: GemmInputs) -> "Callable[[], Tensor]":
+    """The public function as a user calls it."""
+    i, case = inputs, inputs.case
+    function: Any = ours("bmm" if case.batch else "matmul")
+    options = {"bias": i.bias, "activation": case.activation, "order": case.order}
+
+    def call() -> "Tensor":
+        out: Tensor = function(i.a, i.b, **options)
+        return out
+
+    return call
+
+
+def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:
+    """The cases of a size: "full", "quick" or "tiny".  ValueRangeError for another one."""
+    square, small = GemmCase(4096, 4096, 4096), GemmCase(70, 40, 50)
+    few = tuple(GemmCase(m, 8192, 8192, transposed=True) for m in (1, 16, 64, 256))
+    many = GemmCase(512, 512, 512, batch=32)
+    quick = (square, GemmCase(16, 8192, 8192, transposed=True), replace(square, bias="n", activation="gelu"), many)
+    full = (
+        *(GemmCase(n, n, n) for n in (512, 1024, 2048, 4096, 8192)),
+        replace(square, transposed=True),
+        replace(square, order="plain"),
+        replace(square, dtype="float16"),
+        GemmCase(4095, 4097, 4100),
+        *few,
+        GemmCase(4096, 18944, 3584, transposed=True),
+        GemmCase(4096, 3584, 18944, transposed=True),
+        *(replace(square, bias="n", activation=each_one) for each_one in ACTIVATIONS),
+        many,
+        replace(many, shared="b", bias="n", activation="gelu"),
+        replace(many, shared="a", bias="batch", activation="relu"),
+        GemmCase(128, 128, 64, batch=1024),
+        GemmCase(2048, 2048, 128, batch=16),
+    )
+    tiny = (
+        small,
+        replace(small, transposed=True, bias="n", activation="gelu"),
+        replace(small, order="plain", dtype="float16"),
+        GemmCase(20, 33, 17, batch=3),
+        GemmCase(20, 33, 17, batch=3, shared="b", bias="n", activation="silu"),
+        GemmCase(20, 33, 17, batch=3, shared="a", bias="batch", activation="relu"),
+    )
+    return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
+
+
+PEERS = (
+    Peer("tilefold", "tilefold", "ops.matmul, ops.bmm", "tilefold", lambda case, device: None, each(by_tilefold)),
+    Peer("torch", "torch", "cuBLAS through torch", "torch", lambda case, device: None, each(by_torch)),
+)
+GEMM = Family(
+    name="gemm",
+    cases=gemm_cases,
+    inputs=gemm_inputs,
+    judge=gemm_judge,
+    peers={peer.name: peer for peer in PEERS},
+    defaults={"cuda": ("torch",), "cpu": ("torch",)},
+    record=asdict,
+    rotating="factors",
+    roof=roof_of,
+)

@@ -1,0 +1,180 @@
+"""Other libraries' products with weights of few bits.
+
+Those that take our codes are judged as we are; those that round weights by themselves get the dequantised weight, and are judged
+by what they have made of it."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from tilefold.bench.family import Calls, Peer
+from tilefold.bench.implementation import importable
+from tilefold.bench.matrix.product import product_of
+from tilefold.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["LIBRARIES"]
+
+NF4_BLOCK = 64
+
+
+def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups: tuple[int, ...] = ()) -> Any:
+    def refuses(case: Any, device: str) -> str | None:
+        if not importable(module):
+            return f"{module} is not installed"
+        if device != "cuda":
+            return "needs a GPU"
+        if case.bits not in bits:
+            return f"has {', '.join(map(str, bits))} bits only"
+        if groups and case.group not in groups:
+            return f"has groups of {', '.join(map(str, groups))} only"
+        return None if case.dtype in dtypes else f"takes {' and '.join(dtypes)} only"
+
+    return refuses
+
+
+def _judged(sets: Sequence[Any], made: "list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]") -> Calls:
+    """Calls, and the weight that the first one multiplies by."""
+    return Calls([call for call, _ in made], judge=product_of(sets[0].x, made[0][1]))
+
+
+# --- torch's tinygemm -------------------------------------------------------------------------------------------------------
+
+
+def tinygemm_parts(weight: Any) -> "tuple[Tensor, Tensor]":
+    """(codes as two a byte, [groups, N, 2] scales and zero points) as torch._weight_int4pack_mm has them.
+
+    It computes (code - 8) scale + zero, so its zero is (8 - z) times our scale: the same weights, but for that one rounding."""
+    import torch
+
+    codes = weight.codes()
+    halves = (codes[:, ::2] << 4) | codes[:, 1::2]
+    zeros = 8.0 if weight.zeros is None else weight.zeros.float()
+    scales = weight.scales.float()
+    both = torch.stack([scales, (8.0 - zeros) * scales], -1)
+    return halves.to(torch.uint8), both.to(torch.bfloat16).contiguous()
+
+
+def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
+    import torch
+
+    def one(inputs: Any) -> "Callable[[], Tensor]":
+        halves, both = tinygemm_parts(inputs.weight)
+        packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
+        x, group = inputs.x, inputs.case.group
+
+        def call() -> "Tensor":
+            out: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
+            return out
+
+        return call
+
+    if sets[0].case.n % 8 or sets[0].case.k % 128:
+        raise Unsupported("takes N in multiples of 8 and K in multiples of 128")
+    return Calls([one(each) for each in sets])
+
+
+# --- torchao, GemLite, bitsandbytes -----------------------------------------------------------------------------------------
+
+
+def _prepare_torchao(sets: Sequence[Any]) -> Calls:
+    import torch
+
+    quantization: Any = importlib.import_module("torchao.quantization")
+    names = {8: "Int8WeightOnlyConfig", 4: "Int4WeightOnlyConfig"}
+    options = {"group_size": sets[0].case.group} if sets[0].case.bits == 4 else {}
+
+    def one(inputs: Any) -> Any:
+        case = inputs.case
+        layer = torch.nn.Linear(case.k, case.n, bias=False, device=inputs.x.device, dtype=inputs.x.dtype)
+        layer.weight = torch.nn.Parameter(inputs.weight.dequantize(inputs.x.dtype), requires_grad=False)
+        model = torch.nn.Sequential(layer)
+        quantization.quantize_(model, getattr(quantization, names[case.bits])(**options))
+        x, weight = inputs.x, cast(Any, model[0].weight)
+        return (lambda: model(x)), (lambda dtype: weight.dequantize().to(dtype))
+
+    return _judged(sets, [one(each) for each in sets])
+
+
+def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
+    import torch
+
+    core: Any = importlib.import_module("gemlite.core")
+
+    def one(inputs: Any) -> "Callable[[], Tensor]":
+        case, weight = inputs.case, inputs.weight
+        kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
+        layer = core.GemLiteLinear(
+            case.bits,
+            group_size=weight.group,
+            in_features=case.k,
+            out_features=case.n,
+            input_dtype=kind,
+            output_dtype=kind,
+        )
+        dtype = inputs.x.dtype
+        zeros = torch.full_like(weight.scales, 2 ** (case.bits - 1)) if weight.zeros is None else weight.zeros
+        rows = (t.t().contiguous().to(dtype).view(-1, 1) for t in (weight.scales, zeros))
+        layer.pack(weight.codes(), *rows, None)
+        x = inputs.x
+
+        def call() -> "Tensor":
+            out: Tensor = layer(x)
+            return out
+
+        return call
+
+    return Calls([one(each) for each in sets])
+
+
+def _prepare_bitsandbytes(sets: Sequence[Any]) -> Calls:
+    library: Any = importlib.import_module("bitsandbytes")
+
+    def one(inputs: Any) -> Any:
+        dense = inputs.weight.dequantize(inputs.x.dtype)
+        packed, state = library.functional.quantize_4bit(dense, blocksize=NF4_BLOCK, quant_type="nf4")
+        x = inputs.x
+        call = lambda: library.matmul_4bit(x, packed.t(), quant_state=state)  # noqa: E731
+        return call, (lambda dtype: library.functional.dequantize_4bit(packed, state).to(dtype))
+
+    return _judged(sets, [one(each) for each in sets])
+
+
+HALVES = ("bfloat16", "float16")
+LIBRARIES = (
+    Peer(
+        "tinygemm",
+        "tinygemm",
+        "torch._weight_int4pack_mm over the same codes",
+        "torch",
+        _refuses("torch", (4,), ("bfloat16",), (32, 64, 128, 256)),
+        _prepare_tinygemm,
+    ),
+    Peer(
+        "torchao",
+        "torchao",
+        "torchao's weight-only layers, if installed, rounded by it",
+        "torchao",
+        _refuses("torchao", (8, 4), ("bfloat16",)),
+        _prepare_torchao,
+    ),
+    Peer(
+        "gemlite",
+        "GemLite",
+        "GemLite over the same codes, if installed",
+        "gemlite",
+        _refuses("gemlite", (8, 4, 2), HALVES),
+        _prepare_gemlite,
+    ),
+    Peer(
+        "bitsandbytes",
+        "bitsandbytes",
+        "its NF4 product in blocks of 64, if installed, rounded by it",
+        "bitsandbytes",
+        _refuses("bitsandbytes", (4,), HALVES),
+        _prepare_bitsandbytes,
+    ),
+)

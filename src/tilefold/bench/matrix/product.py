@@ -1,0 +1,90 @@
+"""What the families gemm, conv and lowbit share: sizes of numbers, the device's roof, inputs, a judge over whole results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.attention.cases import SIZES
+from tilefold.bench.judge import Verdict
+from tilefold.errors import Unsupported, ValueRangeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["BYTES", "WholeJudge", "activated", "of_size", "ours", "product_of", "roof_of"]
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class WholeJudge:
+    """All of a result against `compute` in fp64 on the device; the same in the inputs' dtype says how much error that allows.
+
+    compute: (dtype) -> the result by plain torch, in that dtype."""
+
+    compute: "Callable[[torch.dtype], Tensor]"
+    dtype: "torch.dtype"
+
+    def verdict(self, out: "Tensor") -> Verdict:
+        import torch
+
+        from tilefold import reference
+
+        found = reference.compare(out, self.compute(torch.float64), self.compute(self.dtype))
+        finite = bool(out.isfinite().all())
+        errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
+        return Verdict(found.ok and finite, *errors, finite=finite)
+
+
+def product_of(x: "Tensor", weight: "Callable[[torch.dtype], Tensor]") -> WholeJudge:
+    """x times the transpose of a weight, given by dtype."""
+
+    def compute(dtype: "torch.dtype") -> "Tensor":
+        return x.to(dtype) @ weight(dtype).t()
+
+    return WholeJudge(compute, x.dtype)
+
+
+def activated(x: "Tensor", activation: str | None) -> "Tensor":
+    """An activation by its name, by torch."""
+    import torch
+
+    f = torch.nn.functional
+    if activation is None:
+        return x
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": f.relu,
+        "silu": f.silu,
+        "gelu": f.gelu,
+        "gelu_tanh": lambda t: f.gelu(t, approximate="tanh"),
+    }
+    return calls[activation](x)
+
+
+def roof_of(case: Any, device: str) -> float:
+    """Operations a second that the device does in the case's dtype, measured or by its datasheet; 0 in the interpreter."""
+    if device != "cuda":
+        return 0.0
+    import torch
+
+    from tilefold.ops.device import device_of
+
+    return device_of(torch.device("cuda")).matmul_rate(case.dtype)
+
+
+def ours(name: str) -> Any:
+    """An operation of the collection.  Unsupported where this build does not have it."""
+    from tilefold import ops
+
+    if name not in ops.COLLECTION:
+        raise Unsupported(f"tilefold.ops.{name} is not in this build")
+    return getattr(ops, name)
+
+
+def of_size(size: str, cases: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The cases of a size.  ValueRangeError for another one."""
+    if size not in SIZES:
+        raise ValueRangeError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
+    return cases[size]

@@ -1,0 +1,1 @@
+"""Context parallelism on the ranks that there are: checked, timed, traced."""

@@ -1,0 +1,217 @@
+"""Sweeps of the video pipeline as one table, as records, as markdown and as a drawing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tilefold.bench import page
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.attention.report import digits, times, version_named
+from tilefold.bench.attention.run import Setting
+from tilefold.bench.judge import Verdict
+from tilefold.bench.records.record import finite
+from tilefold.bench.video.stages import TOTAL
+from tilefold.bench.video.sweep import FINE, SWEEPS, Overtake, Point, SweepRow, overtakes
+
+__all__ = [
+    "lines_of",
+    "picture_of",
+    "records_of",
+    "sweeps_of",
+    "table_of",
+    "title_of",
+    "to_html",
+    "to_json",
+    "to_markdown",
+]
+
+
+def sweeps_of(rows: Sequence[SweepRow]) -> list[list[SweepRow]]:
+    """The rows of each sweep, which are tables of their own."""
+    return [some for sweep in SWEEPS if (some := [row for row in rows if row.point.sweep == sweep])]
+
+
+def title_of(rows: Sequence[SweepRow], setting: Setting) -> str:
+    """What one sweep's table shows: "sparsity: 23296 tokens, batch 1, 12 heads on 12 KV heads, D=128, bfloat16,
+    on NVIDIA H200"."""
+    point = rows[0].point
+    shape = point.shape
+    series = list(dict.fromkeys(row.point.series for row in rows))
+    fixed = f"{series[0]}, " if len(series) == 1 else ""
+    queries = "" if point.queries is None else f"{point.queries} queries, "
+    return (
+        f"{point.sweep}: {fixed}{queries}batch {shape.batch}, {shape.heads} heads on {shape.kv_heads} KV heads, "
+        f"D={shape.dim}, {shape.dtype}, on {setting.device}"
+    )
+
+
+def table_of(rows: Sequence[SweepRow]) -> page.Rows:
+    """One sweep: the swept value; ms of the fine stage, of all stages one by one, and of the whole; what the fine stage computes
+    and draws of K and V a second; of each dense peer its ms and how many times as fast the fine stage and the whole are."""
+    dense = list(dict.fromkeys(name for row in rows for name in row.dense))
+    series = list(dict.fromkeys(row.point.series for row in rows))
+    unit = SWEEPS[rows[0].point.sweep]
+    head = [unit, *(["line"] if len(series) > 1 else []), "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
+    for name in dense:
+        head += [f"{name} ms", "fine", "total"]
+    return page.Rows((*head, "max error"), tuple(_cells(row, dense, len(series) > 1) for row in rows))
+
+
+def _cells(row: SweepRow, dense: list[str], several: bool) -> tuple[str, ...]:
+    fine = row.ms(FINE)
+    value = f"{row.value:.1f}" if row.point.sweep == "sparsity" else f"{row.value:.0f}"
+    rates = (row.cost.flops, row.cost.l2_bytes)
+    cells = [value, *([row.point.series] if several else []), *map(_ms, (fine, row.sum_ms, row.ms(TOTAL)))]
+    cells += ["" if not fine else digits(each / fine * 1e-9) for each in rates]
+    for name in dense:
+        gains = [row.speedup(what, name) for what in (FINE, TOTAL)]
+        cells += [_ms(row.ms(name)), *("" if gain is None else times(gain) for gain in gains)]
+    errors = [f"{v.max_error:.0e}" if v.ok else "WRONG" for n, v in row.verdicts.items() if n in (FINE, TOTAL)]
+    return (*cells, ", ".join(errors))
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def lines_of(rows: Sequence[SweepRow], left: Sequence[Point] = ()) -> list[str]:
+    """Sentences below the tables: the crossovers, what is missing and why, what was left out."""
+    found = [str(each) for each in overtakes(rows)]
+    found += dict.fromkeys(note for row in rows for note in row.notes)
+    if left:
+        found.append(f"left out, the budget was spent: {', '.join(point.name for point in left)}")
+    return found
+
+
+# ---------------------------------------------------------------- documents and data
+
+
+def records_of(rows: Sequence[SweepRow], setting: Setting) -> list[dict[str, Any]]:
+    """One record a point: setting, point, times in ms, rates of the fine stage, errors beside their limits."""
+    return [_record(row, setting) for row in rows]
+
+
+def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
+    point, fine = row.point, row.ms(FINE)
+    shape = asdict(point.shape)
+    timed = [each for each in IMPLEMENTATIONS.values() if f"dense {each.title}" in row.timings]
+    return {
+        "commit": setting.commit,
+        "device": setting.device,
+        "date": setting.date,
+        "family": "video",
+        "case": point.name,
+        "direction": "forward",
+        "sweep": point.sweep,
+        "value": row.value,
+        **shape,
+        "queries": shape["seq"] if point.queries is None else point.queries,
+        "sparsity": point.sparsity,
+        "page_size": point.page_size,
+        "density": row.density,
+        "ms": {name: timing.ms for name, timing in row.timings.items()},
+        "rounds_ms": {name: list(timing.values) for name, timing in row.timings.items()},
+        "spread": {name: (timing.low, timing.high) for name, timing in row.timings.items()},
+        "stages_ms": row.sum_ms,
+        "fine_flops": row.cost.flops,
+        "fine_l2_bytes": row.cost.l2_bytes,
+        "fine_tflops": row.cost.flops / fine * 1e-9 if fine else None,
+        "speedup": {name: {what: row.speedup(what, name) for what in (FINE, TOTAL)} for name in row.dense},
+        "errors": {name: _error(verdict) for name, verdict in row.verdicts.items()},
+        "notes": row.notes,
+        "versions": {each.title: version_named(each.name, setting) for each in timed},
+        "tilefold": setting.tilefold,
+        "torch": setting.torch,
+        "triton": setting.triton,
+        "python": setting.python,
+    }  # fmt: skip
+
+
+def _error(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "ok": verdict.ok,
+        "max_abs": finite(verdict.max_error),
+        "max_abs_limit": finite(verdict.max_limit),
+        "relative_l2": finite(verdict.l2_error),
+    }
+
+
+def to_json(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
+    """{"setting", "overtakes", "left_out", "rows"} as JSON."""
+    document = {
+        "setting": asdict(setting),
+        "overtakes": [_overtake(each) for each in overtakes(rows)],
+        "left_out": [point.name for point in left],
+        "rows": records_of(rows, setting),
+    }
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _overtake(each: Overtake) -> dict[str, Any]:
+    at = each.crossing
+    return {
+        "sweep": each.sweep,
+        "series": each.series,
+        "what": each.what,
+        "dense": each.dense,
+        "value": at.sparsity,
+        "least": None if at.always else at.least,
+        "most": at.most if at.always or at.sparsity is not None else None,
+        "always": at.always,
+    }
+
+
+def to_markdown(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
+    """The tables for a document, with the sentences that say where they were measured."""
+    parts = []
+    for some in sweeps_of(rows):
+        table = table_of(some)
+        parts.append(f"{title_of(some, setting)}\n")
+        parts += [f"| {' | '.join(cells)} |" for cells in (table.head, ("---:",) * len(table.head), *table.rows)]
+        parts.append("")
+    where = f"{setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
+    return "\n".join([*parts, where, *(f"\n{line}." for line in lines_of(rows, left))]) + "\n"
+
+
+def to_html(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
+    """Tables, sentences and the drawing as one document."""
+    parts: list[page.Words | page.Rows | page.Picture] = []
+    for some in sweeps_of(rows):
+        parts += [page.Words(title_of(some, setting)), table_of(some)]
+    parts += [page.Words(line) for line in lines_of(rows, left)]
+    where = f"{setting.date}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}"
+    return page.to_html("sparse video attention", [*parts, page.Words(where), picture_of(rows)])
+
+
+def picture_of(rows: Sequence[SweepRow]) -> page.Picture:
+    """Times over the swept value, one drawing a sweep: ours solid (fine) and dashed (the whole), dense dotted."""
+    sweeps = sweeps_of(rows)
+    figure = page.new_figure(9, 4.5 * max(1, len(sweeps)))
+    for axes, some in zip(figure.subplots(max(1, len(sweeps)), 1, squeeze=False)[:, 0], sweeps, strict=False):
+        series = list(dict.fromkeys(row.point.series for row in some))
+        for number, line in enumerate(series):
+            mine = sorted((row for row in some if row.point.series == line), key=lambda row: row.value)
+            dense = dict.fromkeys(name for row in mine for name in row.dense)
+            styles = {FINE: "-o", TOTAL: "--s", **dict.fromkeys(dense, ":^")}
+            for which, (name, style) in enumerate(styles.items()):
+                points = [(row.value, ms) for row in mine if (ms := row.ms(name))]
+                title = {FINE: "fine", TOTAL: "total"}.get(name, name)
+                colour = f"C{number}" if name in (FINE, TOTAL) else f"C{len(series) + which - 2}"
+                # Dense times of several lines are the same measurement again: one entry in the legend is enough.
+                label = f"{title}, {line}" if name in (FINE, TOTAL) else title if not number else None
+                axes.plot(
+                    *zip(*points, strict=True) if points else ((), ()), style, color=colour, label=label, markersize=4
+                )
+        axes.set_yscale("log")
+        if some[0].point.sweep != "sparsity":
+            axes.set_xscale("log", base=2)
+            tokens = sorted({int(row.value) for row in some})
+            axes.set_xticks(tokens, [str(each) for each in tokens])
+        axes.set_xlabel(SWEEPS[some[0].point.sweep])
+        axes.set_ylabel("ms")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return page.Picture(
+        figure, "Time of the fine stage, of the whole pipeline and of dense attention over the swept value."
+    )

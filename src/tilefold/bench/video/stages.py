@@ -1,0 +1,271 @@
+"""The video pipeline stage by stage: what each takes, what it should take, and dense attention beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench import timers
+from tilefold.bench.timers import Timing
+from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from tilefold.bench.attention.cases import Case
+    from tilefold.plan.device import Device
+    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions, Stages
+
+__all__ = [
+    "PEERS",
+    "TOTAL",
+    "Made",
+    "StageRow",
+    "VideoInputs",
+    "VideoRun",
+    "dense_calls",
+    "dense_case",
+    "listed_pairs",
+    "profile_video",
+    "self_attention",
+    "time_calls",
+    "video_inputs",
+]
+
+Call = Callable[[], object]
+PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
+TOGETHER = "fine + fuse at once"  # what a call without gradients does
+TOTAL = "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One line of the table: a stage, the whole pipeline, or dense attention by another library.
+
+    timing: of a call of its own; share: of the sum of the stages, None for what is no stage. cost, bound: None where they are not
+    defined (backward)."""
+
+    name: str
+    timing: Timing
+    share: float | None
+    cost: Cost | None
+    bound: Bound | None
+
+    @property
+    def of_bound(self) -> float | None:
+        """The least time that the slowest resource needs, over the time taken: 1 is the roof."""
+        return None if self.bound is None or not self.timing.ms else self.bound.seconds * 1e3 / self.timing.ms
+
+
+@dataclass(frozen=True, slots=True)
+class VideoRun:
+    """A profile: its shape, the share of pairs of blocks that were listed, and its rows; notes say what is missing and why."""
+
+    shape: VideoShape
+    density: float
+    listed: int
+    rows: tuple[StageRow, ...]
+    notes: tuple[str, ...]
+
+    def row(self, name: str) -> StageRow | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+
+def profile_video(
+    shape: VideoShape,
+    device: "Device",
+    where: str,
+    coarse: "CoarseOptions",
+    select: "SelectOptions",
+    *,
+    peers: tuple[str, ...] = (),
+    backward: bool = False,
+    rounds: int = 5,
+    seed: int = 0,
+) -> VideoRun:
+    """Time each stage of `sparse_video_attention` on normally distributed inputs, the whole of it, and dense peers, in rounds
+    whose order alternates.
+
+    device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
+    q, k, v and both gates, with the forward pass, as one row each."""
+    import torch
+
+    from tilefold import sparse
+    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
+
+    inputs = video_inputs(shape, where, seed)
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
+    made = self_attention(shape, inputs, coarse, select)
+    listed = listed_pairs(made.stages, shape)
+    fine = SparseCall(Lists(*made.stages.index.tensors(), *made.stages.index.geometry))
+    calls = {name: call for name, call in made.calls.items() if name != TOTAL}
+    branch = made.stages.coarse_out
+    if branch is not None:
+        calls[TOGETHER] = lambda: attend_and_fuse(q, k, v, fine, branch, *gates.values())
+    calls[TOTAL] = made.calls[TOTAL]
+    leaves: dict[str, Any] = {
+        name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
+    }
+    grad = torch.randn(q.shape, generator=inputs.generator, device=where, dtype=q.dtype)
+    if backward:
+        calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
+            sparse.sparse_video_attention(**leaves, coarse=coarse, select=select, block=shape.block),
+            [*leaves.values()],
+            grad,
+        )
+    dense, notes = dense_calls(dense_case(shape), (q, k, v), where, peers, grad if backward else None)
+    timings = time_calls(calls | dense, where, rounds)
+    costs = stage_costs(shape, listed, coarse.kind)
+    total = sum(timings[name].ms for name in STAGES)
+    rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
+    return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
+
+
+# ---------------------------------------------------------------- what the sweeps measure, too
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInputs:
+    """q [batch, queries, heads, dim], k and v [batch, seq, kv_heads, dim], gate_coarse and gate_fine [batch, queries, heads]
+    from 0 to 1, and the generator that they were drawn from."""
+
+    q: "Tensor"
+    k: "Tensor"
+    v: "Tensor"
+    gates: "dict[str, Any]"
+    generator: "Generator"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A pipeline that ran once: its output, what its stages made, and a call for each stage and, last, for the whole."""
+
+    out: "Tensor"
+    stages: "Stages"
+    calls: dict[str, Call]
+
+
+def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | None = None) -> VideoInputs:
+    """Normally distributed inputs in the shape's dtype; queries: how many, None: as many as keys."""
+    import torch
+
+    generator = torch.Generator(device=where).manual_seed(seed)
+    rows = shape.seq if queries is None else queries
+
+    def normal(*size: int) -> "Tensor":
+        return torch.randn(size, generator=generator, device=where, dtype=getattr(torch, shape.dtype))
+
+    q = normal(shape.batch, rows, shape.heads, shape.dim)
+    k, v = (normal(shape.batch, shape.seq, shape.kv_heads, shape.dim) for _ in range(2))
+    gates = {name: normal(shape.batch, rows, shape.heads).sigmoid() for name in ("gate_coarse", "gate_fine")}
+    return VideoInputs(q, k, v, gates, generator)
+
+
+def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOptions", select: "SelectOptions") -> Made:
+    """`sparse_video_attention` of all tokens over all tokens."""
+    import tilefold
+    from tilefold import sparse
+
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
+    options: dict[str, Any] = {"coarse": coarse, "select": select, "block": shape.block}
+    out, made = sparse.sparse_video_attention(q, k, v, return_stages=True, **options, **gates)
+    geometry: dict[str, Any] = {"block_q": shape.block, "block_k": shape.block, "seq_q": shape.seq, "seq_k": shape.seq}
+    calls: dict[str, Call] = {
+        "coarse": lambda: sparse.coarse(q, k, v, kind=coarse.kind, reduction=coarse.reduction, block=shape.block),
+        "select": lambda: sparse.select(made.scores, **select.arguments(), **geometry),
+        "fine": lambda: tilefold.sparse_attention(q, k, v, made.index),
+        "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, **gates),
+        TOTAL: lambda: sparse.sparse_video_attention(q, k, v, **options, **gates),
+    }
+    return Made(out, made, calls)
+
+
+def listed_pairs(stages: "Stages | None", shape: VideoShape, queries: int | None = None) -> int:
+    """How many pairs of a query and a KV block the lists name, over all heads; without stages how many there are."""
+    if stages is not None:
+        return int(stages.index.expand(shape.batch, shape.heads).counts.sum())
+    rows = shape.blocks if queries is None else -(-queries // shape.block)
+    return shape.batch * shape.heads * rows * shape.blocks
+
+
+def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
+    """Dense attention of the same tokens; queries: how many, None: as many as keys."""
+    from tilefold.bench.attention.cases import Case
+    from tilefold.plan.problem import AttentionProblem
+
+    rows, keys = shape.seq if queries is None else queries, shape.seq
+    heads = (shape.heads, shape.kv_heads)
+    return Case("dense", AttentionProblem(shape.batch, rows, keys, *heads, shape.dim, shape.dim, dtype=shape.dtype))
+
+
+def dense_calls(
+    case: "Case",
+    tensors: "tuple[Tensor, Tensor, Tensor]",
+    where: str,
+    peers: tuple[str, ...],
+    grad: "Tensor | None" = None,
+) -> tuple[dict[str, Call], list[str]]:
+    """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
+    import torch
+
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
+    from tilefold.bench.implementation import Inputs
+    from tilefold.bench.loop import first_line
+
+    calls: dict[str, Call] = {}
+    notes = []
+    for name in peers:
+        peer = IMPLEMENTATIONS[name]
+        if why := peer.refuses(case, where):
+            notes.append(f"{peer.title}: {why}")
+            continue
+        try:
+            run = peer.prepare(Inputs(case, *tensors))
+            with run.context():
+                run.call()
+        except Exception as error:  # another library's: the table goes without it
+            notes.append(f"{peer.title}: failed: {type(error).__name__}: {first_line(error)}")
+            continue
+
+        def forward(run: Any = run) -> object:
+            with run.context():
+                return run.call()
+
+        calls[f"dense {peer.title}"] = forward
+        if grad is not None:
+            leaves = [t.detach().clone().requires_grad_() for t in tensors]
+            both = peer.prepare(Inputs(case, leaves[0], leaves[1], leaves[2]))
+
+            def step(run: Any = both, leaves: Any = leaves) -> object:
+                with run.context():
+                    return torch.autograd.grad(run.call(), leaves, grad)
+
+            calls[f"dense {peer.title}, forward + backward"] = step
+    return calls, notes
+
+
+def time_calls(calls: dict[str, Call], where: str, rounds: int) -> dict[str, Timing]:
+    """All against each other; what is not a GPU is timed by the wall."""
+
+    def sampler(call: Call) -> timers.Sampler:
+        call()
+        if where == "cuda":
+            return lambda: timers.event_samples(call)
+        return lambda: timers.wall_samples(call, budget_s=0, least=1)
+
+    return timers.time_alternating({name: sampler(call) for name, call in calls.items()}, rounds)
+
+
+def _row(
+    name: str, timing: Timing, costs: dict[str, Cost], shape: VideoShape, device: "Device", total: float
+) -> StageRow:
+    cost = costs.get(name)
+    if name == TOTAL:
+        cost = sum(costs.values(), Cost(0, 0, 0))
+    elif name == TOGETHER:
+        cost = costs["fine"] + costs["fuse"]
+    elif name.startswith("dense") and "backward" not in name:
+        cost = dense_cost(shape)
+    share = timing.ms / total if name in STAGES and total else None
+    return StageRow(name, timing, share, cost, None if cost is None else bound(cost, device, shape.dtype))
