@@ -47,7 +47,7 @@ def test_dout_at_any_address_gives_the_same_gradients(device):
 @pytest.mark.no_poison
 def test_compiled_sparse_attention_refuses_what_the_eager_one_refuses(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 16, 32, 1, 1, 16, device=device))
-    index, table = listed(16, 32, device), rand(1, 64, device=device)
+    index, table = listed(16, 32, device), rand(1, 65, device=device)
     mod, grad = tilefold.constant(relative), tilefold.constant(one)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -68,7 +68,7 @@ def test_compiled_sparse_attention_refuses_what_the_eager_one_refuses(device):
 
 def test_functorch_refuses_what_gets_no_gradient(device):
     q, k, v = qkv(1, 16, 32, 2, 2, 16, device=device)
-    index, table, slopes = listed(16, 32, device), rand(2, 64, device=device), rand(2, device=device).abs()
+    index, table, slopes = listed(16, 32, device), rand(2, 65, device=device), rand(2, device=device).abs()
     hooks = {"score_mod": relative, "score_grad": one}
     calls = {
         "alibi_slopes": (lambda t: tilefold.attention(q, k, v, alibi_slopes=t).sum(), slopes),
@@ -86,7 +86,7 @@ def test_functorch_refuses_what_gets_no_gradient(device):
 def test_functorch_asks_for_no_derivative_that_nobody_needs(device):
     """The gradient of something beside a call with a score_mod needs no score_grad; that of the call does."""
     q, k, v = qkv(1, 16, 32, 2, 2, 16, device=device)
-    mod = {"score_mod": relative, "score_args": (rand(2, 64, device=device), 32)}
+    mod = {"score_mod": relative, "score_args": (rand(2, 65, device=device), 32)}
     index = listed(16, 32, device)
     for fn in (
         lambda q: tilefold.attention(q, k, v, **mod).sum(),
@@ -102,12 +102,12 @@ def test_masks_args_get_no_gradient_either(device):
     q, k, v = qkv(1, 16, 32, 1, 1, 16, device=device)
 
     def run(**options):
-        return tilefold.attention(q, k, v, score_mod=relative, score_args=(rand(1, 64, device=device), 32), **options)
+        return tilefold.attention(q, k, v, score_mod=relative, score_args=(rand(1, 65, device=device), 32), **options)
 
     with pytest.raises(
         tilefold.Unsupported, match=r"mask_args\[0\] requires a gradient, but only q, k, v, bias and sinks"
     ):
-        run(mask_mod=relative, mask_args=(rand(1, 64, device=device).requires_grad_(), 32))
+        run(mask_mod=relative, mask_args=(rand(1, 65, device=device).requires_grad_(), 32))
 
 
 @pytest.mark.no_poison
