@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aot_kept import unpack
 from tilefold.aot import TARGETS, CompileReport, Job, JobResult, newest_triton, occupancy, run_jobs, target_named
 from tilefold.aot.cache import CACHE_VARIABLE
 from tilefold.aot.jobs import NEWEST_VARIABLE
@@ -46,6 +47,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, JobResult]:
     folder = newest_triton() if request.param == "newest" else None
     if request.param == "newest" and folder is None:
         pytest.skip(f"no second Triton here: run scripts/fetch_triton.py (needs a network) or set {NEWEST_VARIABLE}")
+    unpack()
     return dict(zip(JOBS, run_jobs(list(JOBS.values()), triton=folder, import_from=[HERE]), strict=True))
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
 COMPARE = """
 import copy, sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
+if not torch.cuda.is_available():
+    import interpreter_patch
+    interpreter_patch.patch()  # as conftest.py does
 import tilefold.compat.flash_attn as fa
 fa.install()
 import transformers.utils.import_utils as utils
@@ -47,7 +50,7 @@ print("done")
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_switches_by_one_argument(device):
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if device.type == "cpu" else {})}
-    done = subprocess.run([sys.executable, "-c", COMPARE, str(SRC)], capture_output=True, text=True, check=False, timeout=600,
-                          env=environment)  # fmt: skip
+    command = [sys.executable, "-c", COMPARE, str(ROOT / "src"), str(ROOT / "tests")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("done")
