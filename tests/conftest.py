@@ -41,7 +41,9 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests under tests/gpu need a GPU; tests of the interpreter need that there is none."""
+    """Tests under tests/gpu need a GPU; tests of the interpreter need that there is none; long ones begin, so that no process
+    ends with one while the others have nothing left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     no_gpu = pytest.mark.skip(reason="no GPU that torch can use")
     no_interpreter = pytest.mark.skip(reason="kernels run on the GPU here, not in the interpreter")
     for item in items:

@@ -114,6 +114,7 @@ class Blind(PlainVideoAttention):
         return 0 * out, made
 
 
+@pytest.mark.long
 @pytest.mark.no_poison
 def test_training_goes_as_with_dense_attention():
     """A next-frame task that cannot be learned without attention, at three quarters of the blocks left out."""
