@@ -2,7 +2,8 @@
 
 import pytest
 
-from tilefold.bench.attention.cases import DENSE, SIZES, cases_of, lognormal_lengths, select_cases
+from tilefold.bench.attention.cases import DENSE, SIZES, cases_of, lognormal_lengths
+from tilefold.bench.choice import select_cases
 from tilefold.errors import DtypeError, ValueRangeError
 
 # (D, H, N, B) of the published dense table.

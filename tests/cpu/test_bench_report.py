@@ -9,8 +9,10 @@ from rich.console import Console
 
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
-from tilefold.bench.attention.run import Cell, Setting
+from tilefold.bench.attention.run import Cell
 from tilefold.bench.judge import Verdict
+from tilefold.bench.records import record
+from tilefold.bench.setting import Setting
 from tilefold.bench.timers import Timing
 
 SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
@@ -118,7 +120,7 @@ def test_units_follow_the_fastest(ms, unit):
 
 def test_csv_has_a_row_per_cell():
     cells = measured()
-    rows = list(csv.DictReader(io.StringIO(report.to_csv(cells, SETTING))))
+    rows = list(csv.DictReader(io.StringIO(record.csv_text(report.rows_of(cells, SETTING)))))
     assert len(rows) == len(cells)
     first = rows[0]
     assert float(first["tflops"]) == pytest.approx(600)
@@ -134,15 +136,15 @@ def test_csv_has_a_row_per_cell():
 
 def test_json_can_be_read_even_where_an_error_is_infinite():
     broken = Cell(cases_of("dense")[0], "tilefold", "WRONG", "x", Verdict(False, float("inf"), 0.0, float("nan"), 0.0))
-    document = json.loads(report.to_json([broken], SETTING))
+    document = json.loads(record.json_text(SETTING, report.rows_of([broken], SETTING), **report.findings([broken])))
     assert document["setting"]["device"] == "NVIDIA H200"
     assert document["rows"][0]["max_abs_error"] is None
-    document = json.loads(report.to_json(measured(), SETTING))
+    document = json.loads(record.json_text(SETTING, report.rows_of(measured(), SETTING), **report.findings(measured())))
     assert document["geometric_means"]["flash"] == {"tilefold_speedup": pytest.approx(2.0), "cases": 12}
 
 
 def test_markdown_says_where_it_was_measured():
-    text = report.to_markdown(measured(), SETTING)
+    text = record.markdown_text(report.sheets_of(measured()), SETTING, report.crossing_lines(measured()))
     lines = text.splitlines()
     assert lines[0] == "| D, H | N x B | mask | tilefold ms | tilefold | cuDNN | FA2 | Flex | efficient | math | FA4 |"
     assert len({line.count("|") for line in lines[:15]}) == 1
@@ -152,10 +154,9 @@ def test_markdown_says_where_it_was_measured():
 
 def test_results_only_grow(tmp_path):
     folder = tmp_path / "results"
-    path = report.append_results(folder, measured(), SETTING)
+    path = record.append_rows(folder / "dense.jsonl", report.rows_of(measured(), SETTING))
     before = path.read_text()
-    assert path == folder / "dense.jsonl"
-    assert report.append_results(folder, measured(), SETTING) == path
+    assert record.append_rows(path, report.rows_of(measured(), SETTING)) == path
     after = path.read_text()
     assert after.startswith(before)
     rows = [json.loads(line) for line in after.splitlines()]

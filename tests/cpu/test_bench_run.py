@@ -9,10 +9,11 @@ import torch
 from tilefold import reference
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.attention.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.attention.run import Options, commit, run_case, setting_of, warm_note
+from tilefold.bench.attention.run import run_case, warm_note
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
+from tilefold.bench.setting import Options, commit, setting_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 

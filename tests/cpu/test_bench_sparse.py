@@ -10,9 +10,11 @@ from tilefold import reference
 from tilefold.bench.attention import grid, report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
 from tilefold.bench.attention.lists import Pattern, lists_of
-from tilefold.bench.attention.run import Cell, Options, Setting, run_case
+from tilefold.bench.attention.run import Cell, run_case
 from tilefold.bench.implementation import Implementation, make_inputs, prepared
 from tilefold.bench.judge import Judge, Verdict, sampled_heads, visible
+from tilefold.bench.records import record
+from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
@@ -289,10 +291,10 @@ def test_the_crossing_is_said_once_for_each_direction():
 
 def test_documents_and_rows_carry_the_new_figures():
     cells = measured()
-    text = report.to_markdown(cells, SETTING)
+    text = record.markdown_text(report.sheets_of(cells), SETTING, report.crossing_lines(cells))
     assert text.count("| D, H | N x B | lists | tilefold ms | tilefold | best peer | BSA | TK | cuDNN | FA4 |") == 2
     assert "tilefold overtakes dense cuDNN at 30.0 %" in text
-    document = json.loads(report.to_json(cells, SETTING))
+    document = json.loads(record.json_text(SETTING, report.rows_of(cells, SETTING), **report.findings(cells)))
     assert document["geometric_means"]["bsa"]["tilefold_speedup"] == pytest.approx(1.25)
     assert document["geometric_means"]["bsa, backward"]["cases"] == 3
     assert document["crossings"]["forward, d128_h12_n23296x1, blocks of 64"]["sparsity"] == pytest.approx(30)
@@ -318,6 +320,7 @@ def test_cold_and_warm_replays_have_columns_of_their_own():
 def test_results_are_there_case_by_case(tmp_path):
     cells = measured()
     for case in dict.fromkeys(cell.case for cell in cells):
-        report.append_results(tmp_path, [cell for cell in cells if cell.case == case], SETTING)
+        some = [cell for cell in cells if cell.case == case]
+        record.append_rows(tmp_path / "sparse.jsonl", report.rows_of(some, SETTING))
     rows = [json.loads(line) for line in (tmp_path / "sparse.jsonl").read_text().splitlines()]
     assert len(rows) == len(cells)

@@ -163,7 +163,7 @@ def test_missing_figures_leave_gaps_not_errors():
     assert overtakes(rows) == []
     assert lines_of(rows, points[1:]) == ["no memory", f"left out, the budget was spent: {points[1].name}"]
 
-    from tilefold.bench.attention.run import setting_of
+    from tilefold.bench.setting import setting_of
 
     assert json.loads(to_json(rows, points[1:], setting_of("cpu")))["left_out"] == [points[1].name]
 

@@ -10,7 +10,8 @@ from tilefold.bench import timers
 from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, implementations_named
-from tilefold.bench.attention.run import Options, run_case
+from tilefold.bench.attention.run import run_case
+from tilefold.bench.setting import Options
 from tilefold.plan.problem import AttentionProblem
 
 pytestmark = pytest.mark.no_poison

@@ -1,4 +1,4 @@
-"""Which peers take part: by name, by the package that they come in, or all that are installed here."""
+"""Which cases and which peers take part: by parts of their names; peers also by the package that they come in."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -6,9 +6,16 @@ from typing import Protocol, TypeVar
 from tilefold.bench.implementation import version_of
 from tilefold.errors import Unsupported, ValueRangeError
 
-__all__ = ["INSTALLED", "Known", "chosen", "installed", "names_in", "whereabouts"]
+__all__ = ["INSTALLED", "Known", "chosen", "installed", "names_in", "select_cases", "whereabouts"]
 
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
+
+
+class Named(Protocol):
+    """What a filter of names needs to know of a case."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Known(Protocol):
@@ -24,7 +31,23 @@ class Known(Protocol):
     def package(self) -> str: ...
 
 
+NamedCase = TypeVar("NamedCase", bound=Named)
 One = TypeVar("One", bound=Known)
+
+
+def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[NamedCase, ...]:
+    """The cases whose name contains every part of a pattern ("d128,causal"), or of one of several ("random_s50|video").
+
+    Raises ValueRangeError if none is left."""
+    if pattern is None:
+        return cases
+    choices = [[part.strip().lower() for part in choice.split(",") if part.strip()] for choice in pattern.split("|")]
+    chosen = tuple(
+        case for case in cases if any(choice and all(part in case.name for part in choice) for choice in choices)
+    )
+    if not chosen:
+        raise ValueRangeError(f"case filter {pattern!r} matches none of: {', '.join(case.name for case in cases)}")
+    return chosen
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from tilefold.bench.loop import FAILED, WRONG
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.attention.run import Options, Setting
     from tilefold.bench.family import Family
     from tilefold.bench.records.record import Sheet
+    from tilefold.bench.setting import Options, Setting
 
 __all__ = ["ENGINES", "AttentionEngine", "Engine", "FamilyEngine", "Request", "engine_named", "flat", "peers_of"]
 
@@ -89,7 +89,8 @@ class AttentionEngine:
         return DEFAULT_PEERS[self.name][device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.attention.cases import cases_of, select_cases
+        from tilefold.bench.attention.cases import cases_of
+        from tilefold.bench.choice import select_cases
 
         if not request.quick and not gpu:
             raise ValueRangeError(
@@ -163,7 +164,7 @@ class FamilyEngine:
         return self.family.defaults[device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.attention.cases import select_cases
+        from tilefold.bench.choice import select_cases
 
         return select_cases(self.family.cases(request.size(gpu)), request.pattern)
 

@@ -3,12 +3,23 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tilefold.bench.attention.report import LABELS, digits, times
-from tilefold.bench.attention.run import Setting
 from tilefold.bench.family_run import METHODS, Cell, Row
 from tilefold.bench.loop import FAILED, OK, WRONG
 from tilefold.bench.page import Rows
-from tilefold.bench.records.record import Sheet, head, json_text, markdown_text, notes_text, rounds_of, tail, version_in
+from tilefold.bench.records.record import (
+    LABELS,
+    Sheet,
+    digits,
+    head,
+    json_text,
+    markdown_text,
+    notes_text,
+    rounds_of,
+    tail,
+    times,
+    version_in,
+)
+from tilefold.bench.setting import Setting
 
 __all__ = [
     "METHODS",

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
-from tilefold.bench.attention.run import l2_bytes
 from tilefold.bench.family import Calls, Case, Family, Judge, Peer
 from tilefold.bench.judge import Verdict
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
-from tilefold.bench.timers import Timing
+from tilefold.bench.timers import Timing, l2_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ class Part:
 
     def cases(self, pattern: str | None, gpu: bool) -> tuple[Any, ...]:
         """All, or those whose name a pattern of the command has, too; () if none has."""
-        from tilefold.bench.attention.cases import select_cases
+        from tilefold.bench.choice import select_cases
 
         found = self.engine.cases(self.request, gpu)
         try:

@@ -206,3 +206,10 @@ def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int 
         if collecting:
             gc.enable()
     return summarise(samples[1:], "host")
+
+
+def l2_bytes() -> int:
+    """Bytes of the current GPU's L2 cache."""
+    import torch
+
+    return int(torch.cuda.get_device_properties().L2_cache_size)

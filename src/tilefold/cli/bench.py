@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,10 +36,7 @@ from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
 from tilefold.cli.bench_suite import suite
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
-from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, user_errors
-
-if TYPE_CHECKING:
-    from tilefold.bench.attention.cases import Case
+from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]
 
@@ -102,7 +99,7 @@ def bench(
     names, must = peer_names(peers, against)
     request = Request(quick, case, dtype_named(dtype), direction)
     runtime = prepare_runtime()
-    from tilefold.bench.attention.run import Options, setting_of
+    from tilefold.bench.setting import Options, setting_of
 
     engine = engine_named(family)
     cases = engine.cases(request, runtime.gpu)
@@ -141,14 +138,3 @@ app.command(name="suite", epilog=SUITE_EPILOG)(suite)
 app.command(name="compare", epilog=COMPARE_EPILOG)(compare_runs)
 app.command(name="history", epilog=HISTORY_EPILOG)(history)
 app.command(name="peers")(peers)
-
-
-def chosen_cases(
-    family: str, quick: bool, pattern: str | None, how: tuple[str, str], runtime: Runtime
-) -> "tuple[Case, ...]":
-    """The cases of dense or sparse that options name, how: their dtype and direction.
-
-    Raises ValueRangeError for full sizes in the interpreter, which would take days."""
-    from tilefold.bench.engine import AttentionEngine, Request
-
-    return AttentionEngine(family).cases(Request(quick, pattern, *how), runtime.gpu)

@@ -16,11 +16,11 @@ from tilefold.cli.runtime import Runtime, table_of, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.attention.run import Options, Setting
     from tilefold.bench.engine import Engine
     from tilefold.bench.power import Summary
     from tilefold.bench.records.changes import Comparison
     from tilefold.bench.records.readme import Place
+    from tilefold.bench.setting import Options, Setting
 
 __all__ = ["Done", "Outputs", "finish", "header", "measure", "peer_names", "show", "show_comparison"]
 

@@ -189,8 +189,8 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str, Path | None]) -> None:
     from dataclasses import asdict
 
-    from tilefold.bench.attention.run import setting_of
     from tilefold.bench.parallel.run import HEAD, PEERS, rows_of, to_json, to_markdown
+    from tilefold.bench.setting import setting_of
 
     console = Console()
     setting = setting_of(runtime.device)

@@ -41,7 +41,7 @@ def startup(
     """Time the first call of a process, with an empty cache of kernels and with compiled ones."""
     writable(json, "--json")
     runtime = prepare_runtime()
-    from tilefold.bench.attention.run import setting_of
+    from tilefold.bench.setting import setting_of
     from tilefold.bench.startup import lines_of, measure_start, rows_of, startup_cases, to_json
 
     console = Console()

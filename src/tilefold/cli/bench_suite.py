@@ -28,7 +28,7 @@ from tilefold.cli.bench_options import (
 from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors
 
 if TYPE_CHECKING:
-    from tilefold.bench.attention.run import Setting
+    from tilefold.bench.setting import Setting
     from tilefold.bench.suites import Part, Suite
 
 __all__ = ["EPILOG", "suite"]
@@ -77,8 +77,8 @@ def suite(
         return
     names, must = peer_names(peers, against)
     runtime = prepare_runtime()
-    from tilefold.bench.attention.run import setting_of
     from tilefold.bench.engine import peers_of
+    from tilefold.bench.setting import setting_of
     from tilefold.errors import ValueRangeError
 
     chosen = suite_named(name, runtime.gpu)
@@ -139,8 +139,8 @@ def _part(
     console: Console,
     log: bool,
 ) -> Done:
-    from tilefold.bench.attention.run import Options
     from tilefold.bench.engine import peers_of
+    from tilefold.bench.setting import Options
     from tilefold.bench.suites import peers_for
 
     names, pattern, rounds, budget = how

@@ -20,7 +20,7 @@ from tilefold.cli.runtime import (
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.attention.run import Setting
+    from tilefold.bench.setting import Setting
     from tilefold.bench.video.sweep import Point, SweepRow
     from tilefold.plan.video import VideoShape
 
@@ -106,8 +106,8 @@ def video(
     for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
         writable(path, name)
     runtime = prepare_runtime()
-    from tilefold.bench.attention.run import setting_of
     from tilefold.bench.records.record import append_rows
+    from tilefold.bench.setting import setting_of
     from tilefold.bench.video.report import records_of
     from tilefold.bench.video.stages import PEERS
     from tilefold.bench.video.sweep import measure_point, run_points

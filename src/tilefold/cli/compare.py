@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.bench import chosen_cases
 from tilefold.cli.runtime import dtype_named, prepare_runtime, table_of, user_errors, writable
 from tilefold.errors import DtypeError, Unsupported, ValueRangeError
 
@@ -142,10 +141,10 @@ def _pairs_of_case(
     """(the case's name, the pairs of results)."""
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
+    from tilefold.bench.engine import AttentionEngine, Request
     from tilefold.bench.implementation import make_inputs
 
-    family, quick, pattern, dtype, direction = chosen
-    cases = chosen_cases(family, quick, pattern, (dtype, direction), runtime)
+    cases = AttentionEngine(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)
     console.print(Text(f"{runtime.note}\n{cases[0].name}", style="dim"))
     inputs = make_inputs(cases[0], runtime.device)
     results = [_result_of(name, inputs, runtime.device) for name in names]

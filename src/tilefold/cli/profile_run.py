@@ -72,7 +72,7 @@ def case(
 ) -> None:
     """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
     _outputs(json, markdown)
-    from tilefold.bench.attention.cases import select_cases
+    from tilefold.bench.choice import select_cases
     from tilefold.profiling.cases import cases_in, prepare_case
 
     chosen = select_cases(cases_in(family, "full", direction), name)[0]

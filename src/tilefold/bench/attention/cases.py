@@ -3,14 +3,13 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 from tilefold.bench.attention.lists import Pattern, density, listed_blocks, touched_blocks
 from tilefold.errors import ValueRangeError
 from tilefold.plan.cost import attention_cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["DIRECTIONS", "FAMILIES", "SIZES", "Case", "cases_of", "lognormal_lengths", "select_cases"]
+__all__ = ["DIRECTIONS", "FAMILIES", "SIZES", "Case", "cases_of", "lognormal_lengths"]
 
 SIZES = ("full", "quick", "tiny")
 DIRECTIONS = ("forward", "backward", "both")
@@ -19,15 +18,6 @@ BACKWARD = (5, 2)
 # So many query blocks and fewer are a decoding step: measured as CUDA-graph replays, too, and forward only.
 FEW_BLOCKS = 2
 
-
-class Named(Protocol):
-    """What a filter of names needs to know of a case."""
-
-    @property
-    def name(self) -> str: ...
-
-
-NamedCase = TypeVar("NamedCase", bound=Named)
 
 # (head dim, heads, tokens, batch)
 Shape = tuple[int, int, int, int]
@@ -226,18 +216,3 @@ def _sparse_cases(size: str, dtype: str) -> Iterator[Case]:
     for problem, pattern in SPARSE[size]:
         own = problem.dtype != "bfloat16"
         yield Case("sparse", problem if own else replace(problem, dtype=dtype), pattern)
-
-
-def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[NamedCase, ...]:
-    """The cases whose name contains every part of a pattern ("d128,causal"), or of one of several ("random_s50|video").
-
-    Raises ValueRangeError if none is left."""
-    if pattern is None:
-        return cases
-    choices = [[part.strip().lower() for part in choice.split(",") if part.strip()] for choice in pattern.split("|")]
-    chosen = tuple(
-        case for case in cases if any(choice and all(part in case.name for part in choice) for choice in choices)
-    )
-    if not chosen:
-        raise ValueRangeError(f"case filter {pattern!r} matches none of: {', '.join(case.name for case in cases)}")
-    return chosen

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.attention.grid import (
@@ -17,26 +16,25 @@ from tilefold.bench.attention.grid import (
     title_of,
 )
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.attention.run import Cell, Setting
+from tilefold.bench.attention.run import Cell
 from tilefold.bench.loop import OK, WRONG
 from tilefold.bench.records.record import (
+    LABELS,
     Sheet,
-    append_rows,
-    csv_text,
+    digits,
     head,
-    json_text,
-    markdown_text,
     notes_text,
     rounds_of,
     tail,
+    times,
     version_in,
 )
+from tilefold.bench.setting import Setting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "append_results",
     "crossing_lines",
     "detail_table",
     "directions",
@@ -45,18 +43,13 @@ __all__ = [
     "heading_of",
     "notes_of",
     "ratio",
-    "results_path",
     "rows_of",
     "sheets_of",
     "speed_tables",
-    "to_csv",
-    "to_json",
-    "to_markdown",
 ]
 
 # Columns of a speed table, in characters: those that are always there but the third, one peer's, and the best peer's ratio.
 FIXED_WIDTH, PEER_WIDTH, BEST_WIDTH = 39, 13, 7
-LABELS = {WRONG: "WRONG", "refused": "-", "no memory": "OOM", "failed": "failed"}
 
 
 def directions(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -73,12 +66,6 @@ def unit_of(cells: Iterable[Cell]) -> tuple[float, str]:
     return next(
         ((size, name) for size, name in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if fastest >= size), (1e6, "MFLOP/s")
     )
-
-
-def digits(value: float) -> str:
-    """About three significant digits without an exponent."""
-    places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{places}f}"
 
 
 def shape_of(cell: Cell) -> tuple[str, str, str]:
@@ -104,11 +91,6 @@ def what_of(cell: Cell) -> str:
 
 
 # --- terminal ---------------------------------------------------------------------------------------------------------------
-
-
-def times(value: float) -> str:
-    """A ratio with two decimals, three below 0.1."""
-    return f"{value:.{2 if value >= 0.1 else 3}f}x"
 
 
 def coloured(value: float) -> str:
@@ -290,11 +272,6 @@ def version_named(implementation: str, setting: Setting) -> str | None:
     return version_in("tilefold" if known is None else known.package, setting) or ""
 
 
-def to_csv(cells: Sequence[Cell], setting: Setting) -> str:
-    """The rows as CSV with a heading; empty where nothing was measured."""
-    return csv_text(rows_of(cells, setting))
-
-
 def findings(cells: Sequence[Cell]) -> dict[str, Any]:
     """{"geometric_means", "crossings"}: what a document says of all its rows together."""
     means = {
@@ -303,16 +280,6 @@ def findings(cells: Sequence[Cell]) -> dict[str, Any]:
         for name, (mean, count) in geometric_means(part).items()
     }
     return {"geometric_means": means, "crossings": {what: asdict(where) for what, where in crossings(cells)}}
-
-
-def to_json(cells: Sequence[Cell], setting: Setting) -> str:
-    """{"setting", "geometric_means", "crossings", "rows"} as JSON."""
-    return json_text(setting, rows_of(cells, setting), **findings(cells))
-
-
-def to_markdown(cells: Sequence[Cell], setting: Setting) -> str:
-    """The speed tables for a document, one a direction, with the sentences that say where they were measured."""
-    return markdown_text(sheets_of(cells), setting, [*crossing_lines(cells), *notes_of(cells)])
 
 
 def sheets_of(cells: Sequence[Cell]) -> list[Sheet]:
@@ -352,13 +319,3 @@ def _sheet(cells: Sequence[Cell]) -> Sheet:
 def plain_cell(cell: Cell, scale: float) -> str:
     rate = cell.flops_per_s
     return LABELS.get(cell.status, cell.status) if cell.status != OK or rate is None else digits(rate / scale)
-
-
-def results_path(folder: Path, cells: Sequence[Cell]) -> Path:
-    """`folder`/FAMILY.jsonl."""
-    return folder / f"{cells[0].case.family}.jsonl"
-
-
-def append_results(folder: Path, cells: Sequence[Cell], setting: Setting) -> Path:
-    """Append one JSON line per cell to `results_path`, which is never rewritten; the path of the file."""
-    return append_rows(results_path(folder, cells), rows_of(cells, setting))

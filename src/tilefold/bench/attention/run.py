@@ -1,38 +1,21 @@
 """Run benchmark cases: make inputs, check every implementation, time those that are right, one against the other."""
 
-import datetime
 import functools
-import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, Result, make_inputs
 from tilefold.bench.judge import Judge, Verdict
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
-from tilefold.bench.timers import Timing
+from tilefold.bench.setting import Options
+from tilefold.bench.timers import Timing, l2_bytes
 
-__all__ = ["Cell", "Options", "Setting", "run_case", "run_cases", "setting_of"]
+__all__ = ["Cell", "run_case", "run_cases"]
 
 Progress = Callable[[Case, str], None]
 Finished = Callable[["list[Cell]"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. host, graph: measure the
-    host cost of a call, and CUDA-graph replays, too. seed: of the inputs. budget_s: no case is begun after so many seconds."""
-
-    rounds: int = 5
-    rep_ms: float = 40.0
-    host: bool = False
-    graph: bool = False
-    seed: int = 0
-    budget_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,65 +43,6 @@ class Cell:
     def flops_per_s(self) -> float | None:
         """Achieved FLOP/s, or None where nothing was timed."""
         return self.case.flops / (self.timing.ms * 1e-3) if self.timing and self.timing.ms else None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Where and with what a measurement was made: what every published figure has to carry."""
-
-    device: str
-    backend: str
-    date: str
-    commit: str
-    tilefold: str
-    torch: str
-    triton: str
-    python: str = field(default_factory=platform.python_version)
-
-
-def setting_of(device: str) -> Setting:
-    """The setting of a run on "cuda" or "cpu", now, of the checkout that tilefold is imported from."""
-    import torch
-    import triton
-
-    if device == "cuda":
-        title, backend = torch.cuda.get_device_name(), "hip" if torch.version.hip else "cuda"
-    else:
-        title, backend = f"Triton interpreter on {platform.machine()}, {os.cpu_count()} cores", "interpreter"
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Setting(title, backend, now, commit(), version(), torch.__version__, triton.__version__)
-
-
-@functools.cache
-def commit() -> str:
-    """What TILEFOLD_COMMIT says, for sources copied to another machine; else the short commit of the checkout that holds this
-    file, "+" appended if files differ from it; else "unknown"."""
-    if given := os.environ.get("TILEFOLD_COMMIT"):
-        return given
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=20, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def version() -> str:
-    """The installed version of tilefold, or "checkout" where it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("tilefold")
-    except metadata.PackageNotFoundError:
-        return "checkout"
 
 
 def run_cases(
@@ -245,13 +169,6 @@ def extras(
             return replace(cell, note=graphs)
         cell = replace(cell, graph=graphs[0], warm=graphs[1], note=warm_note(cell.case.bytes, l2_bytes()))
     return cell
-
-
-def l2_bytes() -> int:
-    """Bytes of the current GPU's L2 cache."""
-    import torch
-
-    return int(torch.cuda.get_device_properties().L2_cache_size)
 
 
 def warm_note(touched: int, cache: int) -> str:

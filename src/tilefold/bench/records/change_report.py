@@ -3,10 +3,9 @@
 from collections import Counter
 
 from tilefold.bench.attention.grid import title_of
-from tilefold.bench.attention.report import digits
 from tilefold.bench.page import Rows
 from tilefold.bench.records.changes import LEAST_COVERAGE, Change, Comparison
-from tilefold.bench.records.record import table_lines
+from tilefold.bench.records.record import digits, table_lines
 from tilefold.bench.records.runs import Key
 
 __all__ = ["change_lines", "change_markdown", "change_table"]

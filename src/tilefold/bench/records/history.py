@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.bench.attention.grid import title_of
-from tilefold.bench.attention.report import digits
 from tilefold.bench.page import Rows, new_figure, save_png
 from tilefold.bench.records.changes import CONFIDENCE, ratio_interval, verdict_of
+from tilefold.bench.records.record import digits
 from tilefold.bench.records.runs import Key, Measured
 
 __all__ = ["Mark", "Series", "draw", "history_table", "median_interval", "series_of"]

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.implementation import version_of
-from tilefold.bench.loop import OK, REFUSED
+from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
 
 if TYPE_CHECKING:
-    from tilefold.bench.attention.run import Setting
     from tilefold.bench.judge import Verdict
+    from tilefold.bench.setting import Setting
     from tilefold.bench.timers import Timing
 
 __all__ = [
+    "LABELS",
     "Sheet",
     "append_rows",
     "csv_text",
+    "digits",
     "finite",
     "head",
     "json_text",
@@ -33,8 +35,12 @@ __all__ = [
     "rounds_of",
     "table_lines",
     "tail",
+    "times",
     "version_in",
 ]
+
+
+LABELS = {WRONG: "WRONG", REFUSED: "-", MEMORY: "OOM", FAILED: "failed"}  # instead of a figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,17 @@ def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int, title: Ca
         word = "" if status in (OK, REFUSED) else f"{status}: "
         lines.append(f"{title(implementation)}{where}: {word}{note}")
     return lines
+
+
+def digits(value: float) -> str:
+    """About three significant digits without an exponent."""
+    places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{places}f}"
+
+
+def times(value: float) -> str:
+    """A ratio with two decimals, three below 0.1."""
+    return f"{value:.{2 if value >= 0.1 else 3}f}x"
 
 
 # --- documents --------------------------------------------------------------------------------------------------------------

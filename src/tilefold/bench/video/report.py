@@ -7,10 +7,10 @@ from typing import Any
 
 from tilefold.bench import page
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.attention.report import digits, times, version_named
-from tilefold.bench.attention.run import Setting
+from tilefold.bench.attention.report import version_named
 from tilefold.bench.judge import Verdict
-from tilefold.bench.records.record import finite
+from tilefold.bench.records.record import digits, finite, times
+from tilefold.bench.setting import Setting
 from tilefold.bench.video.stages import TOTAL
 from tilefold.bench.video.sweep import FINE, SWEEPS, Overtake, Point, SweepRow, overtakes
 
