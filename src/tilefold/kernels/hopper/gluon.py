@@ -19,7 +19,7 @@
     scale_unless_one          a product that warps leave out where every factor is 1
     mma                       products of a warp (mma.sync)
     copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
-    begin_early, prefetch     dependent launches: let the next kernel start, wait for the one before; bytes into the L2 cache
+    wait_for_previous, let_next_start     dependent launches
 
 Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
 """
@@ -47,7 +47,6 @@ __all__ = [
     "TensorDescriptor",
     "add_registers",
     "barriers",
-    "begin_early",
     "builtin",
     "constexpr_function",
     "copies_commit",
@@ -56,12 +55,12 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "jit",
+    "let_next_start",
     "mbarrier",
     "meet",
     "mma",
     "narrowed",
     "opaque",
-    "prefetch",
     "quick_reciprocal",
     "reinterpret",
     "scale_unless_one",
@@ -74,6 +73,7 @@ __all__ = [
     "tma_store_wait",
     "turn_pass",
     "turn_wait",
+    "wait_for_previous",
     "wgmma",
     "wgmma_init",
     "wgmma_wait",
@@ -285,23 +285,17 @@ def scale_unless_one(x, factor):
 
 
 @jit
-def begin_early(EARLY: gl.constexpr):
-    """EARLY: let a dependent kernel take its places, and wait for the kernel that this one depends on."""
+def wait_for_previous(EARLY: gl.constexpr):
+    """EARLY, a dependent launch: until the kernel before is through and what it wrote can be read."""
     if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [],
-                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@constexpr_function
-def _prefetching(size):
-    return (
-        "{ .reg .pred wanted; setp.ne.s32 wanted, $2, 0; "
-        f"@wanted cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
-    )
+        gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
 
 
 @jit
-def prefetch(place, wanted, SIZE: gl.constexpr):
-    """Bring SIZE bytes (a multiple of 16) from each place (int64 addresses) into the L2 cache where `wanted` (int32) is not 0.
-    Reads nothing: memory that the kernel before still writes may be named."""
-    gl.inline_asm_elementwise(_prefetching(SIZE), "=r,l,r", [place, wanted], dtype=gl.int32, is_pure=False, pack=1)
+def let_next_start(EARLY: gl.constexpr):
+    """EARLY: a dependent kernel may take its places.  Called when a program's loads are done: any sooner, and programs of the
+    next kernel lie unevenly beside those that still run."""
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip

@@ -8,7 +8,7 @@ has copied itself (DEPTH 1: through registers, one step ahead, as x is).  At the
 of K over programs are added by the last to arrive, in order.
 """
 
-from .gluon import begin_early, copies_commit, copies_wait, copy_async, gl, jit, mma, prefetch
+from .gluon import copies_commit, copies_wait, copy_async, gl, jit, let_next_start, mma, wait_for_previous
 from .lowbit_parts import halves, joined_sum, middle, twice, unpack_words, zero_terms
 
 RUNTIME = ["M", "N", "rows", "groups", "blocks", "each"]
@@ -97,14 +97,13 @@ def use_step(acc, ring, slot, block, step, BITS: gl.constexpr, CHUNK: gl.constex
 def lowbit_rows(
     X, Packed, High, Scales, Zeros, Bias, Out, Part, Arrived, M, N, K, rows, groups, blocks, each, stride_xm, stride_sg,
     stride_sn, stride_om, BITS: gl.constexpr, GROUP: gl.constexpr, CHUNK: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr,
-    EVEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """X [M, K], M at most BLOCK_M, rows 16-byte aligned; planes [blocks, rows, 16] int32; Scales, Zeros (uint8 or None) by
     strides g, n; Out [M, N].  GROUP: columns that share a scale; CHUNK: slabs.
     K a multiple of the block if EVEN, of 16 in any case.
     Grid (cdiv(N, BLOCK_N), SPLITS); a split makes `each` blocks.  Part [SPLITS, M, N] fp32, Arrived int32 zeros, one a tile.
-    EARLY: a dependent launch.  AHEAD: blocks that a program asks for at once, into the L2 cache, at most 32 a warp; if EARLY
-    before the kernel before is through."""
+    EARLY: a dependent launch."""
     W: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = X.dtype.element_ty
     SLABS: gl.constexpr = 8 if BITS == 3 else 16 // BITS
@@ -115,12 +114,7 @@ def lowbit_rows(
     tile, i_k = gl.program_id(0), gl.program_id(1)
     first = i_k * each
     end = gl.minimum(first + each, blocks)
-    if AHEAD:
-        i_b = first + gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-        wanted = (i_b < gl.minimum(end, first + AHEAD)).to(gl.int32)
-        place = (Packed + (i_b.to(gl.int64) * rows + tile * BLOCK_N) * 16).to(gl.int64, bitcast=True)
-        prefetch(place, wanted, BLOCK_N * 64)
-    begin_early(EARLY)
+    wait_for_previous(EARLY)
     o_l = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, LOAD)))[None, None, :]
     o_w = (tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, LOAD))))[None, :, None] * 16 + o_l
     o_w = o_w + gl.full([W, BLOCK_N, 16], 0, gl.int32, LOAD)
@@ -166,6 +160,7 @@ def lowbit_rows(
         slot = (slot + 1) % DEPTH
     if DEPTH > 1:
         copies_wait(0)
+    let_next_start(EARLY)
     # [BLOCK_N, BLOCK_M]
     SUM: gl.constexpr = gl.SliceLayout(0, ACC)
     total = gl.sum(acc, 0)

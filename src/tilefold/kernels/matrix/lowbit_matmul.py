@@ -11,7 +11,7 @@ import triton.language as tl
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ...device.lowbit import elements, finish, group_terms, shifted_high, weight_slabs
 
-RUNTIME = ["M", "N", "K", "rows", "groups", "blocks", "each"]
+RUNTIME = ["M", "groups", "blocks", "each"]  # N and K known to be multiples of 16: wide stores
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -40,7 +40,6 @@ def lowbit_matmul(
     m_n, m_m = o_n < N, (o_m < M)[None, :]
     o_row = tl.minimum(o_n, rows - 1)[:, None] * 32 + tl.arange(0, 32)[None, :]
     o_k = tl.arange(0, WIDTH)[:, None]
-    let_next_kernel_start(EARLY)
     wait_for_previous_kernel(EARLY)
     p_x = X + o_m[None, :].to(tl.int64) * stride_xm + o_k
     first = i_k * each
@@ -79,6 +78,7 @@ def lowbit_matmul(
             ASM and not AFTER
         ):  # the accumulator leaves the tensor cores: their left operand's registers may be used again
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    let_next_kernel_start(EARLY)  # any sooner, and the next kernel's programs lie unevenly beside those that still run
     if HOW == 0 and GROUP == 0:
         acc = acc * scales.to(tl.float32)[:, None]
     finish(acc, Out, Bias, Part, Arrived, item, i_k, o_m, o_n, M, N, stride_om, SPLITS, ATOMIC, EMULATE)

@@ -271,7 +271,6 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
         "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m,
         "DEPTH": plan.stages,
-        "AHEAD": plan.ahead,
     }
     options = {"num_warps": plan.num_warps, **option, **_registers(plan)}
     launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
@@ -299,10 +298,8 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         "SPLITS": plan.parts,
         "EARLY": early,
         "BLOCK_M": plan.block_m,
-        "CONSUMERS": 2,
-        "W_SLOTS": 3 if plan.block_m == 256 else 4,
-        "X_SLOTS": plan.stages,
-        "AHEAD": plan.ahead,
+        "CONSUMERS": plan.block_n // 64,
+        "SLOTS": plan.stages,
     }
     launch = Launch(
         kernel,
@@ -327,8 +324,11 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
 
     def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
         high = None if of_h is None or w.packed_high is None else of_h.over(plane(w.packed_high))
-        boxes, room = (of_x.over(_flat(x)), of_w.over(plane(w.packed)), high), _room(plan, x, 2 * plan.items)
-        return (*boxes, w.packed, w.scales, w.zeros, bias, out, *room, *scalars)
+        boxes, room = (
+            (of_x.over(_flat(x)), of_w.over(plane(w.packed)), high),
+            _room(plan, x, plan.block_n // 64 * plan.items),
+        )
+        return (*boxes, w.scales, w.zeros, bias, out, *room, *scalars)
 
     return Bound(launch, arguments, p.n)
 

@@ -17,10 +17,11 @@ ZEROS = ("none", "integer", "float", "table")
 HALVES = ("float16", "bfloat16")
 PATHS = ("rows", "hopper", "tile", "dequantise")
 SLAB = 32  # columns
+SHARED = 232448  # bytes that a program can have on sm_90
 FEW_ROWS = 16  # of x that the "rows" path takes
 MOST_SPLITS = 16
 LIMITS = {"block_n": (1, 256), "block_m": (1, 256), "num_warps": (1, 32), "stages": (1, 16), "splits": (1, 65535),
-          "ahead": (0, 1024), "registers": (0, 255)}  # fields of a plan: least, most  # fmt: skip
+          "registers": (0, 255)}  # fields of a plan: least, most  # fmt: skip
 POWERS = ("block_n", "block_m", "num_warps")
 TILE_UP_TO = 128  # rows of x, where no row of the table says something else
 
@@ -95,10 +96,10 @@ class LowbitPlan:
           "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
           "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
     block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
-    stages: slots of the ring of weights ("rows"), of x ("hopper"), of the pipeline ("tile").
+    stages: slots of the ring of weights ("rows"), of blocks ("hopper"), of the pipeline ("tile").
     splits: parts of K that programs make apart.  atomic: sums in memory in the order of arrival.
     scaled: "after" the product in fp32, or "before" it in the weight.  early: a dependent launch.
-    ahead: blocks of K that a program asks for at once, into the L2 cache.  registers: most a thread may have, 0: no limit.
+    registers: most a thread may have, 0: no limit.
     join: a product a group ("tile") instead of one for 32 columns."""
 
     problem: LowbitProblem
@@ -114,7 +115,6 @@ class LowbitPlan:
     atomic: bool = False
     scaled: str = "after"
     early: bool = False
-    ahead: int = 0
     registers: int = 0
     join: bool = False
 
@@ -134,6 +134,13 @@ class LowbitPlan:
             raise PlanError(
                 f"plan field block_n, block_m: rows takes 16, 32 or 64 and 8 or 16, got {self.block_n}, {self.block_m}"
             )
+        if self.path == "hopper" and self.block_n != 128 and not (self.block_n == 256 and self.block_m <= 64):
+            raise PlanError(
+                f"plan field block_n: hopper takes 128, or 256 with block_m up to 64, got {self.block_n} with {self.block_m}"
+            )
+        if self.path == "hopper" and self.stages > _slots(self.problem, self.block_n, self.block_m):
+            most = _slots(self.problem, self.block_n, self.block_m)
+            raise PlanError(f"plan field stages: {most} blocks fit into shared memory here, got {self.stages}")
         if self.path == "rows" and self.problem.m > self.block_m:
             raise PlanError(
                 f"plan field block_m: rows makes all of x's {self.problem.m} rows at once, got {self.block_m}"
@@ -223,18 +230,21 @@ def _splits(problem: LowbitProblem, items: int, slots: int, least: int) -> int:
 
 def _chosen(problem: LowbitProblem, device: Device, row: Choice) -> dict[str, object]:
     """The plan's fields by a row of the table."""
-    block_m = row.block_m
-    if not block_m:
-        block_m = min(256, max(16, 1 << (problem.m - 1).bit_length()))
-        if -(-problem.m // 256) * -(-problem.n // row.block_n) < 0.75 * device.sms:
-            block_m = min(block_m, 128)
+    block_m = row.block_m or max(16, 1 << (problem.m - 1).bit_length())
     items = -(-problem.m // block_m) * -(-problem.n // row.block_n)
     splits = _splits(problem, items, row.per_sm * device.sms, row.least)
     stages = row.stages
-    if row.path == "hopper" and block_m == 128 and row.stages == 5:  # a ring of smaller tiles
-        stages = 6
+    if row.path == "hopper":
+        stages = min(stages, _slots(problem, row.block_n, block_m))
     made = {name: getattr(row, name) for name in ("block_n", "num_warps", "scaled", "join", "early", "registers")}
     return {**made, "block_m": block_m, "stages": stages, "splits": splits}
+
+
+def _slots(problem: LowbitProblem, block_n: int, block_m: int) -> int:
+    """Blocks of K that fit into the ring of the "hopper" kernel, beside the room in which a tile changes its layout."""
+    planes = 2 if problem.bits == 3 else 1
+    block = planes * block_n * 64 + problem.slabs * SLAB * block_m * 2
+    return (SHARED - block_n * 64 * 2 - 1024) // block
 
 
 def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:

@@ -13,7 +13,7 @@ __all__ = ["CHOICES", "Choice", "choice_for"]
 class Choice:
     """A row: where it holds, then fields of LowbitPlan.
 
-    block_m 0: the least power of two that has all rows of x, from 16 to 256; 128 where 256 would leave SMs idle.
+    block_m 0: the least power of two that has all rows of x, from 16 on.  stages: at most.
     per_sm: programs an SM that a split of K may fill.  least: blocks of K that a split has at least."""
 
     bits: tuple[int, ...]
@@ -36,26 +36,24 @@ class Choice:
 ALL = (8, 4, 3, 2)
 CHOICES = (
     # one to eight rows of x
-    Choice((4,), 8, 4096, 4096, "rows", 16, 8, 8, 4, registers=128),
-    Choice((4,), 8, 16384, 0, "rows", 32, 8, 4, 1, per_sm=4, least=8),
-    Choice((4,), 8, 100000, 4096, "rows", 16, 8, 4, 1, least=8),
-    Choice((4,), 8, 0, 4096, "rows", 32, 8, 2, 1, least=8),
+    Choice((4,), 8, 4096, 0, "rows", 16, 8, 8, 1, registers=128),
     Choice((8, 3, 2), 8, 4096, 0, "rows", 16, 8, 8, 4, registers=128),
-    Choice((2,), 8, 0, 8192, "rows", 32, 8, 4, 6, least=8),
-    Choice((2,), 8, 0, 0, "rows", 32, 8, 8, 6),
-    Choice((8,), 8, 0, 2048, "rows", 32, 8, 4, 1, least=8),
-    Choice((8,), 8, 0, 0, "rows", 16, 8, 8, 1),
-    Choice((3,), 8, 0, 8192, "rows", 32, 8, 4, 1, least=8),
-    Choice(ALL, 8, 0, 0, "rows", 32, 8, 8, 1),
+    Choice(ALL, 8, 16384, 0, "rows", 16, 8, 4, 1, per_sm=4, least=8, registers=128),
+    Choice(ALL, 8, 0, 0, "rows", 32, 8, 2, 1, per_sm=8, least=8, registers=128),
     # up to 16
-    Choice((4,), 16, 4096, 0, "rows", 32, 16, 4, 6, least=8),
-    Choice((4,), 16, 0, 0, "tile", 128, 16, 4, 4, per_sm=2, least=4, join=True),
-    Choice((8,), 16, 4096, 0, "rows", 16, 16, 8, 4, registers=128),
-    Choice((8,), 16, 0, 0, "rows", 16, 16, 4, 6, least=8, registers=128),
+    Choice((8, 4, 2), 16, 0, 0, "tile", 128, 16, 4, 4, per_sm=2, least=4, join=True, early=False),
+    # up to 32
+    Choice((8, 4), 32, 0, 0, "tile", 128, 32, 4, 4, per_sm=2, least=4, join=True),
+    # up to 64
+    Choice((4,), 64, 4096, 8192, "hopper", 128, 64, 4, 4, least=4, scaled="before"),
+    Choice((4,), 64, 4096, 0, "tile", 64, 64, 4, 4, per_sm=2, least=4, join=True),
+    Choice((4,), 64, 0, 0, "hopper", 256, 64, 4, 4, least=4, scaled="before"),
+    Choice((8,), 64, 0, 0, "tile", 128, 64, 4, 4, per_sm=2, least=4, scaled="before", join=True),
+    Choice((3, 2), 64, 0, 0, "hopper", 128, 0, 4, 4, least=4, scaled="before"),
     # more
-    Choice(ALL, 64, 0, 0, "hopper", 128, 0, 4, 8, least=4, scaled="before"),
-    Choice(ALL, 128, 0, 0, "hopper", 128, 0, 4, 6, least=4, scaled="before"),
-    Choice(ALL, 1024, 0, 0, "hopper", 128, 0, 4, 5, least=4, scaled="before"),
+    Choice(ALL, 128, 0, 0, "hopper", 128, 128, 4, 5, least=4, scaled="before"),
+    Choice((8, 4), 1024, 0, 0, "hopper", 128, 256, 4, 5, least=4, scaled="before"),
+    Choice((3, 2), 1024, 0, 0, "hopper", 128, 128, 4, 5, least=4, scaled="before"),
 )
 
 
