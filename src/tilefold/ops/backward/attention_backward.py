@@ -290,15 +290,9 @@ def _bound(
 
 def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
     """The binding of the Gluon kernel that serves this call under this plan."""
-    kind = (
-        "reduce"
-        if plan.kernel == REDUCE
-        else "spans"
-        if plan.queries_at_once
-        else "packed"
-        if call.packed
-        else "hopper"
-    )
+    kind = "hopper" if call.packed is None else "packed"
+    if plan.kernel == REDUCE or plan.queries_at_once:
+        kind = "reduce" if plan.kernel == REDUCE else "spans"
     return importlib.import_module(f"{__package__}.attention_backward_{kind}")
 
 
