@@ -39,7 +39,7 @@ MAX_SPANS = 4096  # launches of a call
 
 
 class Span(NamedTuple):
-    """Queries q_low to q_high and the keys k_low to k_high that they see, () or none where k_low == k_high; window (left, right)
+    """Queries q_low to q_high and the keys k_low to k_high that they see, none where k_low == k_high; window (left, right)
     is that of the call, aligned to the bottom right of this rectangle, -1 for unbounded.  written: how many of these keys, from
     k_low on, earlier spans have, too."""
 
@@ -65,9 +65,7 @@ def spans_of(problem: AttentionProblem, queries: int) -> tuple[Span, ...]:
         if end <= begin:
             found.append(Span(low, high, 0, 0, (-1, -1), 0))
             continue
-        corner = (
-            high + shift - end
-        )  # how far the rectangle's corner lies from the diagonal: not above it, nor below -right
+        corner = high + shift - end  # from the diagonal: from -right, where keys end at the mask, to 0
         window = -1 if left < 0 else left - corner, -1 if right < 0 else right + corner
         found.append(Span(low, high, begin, end, window, max(0, before - begin)))
         before = end
