@@ -279,9 +279,13 @@ class Launch:
     def boxes(self, side, h, unit):
         return frozenset((side, 0, h, unit * 64, p * 64) for p in range(PANELS))
 
+    def units_of_statistics(self):
+        """Of a head."""
+        return self.q_units
+
     def made_of(self, h, q, k):
         """Scores of a pair of units: k, q and its statistics; dS of it: everything."""
-        statistics = frozenset([("stat", (h * self.q_units + q) * 128)])
+        statistics = frozenset([("stat", (h * self.units_of_statistics() + q) * 128)])
         p = self.boxes("k", h // self.group, k) | self.boxes("q", h, q) | statistics
         return p, p | self.boxes("v", h // self.group, k) | self.boxes("do", h, q)
 

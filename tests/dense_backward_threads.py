@@ -3,7 +3,14 @@
 from backward_threads import DIM, PANELS, SLOTS, TILES, ZEROS, Launch, Output, Value
 from gluon_threads import Number
 from tilefold.kernels.hopper import attention_backward as kernel
-from tilefold.kernels.hopper import backward_items, backward_parts, backward_ranges, backward_work, parts
+from tilefold.kernels.hopper import (
+    backward_items,
+    backward_parts,
+    backward_ranges,
+    backward_spans,
+    backward_work,
+    parts,
+)
 from tilefold.plan import AttentionProblem
 from tilefold.plan import attention_backward_hopper as rules
 
@@ -29,12 +36,26 @@ class Sum:
 
 
 class Run(Launch):
-    """One launch; keys in stripes of stripe_units tiles, batches of batch_heads KV heads."""
+    """One launch; keys in stripes of stripe_units tiles, batches of batch_heads KV heads.  span: None, or tiles of a head of the
+    call some of whose queries it makes."""
 
     def __init__(
-        self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, sum_tiles=2, hold=False
+        self,
+        seed,
+        kind,
+        seq_q,
+        seq_k,
+        heads,
+        group,
+        stripe_units,
+        batch_heads,
+        rooms,
+        sum_tiles=2,
+        hold=False,
+        span=None,
     ):
         super().__init__(seed)
+        self.span = span
         left, right = 90, 30
         self.hold = hold  # K and V in registers
         self.sum_tiles, self.sum_slots = sum_tiles, TILES * PANELS // (PANELS + sum_tiles)
@@ -61,12 +82,16 @@ class Run(Launch):
         (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
                            "whole_tiles")),
         (backward_items, ("batch_of", "key_item", "query_item", "produce_keys", "_kept_row", "produce_sums")),
+        (backward_spans, ("finish_span",)),
         (kernel, ("_produce", "_consume_keys", "_consume_sums", "_consume")),
     )  # fmt: skip
 
     def names(self):
         return {
             "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "cut_if_needed": lambda s, *args: s,
+            "add_rows": lambda out, acc, strides, i_b, i_h, i_n, seq, written, columns: self.store(
+                out, acc, seq - i_n * 64, strides, None
+            ),
             "sum_so_far": lambda sums, i_m, row, *args: Sum(self, (int(row), int(i_m))),
         }  # fmt: skip
 
@@ -74,6 +99,9 @@ class Run(Launch):
         for name in ("key_item", "query_item"):  # scalars, which can be cast
             names[name] = lambda *args, inner=names[name]: tuple(map(Number, inner(*args)))
         return names
+
+    def units_of_statistics(self):
+        return self.span or self.q_units
 
     def split(self):
         return self.stripe_units, self.stripes, self.batch_heads
@@ -113,7 +141,7 @@ class Run(Launch):
                         if not units:
                             own, last = (
                                 frozenset([("stat", n * 128)])
-                                for n in (h * self.q_units + q, self.heads * self.q_units)
+                                for n in (h * self.units_of_statistics() + q, self.heads * self.units_of_statistics())
                             )
                             p, ds = p - own | last, ds - own | last
                         dv.append((p, self.boxes("do", h, q)))
@@ -144,7 +172,7 @@ class Run(Launch):
         names = self.namespace()
         pool, statistics, ds, bars = self.buffers(self.sum_slots)
         lengths = self.seq_q, self.seq_k, self.q_units, self.kv_units
-        work = self.heads, self.group, self.heads * self.q_units
+        work = self.heads, self.group, self.heads * self.units_of_statistics()
         order = self.batches, self.delay, self.rooms
         zeros = (Number(0),) * 6
 
@@ -152,7 +180,7 @@ class Run(Launch):
             names["_produce"](
                 "q", "do", "k", "v", "stat", "kept", None, pool, statistics, *bars, lengths, self.band, work, self.split(),
                 self.width, order, self.room_rows, item, self.rooms * self.room_rows, self.kind, DIM, SLOTS, self.sum_slots,
-                self.sum_tiles)  # fmt: skip
+                self.sum_tiles, self.span)  # fmt: skip
 
         def consume():
             self.begin(item)
@@ -164,7 +192,7 @@ class Run(Launch):
                 self.band, work, self.split(), self.width, order, self.room_rows, item, zeros[:3], zeros,
                 self.rooms * self.room_rows, 1.0, self.kind, DIM, None, None, TILES, SLOTS, self.sum_slots, self.sum_tiles,
                 self.stripes > 1,
-                False, self.hold)  # fmt: skip
+                False, self.hold, None if self.span is None else 0)  # fmt: skip
 
         return produce, consume
 

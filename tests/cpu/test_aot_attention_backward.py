@@ -67,6 +67,9 @@ HOPPER = {
     "d256": problem(256),
     "d256 causal fp16 stripes": problem(256, causal=True, dtype="float16"),
     "d256 d64 window": problem(256, 64, window=(256, 100)),
+    "d128 causal spans": problem(128, causal=True),
+    "d64 window spans, two tiles": problem(64, window=(256, 0), batch=8),
+    "d256 spans": problem(256),
     "packed d128": problem(128, varlen=True),
     "packed d128 causal fp16, two tiles": problem(128, varlen=True, causal=True, dtype="float16", batch=8),
     "packed d128 window, two tiles": problem(128, varlen=True, window=(256, 100), batch=8),
@@ -76,13 +79,19 @@ HOPPER = {
 
 
 def hopper_plan(name: str) -> AttentionBackwardPlan:
-    keys = 1024 if "stripes" in name else None
-    return plan_attention_backward(HOPPER[name], device_named("h200")).with_tiles(kernel=KERNEL, keys_at_once=keys)
+    keys, queries = (1024 if kind in name else None for kind in ("stripes", "spans"))
+    plan = plan_attention_backward(HOPPER[name], device_named("h200"))
+    return plan.with_tiles(kernel=KERNEL, keys_at_once=keys, queries_at_once=queries)
+
+
+def module_of(name: str) -> str:
+    """Where the launches of a plan are bound."""
+    return next((kind for kind in ("packed", "spans") if kind in name), "hopper")
 
 
 JOBS_HOPPER = {
     (f"hopper {part} {name}", "sm_90"): Job(
-        f"tilefold.ops.backward.attention_backward_{'packed' if made.varlen else 'hopper'}:example_launch",
+        f"tilefold.ops.backward.attention_backward_{module_of(name)}:example_launch",
         {
             "problem": made,
             "plan": plan_attention(made, device_named("h200")),
@@ -100,6 +109,7 @@ NEWEST_HOPPER = (
     "main d128 causal stripes, two tiles",
     "main d128 window",
     "main d256 causal fp16 stripes",
+    "main d128 causal spans",
     "prepare packed d128",
     "main packed d128 window, two tiles",
     "main packed d64, two tiles",

@@ -75,6 +75,7 @@ SHARED_BY_HOPPER = (
     "backward_parts",
     "backward_reduce_parts",
     "backward_ranges",
+    "backward_spans",
     "forward_mods",
     "forward_parts",
     "forward_work",

@@ -36,6 +36,13 @@ def test_protocol(kind, places, case):
         Run(places, kind, *CASES[case], sum_tiles, hold=places == 1)(places)
 
 
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, WINDOW])
+def test_protocol_of_a_span(kind):
+    """Some of a call's queries: their statistics lie among those of all, and dk and dv are added to."""
+    for case in ("groups", "few keys"):
+        Run(3, kind, *CASES[case], 2, span=11)(5)
+
+
 @pytest.mark.parametrize(
     "missing", ["kv_full", "q_full", "do_full", "empty", "done", "await_room", "await_keys", "await_queries"]
 )

@@ -42,7 +42,13 @@ class Run(dense_backward_threads.Run):
     )  # fmt: skip
 
     def names(self):
-        return super().names() | {"TOGETHER": 2, "schedule_fence_16": lambda p: None}
+        return super().names() | {
+            "TOGETHER": 2,
+            "schedule_fence_16": lambda p: None,
+            "add_rows": lambda out, acc, strides, i_b, i_h, i_n, seq, *others: self.store(
+                out, acc, seq - i_n * 64, 1, None
+            ),
+        }
 
     def program(self, item):
         """The three partitions of the program that has drawn an item."""
@@ -59,7 +65,7 @@ class Run(dense_backward_threads.Run):
             bars(n, 1, 2 if n == "done" else 1) for n in ("kv_full", "given", "taken", "done")
         )
         lengths = self.seq_q, self.seq_k, self.q_units, self.kv_units
-        work = self.heads, self.group, self.heads * self.q_units
+        work = self.heads, self.group, self.heads * self.units_of_statistics()
         order = self.batches, self.delay, self.rooms
         nowhere = self.rooms * self.room_rows
 
@@ -67,7 +73,7 @@ class Run(dense_backward_threads.Run):
             names["_produce"](
                 ("q", "do", "k", "v", "stat", "kept"), None, pool, statistics, kv_full, rings, done, lengths, self.band,
                 work, self.split(), self.width, order, self.room_rows, item, nowhere, self.kind, DIM, SLOTS,
-                self.sum_slots)  # fmt: skip
+                self.sum_slots, self.span)  # fmt: skip
 
         def consume(number):
             self.begin(item)
@@ -78,7 +84,7 @@ class Run(dense_backward_threads.Run):
                 tuple(Output(name) for name in ("dq", "dk", "dv")), None, None, "keep", pool, statistics, exchange, ds, kv_full,
                 rings, given, taken, done, lengths, self.band, work, self.split(), self.width, order, self.room_rows, item,
                 ((Number(0),) * 3,) * 3, nowhere, 1.0, number, self.kind, DIM, None, None, TILES, SLOTS, self.sum_slots,
-                self.stripes > 1, True)  # fmt: skip
+                self.stripes > 1, True, None if self.span is None else 0)  # fmt: skip
 
         return produce, lambda: consume(0), lambda: consume(1)
 
@@ -98,6 +104,8 @@ CASES = {  # seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms
 def test_protocol(kind, places, case):
     assert PANELS * 64 == DIM
     Run(places, kind, *CASES[case])(places)
+    if case == "groups":
+        Run(places, kind, *CASES[case], span=11)(places)
 
 
 @pytest.mark.parametrize("missing", ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "given", "taken", "done"])

@@ -11,6 +11,7 @@ from examples import examples
 from tilefold.errors import PlanError, TilefoldError
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan import attention_backward_hopper as rules
+from tilefold.plan import attention_backward_spans as spans
 from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.hopper_backward import KEPT_LIMIT
 from tilefold.plan.limits import Tile
@@ -46,7 +47,10 @@ def test_taken_where_it_can_be() -> None:
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
         ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
         ({"seq_k": 0}, "there are no keys"),
-        ({"seq_q": 1 << 20, "seq_k": 1 << 20}, "fewer than the 25344 that keep the device at work"),
+        (
+            {"heads": 1 << 11, "kv_heads": 1, "seq_k": 1 << 20},
+            "of two batches would take|fewer than the 25344 that keep",
+        ),
         ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096}, "more than 2\\*\\*24 tiles of 64 queries"),
     ],
     ids=str,
@@ -156,10 +160,17 @@ def test_any_problem(problem: AttentionProblem) -> None:
         plan = forced(problem)
     except TilefoldError:
         return
-    heads, keys = plan.heads_at_once, plan.keys_at_once
+    for span in {plan.spans[0], plan.spans[-1]}:
+        if span.k_high > span.k_low:
+            fits(spans.problem_of(problem, span), plan)
+    assert plan.with_tiles(kernel="attention_backward_box").heads_at_once == 0
+
+
+def fits(problem: AttentionProblem, plan: AttentionBackwardPlan) -> None:
+    """One launch of a plan."""
+    heads, keys = spans.batch_of(problem, plan.heads_at_once, plan.keys_at_once)
     rooms, batches = rules.rooms(problem, H200, heads, keys), rules.batches_of(problem, heads, keys)
     batch, delay = heads * keys // 64, rules.delay(problem, H200, heads, keys)
     assert rules.kept_bytes(problem, H200, heads, keys) <= KEPT_LIMIT
     assert rooms == batches or rooms >= 2
     assert batch <= delay <= (batches * batch if rooms == batches else (rooms - 1) * batch)
-    assert plan.with_tiles(kernel="attention_backward_box").heads_at_once == 0

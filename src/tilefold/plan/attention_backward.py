@@ -7,6 +7,7 @@ from tilefold.errors import PlanError
 from tilefold.plan import attention_backward_hopper as dense
 from tilefold.plan import attention_backward_packed as packed
 from tilefold.plan import attention_backward_reduce as reduced
+from tilefold.plan import attention_backward_spans as spans
 from tilefold.plan import serialise
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
@@ -39,8 +40,9 @@ class AttentionBackwardPlan:
     the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
     "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
-    whose sums of dq share L2, and options, its version, None with the others. Raises PlanError, naming the field, if a tile
-    exceeds a limit.
+    whose sums of dq share L2, and options, its version, None with the others. queries_at_once: of a span, where the Hopper kernel
+    makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
+    tile exceeds a limit.
     """
 
     problem: AttentionProblem
@@ -56,11 +58,17 @@ class AttentionBackwardPlan:
     heads_at_once: int = 0
     keys_at_once: int = 0
     options: ReduceOptions | None = None
+    queries_at_once: int = 0
 
     def __post_init__(self) -> None:
         fault = _violation(self)
         if fault:
             raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+    @property
+    def spans(self) -> tuple[spans.Span, ...]:
+        """Which queries meet which keys in each launch of the Hopper kernel: one of all but for long sequences."""
+        return spans.spans_of(self.problem, self.queries_at_once)
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
@@ -74,7 +82,7 @@ class AttentionBackwardPlan:
     def scratch_bytes(self) -> int:
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
         call also the weights of the rows, and dout and delta times them; with the Hopper kernel room for dS, and for sums of dq
-        where keys come in stripes.
+        where keys come in stripes; for dk and dv in fp32 where queries come in spans.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
@@ -84,8 +92,7 @@ class AttentionBackwardPlan:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
                 return packed.scratch_bytes(n, self.device, *at_once)
-            kept = dense.kept_bytes(n, self.device, *at_once) + dense.partial_bytes(n, self.device, self.keys_at_once)
-            return kept + 8 * n.batch * n.heads * -(-n.seq_q // 64) * 64
+            return spans.scratch_bytes(n, self.device, self.queries_at_once, *at_once)
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
         numbers = 4 + n.dim_v if n.dtype == "float32" else 2
@@ -109,6 +116,8 @@ class AttentionBackwardPlan:
                 f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, two more products a pair: "
                 f"{self.grids[2][0]} programs{shares}"
             )
+        if self.queries_at_once:
+            lines.append(f"  spans     {spans.described(n, self.queries_at_once)}")
         return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
 
     def _made(self) -> str:
@@ -143,14 +152,18 @@ class AttentionBackwardPlan:
         heads_at_once: int | None = None,
         keys_at_once: int | None = None,
         options: ReduceOptions | None = None,
+        queries_at_once: int | None = None,
     ) -> "AttentionBackwardPlan":
-        """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads or
-        keys at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit."""
+        """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads, keys
+        or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit."""
         base = self
         makers = {HOPPER: _hopper, REDUCE: _reduce}
         made = makers.get(kernel or self.kernel, _portable)
         if made is not makers.get(self.kernel, _portable):
             base = made(self.problem, self.device, self.bias)
+        if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
+            batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
+            base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
         return replace(
             base,
             queries=queries or base.queries,
@@ -161,6 +174,7 @@ class AttentionBackwardPlan:
             heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
             keys_at_once=base.keys_at_once if keys_at_once is None else keys_at_once,
             options=base.options if options is None else options,
+            queries_at_once=base.queries_at_once if queries_at_once is None else queries_at_once,
             rule="override",
             reason="The caller chose these fields.",
         )
@@ -207,7 +221,7 @@ def plan_attention_backward(
             return _reduce(problem, device, bias)
         plan = plan_attention_backward(problem, device, bias)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
-    refusal = (packed.packed_refusal if problem.varlen else dense.hopper_backward_refusal)(problem, device)
+    refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
     plan = _portable(problem, device, bias)
@@ -233,9 +247,16 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
     tile = dense.hopper_backward_tile(problem)
     if fault := _hopper_fault(problem, device, tile):
         raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-    at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
-    return AttentionBackwardPlan(problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once)
+    queries = 0 if problem.varlen else spans.queries_at_once(problem, device)
+    if queries:
+        at_once = spans.batches_at_once(problem, device, queries)
+        reason += f" Queries come in spans: of all at once, {spans.why(problem, device)}."
+    else:
+        at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
+    return AttentionBackwardPlan(
+        problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once, queries_at_once=queries
+    )
 
 
 def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
@@ -317,6 +338,8 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
     if plan.kernel != REDUCE and plan.options is not None:
         return "options", f"must be None with {plan.kernel}, got {plan.options!r}"
+    if plan.queries_at_once and (plan.kernel != HOPPER or n.varlen):
+        return "queries_at_once", f"must be 0 with {plan.kernel} of this problem, got {plan.queries_at_once!r}"
     if plan.kernel in (HOPPER, REDUCE):
         return _hopper_violation(plan)
     if plan.heads_at_once or plan.keys_at_once:
@@ -347,10 +370,11 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
     if plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once)
+    elif n.varlen:
+        fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
     else:
-        fault = _hopper_fault(n, device, plan.keys) or (packed if n.varlen else dense).kept_violation(
-            n, device, *at_once
-        )
+        fault = _hopper_fault(n, device, plan.keys)
+        fault = fault or spans.kept_violation(n, device, plan.queries_at_once, *at_once)
     return (
         fault
         or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
@@ -359,7 +383,7 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
 
 
 def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
-    return (packed.packed_violation if problem.varlen else dense.hopper_backward_violation)(problem, device, tile)
+    return (packed.packed_violation if problem.varlen else spans.hopper_backward_violation)(problem, device, tile)
 
 
 def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:

@@ -12,7 +12,6 @@ from tilefold.plan.hopper_backward import (
     WIDE,
     backward_delay,
     backward_tile,
-    backward_tile_fault,
     divisors,
 )
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
@@ -25,7 +24,6 @@ __all__ = [
     "delay",
     "hopper_backward_refusal",
     "hopper_backward_tile",
-    "hopper_backward_violation",
     "kept_at_once",
     "kept_bytes",
     "kept_violation",
@@ -51,15 +49,13 @@ LEAST_DIM = 64  # narrower head dims would be padded to it
 
 
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
-    """Why the kernel does not serve this problem, as a sentence, or None if it does; of a packed batch see
-    attention_backward_packed."""
+    """Why the kernel does not serve this problem, as a sentence, or None if it does where dS has room, which is for
+    attention_backward_spans to say; of a packed batch see attention_backward_packed."""
     n = problem
     if refusal := common_refusal(n, device) or box_refusal(n, device):
         return refusal
     if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
         return "there are more than 2**24 tiles of 64 queries"
-    if fault := kept_violation(n, device, *kept_at_once(n, device)):
-        return fault[1]
     return None
 
 
@@ -204,16 +200,8 @@ def hopper_backward_tile(problem: AttentionProblem) -> Tile:
 # ---------------------------------------------------------------- limits
 
 
-def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
-    """(field, sentence) of the first thing that does not fit, or None."""
-    refusal = hopper_backward_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    return backward_tile_fault(KERNEL, width_of(problem), problem.itemsize, device, tile)
-
-
 def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:
-    """As hopper_backward_violation, of the KV heads and keys of a batch."""
+    """(field, sentence) of the first thing about the KV heads and keys of a batch that does not fit, or None."""
     n = problem
     total = n.batch * n.kv_heads
     if type(heads) is not int or heads < 1 or total % heads:

@@ -32,6 +32,7 @@ from .backward_ranges import (
     stripe_of_queries,
     whole_tiles,
 )
+from .backward_spans import finish_span
 from .backward_work import await_queries, count_keys, count_queries, work_of_item
 from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, wgmma_wait
 from .parts import LOG2E, PANEL, store_accumulator
@@ -39,7 +40,7 @@ from .parts import LOG2E, PANEL, store_accumulator
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "left", "right", "stripe_units", "stripes",
            "width", "batch_heads", "batches", "delay", "rooms", "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn",
-           "stride_yh"]  # fmt: skip
+           "stride_yh", "written", "stat_units"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the loading warp
@@ -48,7 +49,7 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 @jit
 def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
              done, lengths, band, work, split, width, order, room_rows, item, nowhere, KIND: gl.constexpr, D: gl.constexpr,
-             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr):  # fmt: skip
+             SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, stat_units=None):  # fmt: skip
     """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -56,7 +57,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
         produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
-                      lengths, band, work, split, order, batch, query_items, program, KIND, D, SLOTS)  # fmt: skip
+                      lengths, band, work, split, order, batch, query_items, program, KIND, D, SLOTS, None,
+                      stat_units)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)
     else:
@@ -73,10 +75,11 @@ def _produce(q_desc, do_desc, k_desc, v_desc, stat_desc, kept_desc, Progress, po
 def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work, split,
                   width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr,
                   COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                  FENCE: gl.constexpr, HOLD: gl.constexpr):  # fmt: skip
+                  FENCE: gl.constexpr, HOLD: gl.constexpr, written=None):  # fmt: skip
     """dk and dv of 64 keys, over all query heads of their KV head.
 
-    base: row of keep_desc where the batch's room begins.  HOLD: keep K and V in registers, as left operands of S and dP: shared
+    base: row of keep_desc where the batch's room begins.  written: of backward_spans, None where all queries are in one launch.
+    HOLD: keep K and V in registers, as left operands of S and dP: shared
     memory is read half as often for them."""
     heads, group, no_unit = work
     seq_q, seq_k, q_units, kv_units = lengths
@@ -121,7 +124,10 @@ def _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do
             s, dp_flying, dk, dv, own, buffers, bars, keep_desc, row, UNIT, UNIT, scale, slot, parity,
             True, D, TILES, SLOTS, False, False, FENCE, S_LAYOUT, A_LAYOUT)  # fmt: skip
         base += room_of_head
-    finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE, COLUMNS_QK, COLUMNS_V)
+    if written is None:
+        finish_keys(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, DTYPE, COLUMNS_QK, COLUMNS_V)
+    else:
+        finish_span(DK, DV, dk, dv, done, outs, i_b, i_k, i_n, scale, seq_k, written, COLUMNS_QK, COLUMNS_V)
 
 
 # ---------------------------------------------------------------- dq
@@ -183,7 +189,7 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
              band, work, split, width, order, room_rows, item, q_outs, kv_outs, nowhere, scale, KIND: gl.constexpr,
              D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
              SUM_SLOTS: gl.constexpr, SUM_TILES: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr,
-             HOLD: gl.constexpr):  # fmt: skip
+             HOLD: gl.constexpr, written=None):  # fmt: skip
     """Make the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -192,7 +198,7 @@ def _consume(DQ, DK, DV, Partial, Progress, keep_desc, pool, stat_buf, ds_buf, k
     if keys:
         _consume_keys(DK, DV, keep_desc, pool, stat_buf, ds_buf, kv_full, q_full, do_full, empty, done, lengths, band, work,
                       split, width, kv_outs, batch % rooms * room_rows, nowhere, scale * LOG2E, batch, program,
-                      KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, FENCE, HOLD)  # fmt: skip
+                      KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, FENCE, HOLD, written)  # fmt: skip
     else:
         _consume_sums(DQ, Partial, Progress, pool, q_full, empty, done, lengths, band, work, split, q_outs, scale, batches, batch,
                       query_items, program, KIND, D, COLUMNS_QK, TILES, SUM_SLOTS, SUM_TILES, STRIPED)  # fmt: skip
@@ -203,7 +209,7 @@ def attention_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Partial, Progress,
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
-    stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
+    stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_units,
     KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
     SUM_TILES: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +224,10 @@ def attention_backward_hopper(
     Batches of batch_heads KV heads and stripe_units tiles of keys, `stripes` of them one after the other for the same heads:
     batches = B * H/group / batch_heads * stripes.  keep_desc has `rooms` rooms, each for dS of one batch, with
     lines of `width` tiles for each query head (backward_work: rooms, delay; backward_ranges: lines).
-    Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each item; which one it makes, it draws."""
+    Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each item; which one it makes, it draws.
+
+    written, stat_units: None, or of one span of a longer call's queries (`backward_spans`): DK and DV are fp32 there, of whose
+    first `written` rows earlier spans have left their sums, and the statistics have stat_units rows a head."""
     DTYPE: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     TILES: gl.constexpr = 2 * SLOTS + 2
@@ -241,10 +250,11 @@ def attention_backward_hopper(
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
                     (stride_gb, stride_gm, stride_gh), (stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh),
-                    nowhere, scale, KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, SUM_SLOTS, SUM_TILES, STRIPED, FENCE, HOLD)),
+                    nowhere, scale, KIND, D, COLUMNS_QK, COLUMNS_V, TILES, SLOTS, SUM_SLOTS, SUM_TILES, STRIPED, FENCE, HOLD,
+                    written)),
         (_produce, (q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, Progress, pool, stat_buf,
                     kv_full, q_full, do_full, empty, done,
                     (seq_q, seq_k, q_units, kv_units), (left, right), (heads, group, no_unit),
                     (stripe_units, stripes, batch_heads), width, (batches, delay, rooms), room_rows, item,
-                    nowhere, KIND, D, SLOTS, SUM_SLOTS, SUM_TILES)),
+                    nowhere, KIND, D, SLOTS, SUM_SLOTS, SUM_TILES, stat_units)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip

@@ -24,6 +24,7 @@ from .backward_ranges import (
     stripe_of_queries,
     whole_tiles,
 )
+from .backward_spans import add_rows
 from .backward_work import await_copies, await_queries, count_keys, count_queries, work_of_item
 from .gluon import (
     barriers,
@@ -43,7 +44,7 @@ from .parts import LOG2E, PANEL, store_accumulator
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "left", "right", "stripe_units", "stripes",
            "width", "batch_heads", "batches", "delay", "rooms", "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn",
-           "stride_yh"]  # fmt: skip
+           "stride_yh", "written", "stat_units"]  # fmt: skip
 TOGETHER = gl.constexpr(2)  # tiles of queries of an item for dq: one a warpgroup
 
 
@@ -52,7 +53,8 @@ TOGETHER = gl.constexpr(2)  # tiles of queries of an item for dq: one a warpgrou
 
 @jit
 def _produce(descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band, work, split, width, order, room_rows, item,
-             nowhere, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr):  # fmt: skip
+             nowhere, KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SUM_SLOTS: gl.constexpr,
+             stat_units=None):  # fmt: skip
     """Wait for what the item needs, bring its tiles, and count it as done while the results are written."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -60,7 +62,7 @@ def _produce(descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band
     keys, batch, program = work_of_item(item, key_items, query_items, batches, delay)
     if keys:
         produce_keys(*descs[:5], Progress, pool, stat_buf, kv_full, bars[0], bars[2], bars[1], lengths, band, work, split,
-                     order, batch, query_items, program, KIND, D, SLOTS, bars[3])  # fmt: skip
+                     order, batch, query_items, program, KIND, D, SLOTS, bars[3], stat_units)  # fmt: skip
         mbarrier.wait(done.index(0), 0)
         count_keys(Progress, batch)
     else:
@@ -88,7 +90,7 @@ def _give(s, stat_buf, p_buf, given, taken, q_empty, slot, turn, scale):
 @jit
 def _consume_dv(DV, pool, stat_buf, p_buf, kv_full, bars, given, taken, done, lengths, band, work, split, outs, scale, batch,
                 program, KIND: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                FENCE: gl.constexpr):  # fmt: skip
+                FENCE: gl.constexpr, written=None):  # fmt: skip
     """dv of 64 keys, over all query heads of their KV head, and the probabilities on the way."""
     heads, group, no_unit = work
     q_full, q_empty, do_full, do_empty = bars
@@ -140,8 +142,11 @@ def _consume_dv(DV, pool, stat_buf, p_buf, kv_full, bars, given, taken, done, le
         slot, parity = next_slot(slot, parity, SLOTS)
     mbarrier.arrive(done.index(0), count=1)
     stride_yb, stride_yn, stride_yh = outs
-    out = DV + i_b.to(gl.int64) * stride_yb + i_k.to(gl.int64) * stride_yh + i_n.to(gl.int64) * UNIT * stride_yn
-    store_accumulator(out, dv, lengths[1] - i_n * UNIT, stride_yn, DTYPE, COLUMNS)
+    if written is None:
+        out = DV + i_b.to(gl.int64) * stride_yb + i_k.to(gl.int64) * stride_yh + i_n.to(gl.int64) * UNIT * stride_yn
+        store_accumulator(out, dv, lengths[1] - i_n * UNIT, stride_yn, DTYPE, COLUMNS)
+    else:
+        add_rows(DV, dv, outs, i_b, i_k, i_n, lengths[1], written, COLUMNS)
 
 
 # ---------------------------------------------------------------- dk, by the second
@@ -167,7 +172,7 @@ def _take(dp, stat_buf, p_buf, ds_buf, given, taken, q_full, keep_desc, row, slo
 @jit
 def _consume_dk(DK, keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, given, taken, done, lengths, band, work, split,
                 width, outs, base, nowhere, scale, batch, program, KIND: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-                TILES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+                TILES: gl.constexpr, SLOTS: gl.constexpr, written=None):  # fmt: skip
     """dk of 64 keys, over all query heads of their KV head; base: row of keep_desc where the batch's room begins."""
     heads, group, no_unit = work
     q_full, q_empty, do_full, do_empty = bars
@@ -225,8 +230,11 @@ def _consume_dk(DK, keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, giv
     await_copies()
     mbarrier.arrive(done.index(0), count=1)
     stride_xb, stride_xn, stride_xh = outs
-    out = DK + i_b.to(gl.int64) * stride_xb + i_k.to(gl.int64) * stride_xh + i_n.to(gl.int64) * UNIT * stride_xn
-    store_accumulator(out, dk * scale, lengths[1] - i_n * UNIT, stride_xn, DTYPE, COLUMNS)
+    if written is None:
+        out = DK + i_b.to(gl.int64) * stride_xb + i_k.to(gl.int64) * stride_xh + i_n.to(gl.int64) * UNIT * stride_xn
+        store_accumulator(out, dk * scale, lengths[1] - i_n * UNIT, stride_xn, DTYPE, COLUMNS)
+    else:
+        add_rows(DK, dk * scale, outs, i_b, i_k, i_n, lengths[1], written, COLUMNS)
 
 
 # ---------------------------------------------------------------- dq, a tile each
@@ -284,7 +292,7 @@ def _consume_sums(DQ, Partial, Progress, pool, full, empty, done, lengths, band,
 def _consume(outs, Partial, Progress, keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, given, taken, done, lengths, band,
              work, split, width, order, room_rows, item, strides, nowhere, scale, CID: gl.constexpr, KIND: gl.constexpr,
              D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-             SUM_SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+             SUM_SLOTS: gl.constexpr, STRIPED: gl.constexpr, FENCE: gl.constexpr, written=None):  # fmt: skip
     """Make this warpgroup's part of the item."""
     batches, delay, rooms = order
     key_items = split[2] * split[0]
@@ -293,11 +301,11 @@ def _consume(outs, Partial, Progress, keep_desc, pool, stat_buf, p_buf, ds_buf, 
     if keys:
         if CID == 0:
             _consume_dv(outs[2], pool, stat_buf, p_buf, kv_full, bars, given, taken, done, lengths, band, work, split, strides[2],
-                        scale * LOG2E, batch, program, KIND, D, COLUMNS_V, TILES, SLOTS, FENCE)  # fmt: skip
+                        scale * LOG2E, batch, program, KIND, D, COLUMNS_V, TILES, SLOTS, FENCE, written)  # fmt: skip
         else:
             _consume_dk(outs[1], keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, given, taken, done, lengths, band, work,
                         split, width, strides[1], batch % rooms * room_rows, nowhere, scale, batch, program, KIND, D, COLUMNS_QK,
-                        TILES, SLOTS)  # fmt: skip
+                        TILES, SLOTS, written)  # fmt: skip
     else:
         _consume_sums(outs[0], Partial, Progress, pool, bars[0], bars[1], done, lengths, band, work, split, strides[0], scale,
                       batches, batch, query_items, program, CID, KIND, D, COLUMNS_QK, TILES, SUM_SLOTS, STRIPED)  # fmt: skip
@@ -308,7 +316,7 @@ def attention_backward_hopper_wide(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Partial, Progress,
     scale, seq_q, seq_k, heads, group, q_units, kv_units, left, right, stripe_units, stripes, width, batch_heads, batches, delay,
     rooms, no_unit, nowhere,
-    stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
+    stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_units,
     KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
     STRIPED: gl.constexpr, FENCE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -344,10 +352,10 @@ def attention_backward_hopper_wide(
     gl.warp_specialize([
         (_consume, (outs, Partial, Progress, keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, given, taken, done,
                     lengths, band, work, split, width, order, room_rows, item, strides, nowhere, scale, 0, KIND, D, COLUMNS_QK,
-                    COLUMNS_V, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE)),
+                    COLUMNS_V, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE, written)),
         (_consume, (outs, Partial, Progress, keep_desc, pool, stat_buf, p_buf, ds_buf, kv_full, bars, given, taken, done,
                     lengths, band, work, split, width, order, room_rows, item, strides, nowhere, scale, 1, KIND, D, COLUMNS_QK,
-                    COLUMNS_V, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE)),
+                    COLUMNS_V, TILES, SLOTS, SUM_SLOTS, STRIPED, FENCE, written)),
         (_produce, (descs, Progress, pool, stat_buf, kv_full, bars, done, lengths, band, work, split, width, order, room_rows,
-                    item, nowhere, KIND, D, SLOTS, SUM_SLOTS)),
+                    item, nowhere, KIND, D, SLOTS, SUM_SLOTS, stat_units)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

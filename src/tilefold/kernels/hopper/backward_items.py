@@ -41,8 +41,9 @@ def query_item(batch, program, heads, group, q_units, split, SUM_TILES: gl.const
 @jit
 def produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, stat_buf, kv_full, q_full, do_full, empty,
                  lengths, band, work, split, order, batch, query_items, program, KIND: gl.constexpr, D: gl.constexpr,
-                 SLOTS: gl.constexpr, do_empty=None):  # fmt: skip
-    """Bring K and V, then q, dout and statistics of every tile of queries that sees them; do_empty: of load_queries."""
+                 SLOTS: gl.constexpr, do_empty=None, stat_units=None):  # fmt: skip
+    """Bring K and V, then q, dout and statistics of every tile of queries that sees them; do_empty: of load_queries.  stat_units:
+    tiles of a head that the statistics have, if those are not all of this launch."""
     heads, group, no_unit = work
     batches, delay, rooms = order
     q_units = lengths[2]
@@ -53,7 +54,7 @@ def produce_keys(q_desc, do_desc, k_desc, v_desc, stat_desc, Progress, pool, sta
     parity = 1  # of a fresh barrier: the first wait on `empty` returns at once
     for g in range(group):
         i_h = i_k * group + g
-        row = (i_b * heads + i_h) * q_units
+        row = (i_b * heads + i_h) * (q_units if stat_units is None else stat_units)
         for j in range(gl.maximum(tiles, 1)):
             # Keys that nobody sees meet a tile without queries, past the end, where the copy engine gives zeros.
             unit = gl.where(tiles > 0, first + j, q_units)

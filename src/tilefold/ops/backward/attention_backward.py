@@ -1,5 +1,6 @@
 """Backward dense attention: plan, allocate, launch; and the autograd function around forward and backward."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .attention_backward_hopper import HopperBound
     from .attention_backward_packed import PackedBound
     from .attention_backward_reduce import ReduceBound
+    from .attention_backward_spans import SpansBound
 
 __all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
@@ -269,11 +271,11 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> "DenseBound | HopperBound | PackedBound | ReduceBound":
+) -> "DenseBound | HopperBound | PackedBound | ReduceBound | SpansBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias, call.deterministic
-    found: DenseBound | HopperBound | PackedBound | ReduceBound | None = prepared.backward.get(key)
+    found: DenseBound | HopperBound | PackedBound | ReduceBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
         from ...plan.attention_backward import plan_attention_backward
 
@@ -288,11 +290,10 @@ def _bound(
 
 def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
     """The binding of the Gluon kernel that serves this call under this plan."""
-    from . import attention_backward_hopper, attention_backward_packed, attention_backward_reduce
-
-    if plan.kernel == REDUCE:
-        return attention_backward_reduce
-    return attention_backward_hopper if call.packed is None else attention_backward_packed
+    kind = "hopper" if call.packed is None else "packed"
+    if plan.kernel == REDUCE or plan.queries_at_once:
+        kind = "reduce" if plan.kernel == REDUCE else "spans"
+    return importlib.import_module(f"{__package__}.attention_backward_{kind}")
 
 
 def _bind(

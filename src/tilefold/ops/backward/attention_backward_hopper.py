@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call import UNBOUNDED, Call, window_of
+from ..call import UNBOUNDED, Call
 from ..dense.attention import example_call, head_strides, kind_of
 from ..hopper import chosen_or_none
 from ..startup import beside
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
     from ..launch import Box
 
-__all__ = ["HopperBound", "bind", "bound_launches", "example_launch", "run"]
+__all__ = ["HopperBound", "bind", "bound_launches", "example_launch", "main_launch", "run"]
 
 # Widths of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
 # have room in registers.
@@ -119,7 +119,7 @@ def bound_launches(
     return HopperBound(
         plan,
         *statistics_launch(n, out, dout, call.layout, 1, q_units, counters, (0, 0)),
-        *_main(plan, scale, tensors, call, sizes),
+        *main_launch(plan, scale, tensors, call, sizes),
         side_boxes(q, dout, k, v, call.layout),
         statistics_box(rows),
         kept_box(kept, q.dtype),
@@ -127,10 +127,19 @@ def bound_launches(
     )
 
 
-def _main(
-    plan: "AttentionBackwardPlan", scale: float, tensors: Tensors, call: Call, sizes: tuple[int, int, int, int]
+def main_launch(
+    plan: "AttentionBackwardPlan",
+    scale: float,
+    tensors: Tensors,
+    call: Call,
+    sizes: tuple[int, int, int, int],
+    span: tuple[int, int] | tuple[None, None] = (None, None),
+    striped: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The launch, and its scalars and strides."""
+    """The launch, and its scalars and strides.
+
+    tensors: of the shapes of the gradients.  span: of a launch for some of the queries, as the kernel has it: rows of dk and dv
+    that are written already, tiles of a head.  striped: as if there were several stripes."""
     from ...plan import attention_backward_hopper as rules
     from ..launch import Launch
 
@@ -139,9 +148,9 @@ def _main(
     (q_units, kv_units), stripe_units = rules.tiles(n), keys // UNIT
     stripes = -(-kv_units // stripe_units)
     batches = rules.batches_of(n, heads, keys)
-    window = window_of(call.window, call.causal)
+    window = n.sides
     kernel, constants, registers = _kernel(plan)
-    constants |= {"KIND": kind_of(window), "STRIPED": stripes > 1}
+    constants |= {"KIND": kind_of(window), "STRIPED": striped or stripes > 1}
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     items = batches * (heads * stripe_units + rules.query_items(n, device, heads))
     launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
@@ -151,7 +160,7 @@ def _main(
     strides = (s for t in tensors[:3] for s in head_strides(torch.empty(t.shape, device="meta"), call.layout))
     return launch, (
         scale, n.seq_q, n.seq_k, n.heads, n.group, q_units, kv_units, *sides, stripe_units, stripes, width, *order,
-        sizes[0] - 1, sizes[2], *strides,
+        sizes[0] - 1, sizes[2], *strides, *span,
     )  # fmt: skip
 
 
