@@ -65,12 +65,28 @@ def _produce(w_desc, x_desc, rings, row, token, first, end, BLOCK_M: gl.constexp
 
 
 @jit
+def _finish(acc, outs, M, N, row, token, number, i_k, SPLITS: gl.constexpr):
+    """Add the splits' sums up, if this is the last to arrive, and store them scaled: acc [64 rows of W, BLOCK_M rows of x]."""
+    Out, Bias, ScaleA, ScaleB, Part, Arrived, stride_sb, stride_om = outs
+    o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    inside = (o_n < N)[:, None] & (o_m < M)[None, :]
+    place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
+    acc, last = joined_sum(acc, Part, Arrived, number, i_k, place, inside, M.to(gl.int64) * N, SPLITS)
+    if last:
+        out = acc.to(gl.float32) * gl.load(ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
+        out = out * gl.load(ScaleB + o_n.to(gl.int64) * stride_sb, mask=o_n < N, other=0.0)[:, None]
+        if Bias is not None:
+            out += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
+        gl.store(Out + o_m[None, :].to(gl.int64) * stride_om + o_n[:, None], out.to(Out.dtype.element_ty), mask=inside)
+
+
+@jit
 def _consume(rings, outs, sizes, row, token, item, first, end, i_k, CID: gl.constexpr, SPLITS: gl.constexpr,
              BLOCK_M: gl.constexpr, PANELS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
              EARLY: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of this program's tile.  e4m3: sums of 128 are added to fp32 outside of wgmma."""
     w_buf, x_buf, full, empty = rings
-    Out, Bias, ScaleA, ScaleB, Part, Arrived, stride_sb, stride_om = outs
     M, N = sizes
     INTEGER: gl.constexpr = w_buf.dtype == gl.int8
     ACC: gl.constexpr = gl.int32 if INTEGER else gl.float32
@@ -89,18 +105,7 @@ def _consume(rings, outs, sizes, row, token, item, first, end, i_k, CID: gl.cons
                 acc += wgmma_wait(0, deps=(wgmma(w, x, nothing, use_acc=False, is_async=True),))
         mbarrier.arrive(empty.index(slot), count=1)
     wait_for_previous(EARLY)  # x's scales
-    o_n = row + CID * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    o_m = token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    inside = (o_n < N)[:, None] & (o_m < M)[None, :]
-    place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-    size = M.to(gl.int64) * N
-    acc, last = joined_sum(acc, Part, Arrived, item * CONSUMERS + CID, i_k, place, inside, size, SPLITS)
-    if last:
-        out = acc.to(gl.float32) * gl.load(ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
-        out = out * gl.load(ScaleB + o_n.to(gl.int64) * stride_sb, mask=o_n < N, other=0.0)[:, None]
-        if Bias is not None:
-            out += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
-        gl.store(Out + o_m[None, :].to(gl.int64) * stride_om + o_n[:, None], out.to(Out.dtype.element_ty), mask=inside)
+    _finish(acc, outs, M, N, row + CID * 64, token, item * CONSUMERS + CID, i_k, SPLITS)
 
 
 @jit(do_not_specialize=RUNTIME)
