@@ -115,7 +115,7 @@ def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
 
 
 def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
-    """matmul, or addmm where the bias is over N, then the activation as a call of its own: as torch has it; bytes by _scaled_mm."""
+    """matmul, or addmm where the bias is over N, then the activation as a call of its own; bytes by _scaled_mm."""
     import torch
 
     i = inputs

@@ -159,12 +159,12 @@ def _plan_portable(problem: EightProblem, device: Device) -> EightPlan:
         plan = EightPlan(problem, device, block_m, 64, 128, 4, 5, reason="few rows: memory-bound, many small programs")
         splits = max(1, min(2 * device.sms // plan.items, problem.k // 1024, 8))
         return replace(plan, splits=splits)
-    if problem.m <= 256 or -(-problem.m // 128) * -(-problem.n // 256) < device.sms:
+    twice = problem.kind != "int8" and device.arch == 90  # sums of tensor cores and of fp32: registers for 128 columns
+    if twice or problem.m <= 256 or -(-problem.m // 128) * -(-problem.n // 256) < device.sms:
         items = -(-problem.m // 128) * -(-problem.n // 128)
         splits = max(1, min(device.sms // items, problem.k // 2048, 4))
-        return EightPlan(
-            problem, device, 128, 128, 128, 8, 4, splits, reason="too few tiles of 128 x 256 for the device"
-        )
+        why = "room for two sums" if twice else "too few tiles of 128 x 256 for the device"
+        return EightPlan(problem, device, 128, 128, 128, 8, 4, splits, reason=why)
     return EightPlan(problem, device, 128, 256, 128, 8, 3, reason="many tiles: the largest that fits")
 
 
