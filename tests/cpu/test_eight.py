@@ -67,7 +67,7 @@ def test_a_row_longer_than_a_program_holds(device, monkeypatch):
 
 def test_the_plan_can_be_seen(device):
     weight = weight_of(24, 64, torch.int8, device)
-    plan = eight.matmul_w8a8_plan(torch.empty(2, 3, 64, dtype=torch.float16, device=device), weight)
+    plan = ops.matmul_w8a8_plan(torch.empty(2, 3, 64, dtype=torch.float16, device=device), weight)
     assert (plan.problem.m, plan.problem.n, plan.problem.k) == (6, 24, 64) and "not matmul_eight_rows" in str(plan)
 
 

@@ -8,7 +8,9 @@ from ...device.partials import arrive
 from ...device.tile import narrow
 
 RUNTIME = ["M", "N", "each", "group"]
-PROMOTE = tl.constexpr(128)  # e4m3: tensor cores of sm_90 add this many products with about 14 bits before they go into fp32
+PROMOTE = tl.constexpr(
+    128
+)  # e4m3: tensor cores of sm_90 add this many products with about 14 bits before they go into fp32
 
 
 @triton.jit
