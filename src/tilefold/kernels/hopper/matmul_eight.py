@@ -22,6 +22,8 @@ from .gluon import (
     mbarrier,
     reinterpret,
     tma_load,
+    turn_pass,
+    turn_wait,
     wgmma,
     wgmma_wait,
 )
@@ -79,7 +81,20 @@ def _sum_inside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, 
 
 
 @jit
-def _sum_outside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
+def _outside_product(a, b, nothing, CID: gl.constexpr, TURNS: gl.constexpr):
+    """a b^T, waited for."""
+    if TURNS:
+        turn_wait(CID)
+    part = wgmma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if TURNS:
+        turn_pass(1 - CID)
+    return wgmma_wait(0, deps=(part,))
+
+
+@jit
+def _sum_outside(
+    rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr
+):
     """The same with sums of 128 added to fp32 registers."""
     a_tiles, b_tiles, full, empty = rings
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -90,15 +105,13 @@ def _sum_outside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr,
         slot = t % SLOTS
         mbarrier.wait(full.index(slot), (t // SLOTS) & 1)
         a = a_tiles.index(slot * 2 + CID)
-        part = wgmma(a, b_tiles.index(slot * HALVES).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        part = wgmma_wait(0, deps=(part,))
+        part = _outside_product(a, b_tiles.index(slot * HALVES), nothing, CID, TURNS)
         if HALVES == 1:
             mbarrier.arrive(empty.index(slot), count=1)
             left += part
         else:
             left += part
-            part = wgmma(a, b_tiles.index(slot * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            part = wgmma_wait(0, deps=(part,))
+            part = _outside_product(a, b_tiles.index(slot * 2 + 1), nothing, CID, TURNS)
             mbarrier.arrive(empty.index(slot), count=1)
             right += part
         t += 1
@@ -107,21 +120,23 @@ def _sum_outside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr,
 
 @jit
 def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, CID: gl.constexpr, DTYPE: gl.constexpr,
-             OUTSIDE: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr,
-             BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+             OUTSIDE: gl.constexpr, TURNS: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+             GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each tile of this program."""
     a_buf, b_buf, full, empty = rings
     m, n, tiles_m, tiles_n, steps, splits, work = sizes
     HALVES: gl.constexpr = BLOCK_N // 128
     b_tiles = reinterpret(b_buf, DTYPE, [SLOTS * HALVES, 128, 128], bytes_swizzled())
     tiles = (a_buf, b_tiles, full, empty)
+    if TURNS and CID == 1:
+        turn_pass(0)
     t = 0
     for item in range(gl.program_id(0), work, gl.num_programs(0)):
         i_m, i_n, i_b, i_s = place_of_work(item, tiles_m, tiles_n, splits, GROUP)
         first = steps * i_s // splits
         last = steps * (i_s + 1) // splits
         if OUTSIDE:
-            left, right, t = _sum_outside(tiles, first, last, t, CID, HALVES, SLOTS)
+            left, right, t = _sum_outside(tiles, first, last, t, CID, HALVES, SLOTS, TURNS)
         else:
             left, right, t = _sum_inside(tiles, first, last, t, CID, HALVES, SLOTS)
         row = i_m * 128 + CID * 64
@@ -131,6 +146,8 @@ def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, step
         if HALVES == 2:
             finish_part(scaled_sums(right, scales, row, column + 128, m, n), o_desc, p_desc, Out, Pre, Bias, staging, CID, i_s,
                         i_b, row, column + 128, m, n, steps_of, BOXES, BIAS, ACTIVATION)  # fmt: skip
+    if TURNS and CID == 0:
+        turn_wait(0)  # the last one passed on
     if BOXES:
         wait_for_stores()
 
@@ -139,13 +156,14 @@ def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, step
 def matmul_eight_hopper(
     a_desc, b_desc, o_desc, p_desc, Out, Pre, Bias, ScaleA, ScaleB, m, n, tiles_m, tiles_n, steps, splits, work, stride_sa,
     stride_sb, stride_cb, stride_cm, stride_cn, stride_os, stride_ob, stride_om,
-    OUTSIDE: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    OUTSIDE: gl.constexpr, TURNS: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    EARLY: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc [m, k] with boxes [64, 128], b_desc [n, k] with boxes [BLOCK_N, 128], int8 or e4m3.  ScaleA, ScaleB: fp32, a factor
     a row and a column by strides (sa, sb; 0: one for all), or None.  o_desc, p_desc, Out, Pre, Bias, BOXES, BIAS, splits and
-    strides as of matmul_hopper, of one batch entry.  steps: tiles of 128 of the sum.  EARLY: a dependent launch.
+    strides as of matmul_hopper, of one batch entry.  steps: tiles of 128 of the sum.  EARLY: a dependent launch.  TURNS: with
+    OUTSIDE, the consumers begin their products in turn.
     work = tiles_m * tiles_n * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
     begin_early(EARLY)
@@ -162,9 +180,9 @@ def matmul_eight_hopper(
     scales = (ScaleA, ScaleB, stride_sa, stride_sb)
     steps_of = (stride_cb, stride_cm, stride_cn, stride_os, stride_ob, stride_om)
     gl.warp_specialize([
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 0, DTYPE, OUTSIDE, BOXES, BIAS,
-                    ACTIVATION, GROUP, BLOCK_N, SLOTS)),
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, BOXES, BIAS,
-                    ACTIVATION, GROUP, BLOCK_N, SLOTS)),
+        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 0, DTYPE, OUTSIDE, TURNS, BOXES,
+                    BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
+        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, TURNS, BOXES,
+                    BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
         (_produce, (a_desc, b_desc, rings, sizes, GROUP, BLOCK_N, SLOTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -12,7 +12,9 @@ __all__ = ["HOPPER", "PORTABLE", "ROWS", "EightPlan", "EightProblem", "hopper_re
 PORTABLE, ROWS, HOPPER = "matmul_eight", "matmul_eight_rows", "matmul_eight_hopper"
 BYTES = 128  # of a row of either factor that lie together in shared memory
 ROWS_UP_TO = 128  # rows of x that a program of ROWS has at most
-ROOM = 220 * 1024  # bytes of shared memory that rings may take of an SM
+ROOM = (
+    200 * 1024
+)  # bytes of shared memory that rings may take of an SM: the next call's quantise_rows has room beside them
 SHORTEST = 1024  # of the sum, in numbers: what a split has at least
 HOPPER_TILES = ((128, 256, 4), (128, 128, 6))  # rows, columns, buffers
 # Seconds: start of a launch with the first loads, the end of a tile, splits' sums left and added. Estimates, not measured.
