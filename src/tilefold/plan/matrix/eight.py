@@ -115,7 +115,7 @@ def _fault(plan: EightPlan) -> tuple[str, str] | None:
     if plan.kernel == PORTABLE:
         return None
     accepted = {
-        ROWS: {"block_m": (16, 32, 64, 128, 256), "block_n": (64, 128), "block_k": (128, 256), "num_warps": (4,)},
+        ROWS: {"block_m": (16, 32, 64, 128), "block_n": (64, 128), "block_k": (128, 256), "num_warps": (4,)},
         HOPPER: {"block_m": (128,), "block_n": (128, 256), "block_k": (128,), "num_warps": (4,), "splits": (1,)},
     }[plan.kernel]
     for name, values in accepted.items():
