@@ -51,7 +51,8 @@ class Both(Streams):
                 **dict.fromkeys(("float32", "int32", "NVMMADistributedLayout", "zeros"), Anything()), constexpr=None,
                 static_range=range, program_id=lambda axis: program, num_programs=lambda axis: programs, minimum=min, int8="int8",
             ),
-            "range": lambda *ends: map(Number, range(*ends)), "bytes_swizzled": Anything(), "tma_load": self.copy,
+            "range": lambda *ends: map(Number, range(*ends)), "bytes_swizzled": Anything(),
+            "let_next_start": lambda early: None, "tma_load": self.copy,
             "wgmma": self.product, "mbarrier": self.mbarrier, "wgmma_wait": self.wait_products,
         }  # fmt: skip
         for module, own in modules:
@@ -126,7 +127,7 @@ class Large(Both):
                 self.group, columns, self.slots,
             )  # fmt: skip
 
-        yield lambda: names["_produce"]("a", "b", rings, sizes, self.group, columns, self.slots)
+        yield lambda: names["_produce"]("a", "b", rings, sizes, True, self.group, columns, self.slots)
         yield from (lambda c=c: consumer(c) for c in range(2))
 
     def __call__(self, programs):

@@ -15,15 +15,16 @@ Source: sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
 
 from .gluon import (
     barriers,
-    begin_early,
     fence_async_shared,
     gl,
     jit,
+    let_next_start,
     mbarrier,
     reinterpret,
     tma_load,
     turn_pass,
     turn_wait,
+    wait_for_previous,
     wgmma,
     wgmma_wait,
 )
@@ -34,7 +35,8 @@ RUNTIME = ["m", "tiles_m", "tiles_n", "steps", "splits", "work", "stride_sa", "s
 
 
 @jit
-def _produce(a_desc, b_desc, rings, sizes, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
+def _produce(a_desc, b_desc, rings, sizes, EARLY: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
+             SLOTS: gl.constexpr):  # fmt: skip
     """Every load, in the order in which the consumers need them."""
     a_buf, b_buf, full, empty = rings
     m, n, tiles_m, tiles_n, steps, splits, work = sizes
@@ -50,6 +52,7 @@ def _produce(a_desc, b_desc, rings, sizes, GROUP: gl.constexpr, BLOCK_N: gl.cons
                 tma_load(a_desc, [i_m * 128 + c * 64, j * 128], bar, a_buf.index(slot * 2 + c))
             tma_load(b_desc, [i_n * BLOCK_N, j * 128], bar, b_buf.index(slot))
             t += 1
+    let_next_start(EARLY)
 
 
 @jit
@@ -166,7 +169,7 @@ def matmul_eight_hopper(
     OUTSIDE, the consumers begin their products in turn.
     work = tiles_m * tiles_n * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
-    begin_early(EARLY)
+    wait_for_previous(EARLY)
     a_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * 2, 64, 128], bytes_swizzled())
     b_buf = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, 128], bytes_swizzled())
     staging = ()
@@ -184,5 +187,5 @@ def matmul_eight_hopper(
                     BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
         (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, TURNS, BOXES,
                     BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
-        (_produce, (a_desc, b_desc, rings, sizes, GROUP, BLOCK_N, SLOTS)),
+        (_produce, (a_desc, b_desc, rings, sizes, EARLY, GROUP, BLOCK_N, SLOTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -62,6 +62,7 @@ def _produce(w_desc, x_desc, rings, row, token, first, end, BLOCK_M: gl.constexp
         mbarrier.wait(empty.index(slot), (((j - first) // SLOTS) & 1) ^ 1)
         _bring_w(w_desc, rings, slot, row, j, BLOCK_M, PANELS, CONSUMERS)
         _bring_x(x_desc, rings, slot, token, j, PANELS)
+    let_next_start(EARLY)
 
 
 @jit
@@ -119,7 +120,6 @@ def matmul_eight_rows(
     Part [SPLITS, M, N] of the accumulator's type, Arrived int32 zeros, CONSUMERS an item.
     EARLY: a dependent launch, after a kernel that lets this one start only when it has waited for its own predecessor."""
     DTYPE: gl.constexpr = w_desc.dtype
-    let_next_start(EARLY)
     tiles_m = gl.cdiv(M, BLOCK_M)
     item, i_k = gl.program_id(0), gl.program_id(1)
     row = (item // tiles_m) * (CONSUMERS * 64)
