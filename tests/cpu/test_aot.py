@@ -97,7 +97,7 @@ def test_serial_wgmma_is_reported(results: dict[str, JobResult]) -> None:
 
 
 def test_missing_tensor_instructions_are_reported(results: dict[str, JobResult]) -> None:
-    assert results["copy"].problems() == ("tensor instructions: none of HGMMA, QGMMA in the machine code",)
+    assert results["copy"].problems() == ("tensor instructions: none of HGMMA, QGMMA, IGMMA in the machine code",)
     assert results["copy"].problems(tensor="none") == ()
 
 

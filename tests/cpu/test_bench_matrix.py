@@ -9,10 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilefold import ops
+from tilefold import ops, reference
 from tilefold.bench.family_report import family_table
 from tilefold.bench.family_run import Cell, Row
 from tilefold.bench.matrix.conv import CONV, ConvCase, conv_cases
+from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.gemm import GEMM, GemmCase, gemm_cases
 from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
 from tilefold.bench.matrix.lowbit_peers import tinygemm_parts
@@ -21,7 +22,7 @@ from tilefold.cli.app import app
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
 
 FAMILIES = {family.name: family for family in (GEMM, CONV, LOWBIT)}
-OPS = {"gemm": ("matmul", "bmm"), "conv": ("conv2d",), "lowbit": ("lowbit_matmul",)}
+OPS = {"gemm": ("matmul", "bmm"), "conv": ("conv2d",), "lowbit": ("lowbit_matmul", "matmul_w8a8")}
 TINY = [(family, case) for family in FAMILIES.values() for case in family.cases("tiny")]
 
 
@@ -45,6 +46,7 @@ def stand_ins(monkeypatch):
 
     known = {"matmul": product, "bmm": product, "conv2d": conv2d}
     known["lowbit_matmul"] = lambda x, w: x @ w.dequantize(x.dtype).t()
+    known["matmul_w8a8"] = lambda x, w, s: reference.matmul_w8a8(x, w, s, None, torch.float32).to(x.dtype)
     monkeypatch.setattr(ops, "COLLECTION", dict.fromkeys(known, "none"))
     for name, function in known.items():
         monkeypatch.setitem(vars(ops), name, function)
@@ -77,6 +79,10 @@ def test_bytes_and_operations():
     assert conv.bytes == 2 * (2 * 4 * 81 + 2 * 6 * 25 + 6 * 2 * 9 + 6)
     low = LowbitCase(1)
     assert low.bytes == 8192 * 8192 // 2 + 64 * 8192 * 3 + 2 * 2 * 8192 and low.flops == 2 * 8192**2
+    eight = EightCase(16, 64, 32)
+    assert eight.bytes == 64 * 32 + 4 * 64 + 2 * 16 * 96 + 2 * 16 * 32 and eight.flops == 2 * 16 * 64 * 32
+    e4m3 = replace(gemm, transposed=True, dtype="float8_e4m3fn")
+    assert e4m3.bytes == 64 * 16 + 16 * 32 + 2 * 64 * 32
     assert replace(low, group=0, scheme="symmetric", bits=3).bytes == 8192 * 8192 * 3 // 8 + 2 * 8192 + 2 * 2 * 8192
 
 
@@ -97,6 +103,9 @@ def test_the_shapes_that_were_promised():
         (lambda: ConvCase(1, 4, 8, 4, method="fft"), ValueRangeError),
         (lambda: LowbitCase(1, bits=5), ValueRangeError),
         (lambda: LowbitCase(0), ShapeError),
+        (lambda: EightCase(0), ShapeError),
+        (lambda: EightCase(1, kind="int4"), ValueRangeError),
+        (lambda: GemmCase(1, 1, 1, dtype="float8_e4m3fn"), ValueRangeError),
     ],
 )
 def test_bad_cases_are_refused(make, error):
@@ -115,7 +124,9 @@ def test_peers_are_judged_and_wrong_ones_found(family, case, stand_ins):
         with calls.context():
             outs = [call() for call in calls.calls]
         for one, out in zip(sets, outs, strict=True):
-            judge = family.judge(one)
+            if calls.judge is not None and one is not sets[0]:
+                continue
+            judge = calls.judge or family.judge(one)  # cuBLAS's x is not rounded to 8 bits
             assert judge.verdict(out).ok, name
             assert not judge.verdict(out * 1.1).ok and not judge.verdict(out.flip(-1)).ok
             broken = out.clone()
@@ -176,6 +187,12 @@ def test_peers_say_why_not(monkeypatch):
     ):
         assert LOWBIT.peers[name].refuses(replace(case, **other), device) == why
     assert LOWBIT.peers["tinygemm"].refuses(case, "cuda") is None
+    eight = EightCase(16)
+    assert LOWBIT.peers["tinygemm"].refuses(eight, "cuda") == "multiplies 16-bit activations only"
+    assert LOWBIT.peers["eight"].refuses(case, "cuda") == "multiplies 8-bit activations only"
+    assert LOWBIT.peers["eight"].refuses(eight, "cuda") == "torch._int_mm takes more than 16 rows"
+    assert LOWBIT.peers["eight"].refuses(replace(eight, kind="e4m3"), "cuda") is None
+    assert "multiples of 16" in LOWBIT.peers["eight"].refuses(EightCase(64, 72, 100), "cuda")
 
 
 # ---------------------------------------------------------------- tables and commands
@@ -200,7 +217,7 @@ def test_the_table_counts_from_the_nearer_roof():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_command_on_tiny_cases(name, tmp_path):
     """With whatever of the collection this build has; what it lacks is named."""
-    case = {"gemm": "m20_n33_k17_sharedb|m70", "conv": "stride2", "lowbit": "4bit|8bit"}[name]
+    case = {"gemm": "m20_n33_k17_sharedb|m70", "conv": "stride2", "lowbit": "4bit|8bit|w8a8_int8"}[name]
     files = ["--json", tmp_path / "x.json", "--markdown", tmp_path / "x.md", "--results", tmp_path / "results"]
     result = run(name, "--case", case, "--rounds", 1, *files)
     assert result.exit_code == 0, result.output

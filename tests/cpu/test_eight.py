@@ -6,6 +6,7 @@ import torch
 from cases import judge, rand
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, ShapeError, Unsupported
+from tilefold.ops.matrix import eight
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
 
@@ -51,6 +52,23 @@ def test_strides_and_nan(device):
     x[1, 5] = float("nan")
     got = ops.matmul_w8a8(x, weight, scale)
     assert bool(got[1].isnan().all()) and bool(got[[0, 2, 3, 4, 5]].isfinite().all())
+
+
+def test_a_row_longer_than_a_program_holds(device, monkeypatch):
+    monkeypatch.setattr(eight, "ROW", 128)
+    weight, scale = weight_of(16, 300, torch.int8, device), torch.rand(16, device=device)
+    x = rand(3, 300, dtype=torch.float16, device=device)
+    x[1, 290] = 9.0
+    hold(x, weight, scale)
+    x[2, 299] = float("nan")
+    got = ops.matmul_w8a8(x, weight, scale)
+    assert bool(got[2].isnan().all()) and bool(got[:2].isfinite().all())
+
+
+def test_the_plan_can_be_seen(device):
+    weight = weight_of(24, 64, torch.int8, device)
+    plan = ops.matmul_w8a8_plan(torch.empty(2, 3, 64, dtype=torch.float16, device=device), weight)
+    assert (plan.problem.m, plan.problem.n, plan.problem.k) == (6, 24, 64) and "not matmul_eight_rows" in str(plan)
 
 
 @pytest.mark.no_poison

@@ -158,7 +158,7 @@ def wgmma_hazards(body: Sequence[str]) -> tuple[str, ...]:
     building: set[int] = set()  # of the group not yet committed
     found: dict[str, None] = {}
     for lap, text in ((lap, text) for lap in (0, 1) for text in body):
-        if text.startswith(("HGMMA", "QGMMA")):
+        if text.startswith(("HGMMA", "QGMMA", "IGMMA")):
             building |= _wgmma_registers(text)
             if "gsb0" in text:
                 committed.append(building)
@@ -173,7 +173,7 @@ def wgmma_hazards(body: Sequence[str]) -> tuple[str, ...]:
 
 
 def _wgmma_registers(text: str) -> set[int]:
-    """Accumulator and A-operand registers of an HGMMA, or of a QGMMA, which multiplies bytes."""
+    """Accumulator and A-operand registers of an HGMMA, or of a QGMMA or IGMMA, which multiply bytes."""
     opcode, rest = text.split(None, 1)
     columns = re.search(r"64x(\d+)x", opcode)
     operands = [part.strip() for part in rest.split(",")]

@@ -91,7 +91,7 @@ TARGETS: MappingProxyType[str, Target] = MappingProxyType(
         target.name: target
         for target in (
             _nvidia(80, 164, ("HMMA",)),
-            _nvidia(90, 228, ("HGMMA", "QGMMA")),
+            _nvidia(90, 228, ("HGMMA", "QGMMA", "IGMMA")),
             _nvidia(100, 228, ("UTCHMMA", "UTCQMMA", "UTCOMMA"), tensor_columns=512),
             _GFX942,
         )

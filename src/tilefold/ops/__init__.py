@@ -13,12 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .matrix.add import add
     from .matrix.conv import conv2d
-    from .matrix.eight import matmul_w8a8
+    from .matrix.eight import matmul_w8a8, matmul_w8a8_plan
     from .matrix.lowbit import lowbit_matmul, lowbit_matmul_plan
     from .matrix.matmul import bmm, matmul
     from .matrix.transpose import transpose
 
-__all__ = ["add", "bmm", "conv2d", "lowbit_matmul", "lowbit_matmul_plan", "matmul", "matmul_w8a8", "transpose"]
+__all__ = [
+    "add",
+    "bmm",
+    "conv2d",
+    "lowbit_matmul",
+    "lowbit_matmul_plan",
+    "matmul",
+    "matmul_w8a8",
+    "matmul_w8a8_plan",
+    "transpose",
+]
 
 # The operator collection's functions, by the module of ops.matrix that holds each; loaded when first used.
 COLLECTION: dict[str, str] = {
@@ -30,6 +40,7 @@ COLLECTION: dict[str, str] = {
     "lowbit_matmul": "lowbit",
     "lowbit_matmul_plan": "lowbit",
     "matmul_w8a8": "eight",
+    "matmul_w8a8_plan": "eight",
 }
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["GEMM", "GemmCase", "gemm_cases"]
 
 SHARED = ("", "a", "b")
+EIGHT = "float8_e4m3fn"
+SIZES = {**BYTES, EIGHT: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,12 @@ class GemmCase:
             ("shared", SHARED),
             ("bias", ("", "n", "batch")),
             ("order", ("grouped", "plain")),
-            ("dtype", tuple(BYTES)),
+            ("dtype", tuple(SIZES)),
         ):
             if getattr(self, name) not in accepted:
                 raise ValueRangeError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+        if self.dtype == EIGHT and (self.batch or not self.transposed or self.bias or self.activation):
+            raise ValueRangeError(f"float8_e4m3fn is measured as one plain product with b transposed, got {self}")
         if not self.batch and (self.shared or self.bias == "batch"):
             raise ShapeError(f"shared and a bias over the batch need a batch, got {self}")
 
@@ -65,12 +69,13 @@ class GemmCase:
 
     @property
     def bytes(self) -> int:
-        """Both factors, the bias and the product, each once."""
+        """Both factors, the bias and the product (of bytes in bfloat16), each once."""
         many = max(1, self.batch)
         a = self.m * self.k * (1 if self.shared == "a" else many)
         b = self.k * self.n * (1 if self.shared == "b" else many)
         bias = {"": 0, "n": self.n, "batch": self.batch}[self.bias]
-        return BYTES[self.dtype] * (a + b + bias + many * self.m * self.n)
+        written = many * self.m * self.n * (2 if self.dtype == EIGHT else BYTES[self.dtype])
+        return SIZES[self.dtype] * (a + b + bias) + written
 
     @property
     def flops(self) -> int:
@@ -93,7 +98,8 @@ def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> "Tensor":
-        return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+        made = torch.bfloat16 if case.dtype == EIGHT else getattr(torch, case.dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=made)
 
     def batched(name: str) -> tuple[int, ...]:
         return (case.batch,) if case.batch and case.shared != name else ()
@@ -103,14 +109,19 @@ def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     b = normal(*batched("b"), *inner) * case.k**-0.5
     shapes = {"n": (case.n,), "batch": (case.batch, 1, 1)}
     bias = normal(*shapes[case.bias]) if case.bias else None
+    if case.dtype == EIGHT:  # of b numbers of size 1, which e4m3 has three bits for
+        a, b = a.to(torch.float8_e4m3fn), (b * case.k**0.5).to(torch.float8_e4m3fn)
     return GemmInputs(case, a, b.mT if case.transposed else b, bias)
 
 
 def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
-    """matmul, or addmm where the bias is over N, then the activation as a call of its own: what torch has."""
+    """matmul, or addmm where the bias is over N, then the activation as a call of its own; bytes by _scaled_mm."""
     import torch
 
     i = inputs
+    if i.a.dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=i.a.device)
+        return lambda: torch._scaled_mm(i.a, i.b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
     def call() -> "Tensor":
         if i.bias is not None and not i.case.batch:
@@ -123,12 +134,13 @@ def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
 
 def gemm_judge(inputs: GemmInputs) -> WholeJudge:
     """Bias and activation in the dtype of the product: plain torch rounds after each."""
+    import torch
 
     def compute(dtype: "torch.dtype") -> "Tensor":
         bias = None if inputs.bias is None else inputs.bias.to(dtype)
         return by_torch(GemmInputs(inputs.case, inputs.a.to(dtype), inputs.b.to(dtype), bias))()
 
-    return WholeJudge(compute, inputs.a.dtype)
+    return WholeJudge(compute, torch.bfloat16 if inputs.case.dtype == EIGHT else inputs.a.dtype)
 
 
 def by_tilefold(inputs: GemmInputs) -> "Callable[[], Tensor]":
@@ -165,6 +177,7 @@ def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:
         replace(many, shared="a", bias="batch", activation="relu"),
         GemmCase(128, 128, 64, batch=1024),
         GemmCase(2048, 2048, 128, batch=16),
+        *(GemmCase(n, n, n, transposed=True, dtype=EIGHT) for n in (4096, 8192)),
     )
     tiny = (
         small,

@@ -1,10 +1,20 @@
-"""What `tilefold bench lowbit` measures: activations times weights of 8, 4, 3 and 2 bits."""
+"""What `tilefold bench lowbit` measures: activations of 16 bits times weights of 8, 4, 3 and 2; of 8 times 8 (matrix.eight)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.family import Family, Peer, each
+from tilefold.bench.family import Calls, Family, Peer, each
+from tilefold.bench.matrix.eight import (
+    EightCase,
+    EightInputs,
+    eight_by_cublas,
+    eight_by_tilefold,
+    eight_inputs,
+    eight_judge,
+    prepare_scaled,
+    refuses_scaled,
+)
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
 from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, product_of, roof_of
 from tilefold.errors import ShapeError, ValueRangeError
@@ -68,6 +78,11 @@ class LowbitInputs:
     weight: "QuantizedTensor"
 
 
+def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> LowbitInputs | EightInputs:
+    """Inputs of either kind of case."""
+    return eight_inputs(case, device, seed) if isinstance(case, EightCase) else lowbit_inputs(case, device, seed)
+
+
 def lowbit_inputs(case: LowbitCase, device: str, seed: int = 0) -> LowbitInputs:
     """Standard-normal x, and a normal weight over the root of K, quantised; the same for a seed and device."""
     import torch
@@ -81,12 +96,16 @@ def lowbit_inputs(case: LowbitCase, device: str, seed: int = 0) -> LowbitInputs:
     return LowbitInputs(case, x, quantize_weight(w, case.bits, case.group or None, case.scheme))
 
 
-def lowbit_judge(inputs: LowbitInputs) -> WholeJudge:
+def lowbit_judge(inputs: LowbitInputs | EightInputs) -> WholeJudge:
+    if isinstance(inputs, EightInputs):
+        return eight_judge(inputs)
     return product_of(inputs.x, inputs.weight.dequantize)
 
 
-def by_tilefold(inputs: LowbitInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: LowbitInputs | EightInputs) -> "Callable[[], Tensor]":
     """The public function as a user calls it."""
+    if isinstance(inputs, EightInputs):
+        return eight_by_tilefold(inputs)
     i, function = inputs, ours("lowbit_matmul")
 
     def call() -> "Tensor":
@@ -104,7 +123,12 @@ def by_cublas(inputs: LowbitInputs) -> "Callable[[], Tensor]":
     return lambda: torch.nn.functional.linear(x, weight)
 
 
-def lowbit_cases(size: str = "full") -> tuple[LowbitCase, ...]:
+def prepare_cublas(sets: Sequence[Any]) -> Calls:
+    """The same of all sets of a case."""
+    return eight_by_cublas(sets) if isinstance(sets[0], EightInputs) else each(by_cublas)(sets)
+
+
+def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
     """The cases of a size: "full", "quick" or "tiny".  ValueRangeError for another one."""
     one, small = LowbitCase(1), LowbitCase(3, 72, 160, group=32)
     layers = (
@@ -120,11 +144,14 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase, ...]:
         *(replace(one, group=group) for group in (0, 32, 64)),
         *(LowbitCase(m, scheme="symmetric", dtype="float16") for m in (1, 16)),
         *(LowbitCase(m, n, k) for n, k in layers for m in (1, 16)),
+        *(EightCase(m, kind=kind) for kind in ("int8", "e4m3") for m in (1, 16, 64, 256, 1024, 4096)),
     )
     tiny = (
         *(replace(small, bits=bits) for bits in (8, 4, 3, 2)),
         replace(small, scheme="symmetric", dtype="float16"),
         replace(small, m=40, group=0),
+        EightCase(3, 72, 160),
+        EightCase(5, 40, 100, kind="e4m3", dtype="float16"),
     )
     quick = (one, LowbitCase(16), LowbitCase(64), LowbitCase(1, bits=8), LowbitCase(1, bits=2))
     return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
@@ -135,14 +162,22 @@ def _always(case: Any, device: str) -> None:
 
 
 PEERS = (
-    Peer("tilefold", "tilefold", "ops.lowbit_matmul", "tilefold", _always, each(by_tilefold)),
-    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", _always, each(by_cublas)),
+    Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", _always, each(by_tilefold)),
+    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", _always, prepare_cublas),
+    Peer(
+        "eight",
+        "torch, 8 bits",
+        "torch._scaled_mm, torch._int_mm of given codes",
+        "torch",
+        refuses_scaled,
+        prepare_scaled,
+    ),
     *LIBRARIES,
 )
 LOWBIT = Family(
     name="lowbit",
     cases=lowbit_cases,
-    inputs=lowbit_inputs,
+    inputs=family_inputs,
     judge=lowbit_judge,
     peers={peer.name: peer for peer in PEERS},
     defaults={"cuda": tuple(peer.name for peer in PEERS[1:]), "cpu": ("cublas",)},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tilefold.bench.family import Calls, Peer
 from tilefold.bench.implementation import importable
+from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.product import product_of
 from tilefold.errors import Unsupported
 
@@ -23,6 +24,8 @@ NF4_BLOCK = 64
 
 def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups: tuple[int, ...] = ()) -> Any:
     def refuses(case: Any, device: str) -> str | None:
+        if isinstance(case, EightCase):
+            return "multiplies 16-bit activations only"
         if not importable(module):
             return f"{module} is not installed"
         if device != "cuda":

@@ -37,6 +37,12 @@ def swizzled(rank):
 
 
 @constexpr_function
+def bytes_swizzled():
+    """The same of tiles of 8-bit numbers."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+@constexpr_function
 def panels_of(columns, turned):
     """Boxes that a tile of B is brought in: 64 columns each, or all at once where k lies side by side."""
     return 1 if turned else columns // 64
@@ -106,6 +112,22 @@ def pieces_of(acc):
         a, b = _halves(left)
         c, d = _halves(right)
         return (a, b, c, d)
+
+
+@jit
+def scaled_sums(acc, scales, row, column, m, n):
+    """Sums of products of bytes from `row` and `column` on, times the factors of rows and columns, in fp32."""
+    ScaleA, ScaleB, stride_sa, stride_sb = scales
+    x = acc.to(gl.float32)
+    if ScaleA is not None:
+        rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+        factor = gl.load(ScaleA + rows.to(gl.int64) * stride_sa, mask=rows < m, other=0.0)
+        x = x * gl.expand_dims(factor, 1)
+    if ScaleB is not None:
+        columns = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+        factor = gl.load(ScaleB + columns.to(gl.int64) * stride_sb, mask=columns < n, other=0.0)
+        x = x * gl.expand_dims(factor, 0)
+    return x
 
 
 @jit

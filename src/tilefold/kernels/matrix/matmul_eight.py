@@ -8,6 +8,9 @@ from ...device.partials import arrive
 from ...device.tile import narrow
 
 RUNTIME = ["M", "N", "each", "group"]
+PROMOTE = tl.constexpr(
+    128
+)  # e4m3: tensor cores of sm_90 add this many products with about 14 bits before they go into fp32
 
 
 @triton.jit
@@ -49,7 +52,10 @@ def matmul_eight(
         else:
             a = tl.load(p_a + k, mask=(k + o_k < K)[None, :], other=0.0)
             b = tl.load(p_b + k, mask=(k + o_k < K)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, out_dtype=ACC)
+        if INTEGER:
+            acc = tl.dot(a, b, acc, out_dtype=ACC)
+        else:
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=min(PROMOTE, BLOCK_K))
     inside = (o_m < M)[:, None] & (o_n < N)[None, :]
     last = True
     if SPLIT:

@@ -1,4 +1,6 @@
-"""Activations in 8 bits, a factor a row, for products of 8-bit numbers: a row is read twice, the second time from L2."""
+"""Activations in 8 bits, a factor a row, for products of 8-bit numbers.
+
+A row that a program can hold is read once; a longer one twice, the second time from L2.  Bound: DRAM, 3 bytes a number."""
 
 import triton
 import triton.language as tl
@@ -7,30 +9,51 @@ from ...device.encode import store_encoded
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
 
 
-@triton.jit(do_not_specialize=["K"])
-def quantise_rows(
-    X, Codes, Scales, K, stride_xm, stride_cm, CODE: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """X [M, K] (stride m) -> Codes [M, K] int8 or e4m3 by CODE (stride m) and Scales [M] fp32: x is about code * scale; the
-    largest number of a row in size becomes LARGEST, the scale of a row of zeros is 1.  Grid (M,)."""
-    let_next_kernel_start(EARLY)
-    wait_for_previous_kernel(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    o_k = tl.arange(0, BLOCK)
-    p_x = X + row * stride_xm
-    most = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, K, BLOCK):
-        x = tl.load(p_x + first + o_k, mask=first + o_k < K, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr):
+    """[1] fp32: what makes the largest number of a row LARGEST, 1 of a row of zeros."""
+    wide = largest + tl.zeros((1,), tl.float32)
+    return tl.where(largest == 0.0, 1.0, tl.math.div_rn(wide, LARGEST + tl.zeros((1,), tl.float32)))
+
+
+@triton.jit
+def largest_of(most):
+    """The largest of most [BLOCK], NaN where one is."""
     largest = tl.max(most, 0)
     if tl.sum((most != most).to(tl.int32), 0) > 0:  # a maximum of numbers leaves NaN out
         largest = float("nan")
-    scale = tl.where(
-        largest == 0.0, 1.0, tl.math.div_rn(largest + tl.zeros((1,), tl.float32), LARGEST + tl.zeros((1,), tl.float32))
-    )
-    tl.store(Scales + row + tl.arange(0, 1), scale)
-    for first in range(0, K, BLOCK):
-        m = first + o_k < K
-        x = tl.load(p_x + first + o_k, mask=m, other=0.0).to(tl.float32)
-        store_encoded(Codes, (row * stride_cm + first + o_k)[None, :], x[None, :], scale, m[None, :], CODE, False)
+    return largest
+
+
+@triton.jit
+def quantise_rows(
+    X, Codes, Scales, K, stride_xm, stride_cm, CODE: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """X [M, K] (stride m) -> Codes [M, K] int8 or e4m3 by CODE (stride m) and Scales [M] fp32: x is about code * scale; the
+    largest number of a row in size becomes LARGEST, the scale of a row of zeros is 1.  ONCE: K is at most BLOCK.  Grid (M,).
+
+    EARLY: the next kernel may start when all that came before this one is through, so what else it reads it need not wait for.
+    K is specialised on, or loads and stores would be of one number each."""
+    wait_for_previous_kernel(EARLY)
+    let_next_kernel_start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK)
+    p_x = X + row * stride_xm
+    if ONCE:
+        m_k = o_k < K
+        x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
+        scale = scale_of(largest_of(tl.abs(x)), LARGEST)
+        tl.store(Scales + row + tl.arange(0, 1), scale)
+        store_encoded(Codes, (row * stride_cm + o_k)[None, :], x[None, :], scale, m_k[None, :], CODE, False)
+    else:
+        most = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, K, BLOCK):
+            x = tl.load(p_x + first + o_k, mask=first + o_k < K, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        scale = scale_of(largest_of(most), LARGEST)
+        tl.store(Scales + row + tl.arange(0, 1), scale)
+        for first in range(0, K, BLOCK):
+            m_k = first + o_k < K
+            x = tl.load(p_x + first + o_k, mask=m_k, other=0.0).to(tl.float32)
+            store_encoded(Codes, (row * stride_cm + first + o_k)[None, :], x[None, :], scale, m_k[None, :], CODE, False)

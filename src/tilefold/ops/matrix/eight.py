@@ -1,6 +1,6 @@
 """Products of 8-bit weights and activations that are quantised on the way: checks, launches, the operator."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,14 @@ from ..device import device_of, interpreting
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 
-__all__ = ["matmul_w8a8", "matmul_w8a8_op"]
+if TYPE_CHECKING:
+    from ...plan.matrix.eight import EightPlan
+
+__all__ = ["bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_op", "matmul_w8a8_plan"]
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-ROW = 4096  # numbers of a row that a program of quantise_rows holds
+ROW = 16384  # numbers of a row that a program of quantise_rows holds
 
 _CACHE: dict[Any, Any] = {}
 
@@ -93,26 +96,49 @@ def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bia
     m = flat.shape[0]
     if m == 0 or n == 0:
         return lambda x, *others: x.new_empty((*x.shape[:-1], n))
-    from ...plan.matrix.eight import EightProblem, plan_eight
+    return bind_plan(_plan_of(m, weight, device), x, weight, weight_scale, bias)
 
-    plan = plan_eight(EightProblem(m, n, k, str(weight.dtype).removeprefix("torch.")), device)
+
+def _plan_of(m: int, weight: torch.Tensor, device: Any) -> "EightPlan":
+    from ...plan.matrix.eight import EightProblem, plan_eight
+    from ..hopper import disabled
+    from .product import boxable
+
+    kind = str(weight.dtype).removeprefix("torch.")
+    problem = EightProblem(m, weight.shape[0], weight.shape[1], kind, boxable(weight.unsqueeze(0)))
+    return plan_eight(problem, device, disabled())
+
+
+def bind_plan(
+    plan: "EightPlan", x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> Any:
+    """The function that makes calls like this one by a plan; by the portable kernel where this Triton cannot compile another."""
+    from ...plan.matrix.eight import PORTABLE, plan_eight
+
+    p = plan.problem
     by_hand = interpreting() and weight.dtype != torch.int8
-    row = -(-k // 16) * 16
-    quantise = _quantise(flat, weight.dtype, by_hand, device)
-    multiply, tail = _multiply(plan, weight, weight_scale, row)
-    total = plan.parts * m * n if plan.parts > 1 else 0
+    row = -(-p.k // 16) * 16
+    made = None
+    if plan.kernel != PORTABLE:
+        made = _multiply_hopper(plan, x, weight, weight_scale, bias, row)
+        plan = plan if made else plan_eight(p, plan.device, True)
+    launch, arguments = made or _multiply(plan, weight, weight_scale, row)
+    quantise = _quantise(x.reshape(-1, p.k), weight.dtype, by_hand, plan.device)
+    total = plan.parts * p.m * p.n if plan.parts > 1 else 0
+    counted = plan.items * (1 if plan.kernel == PORTABLE else plan.block_n // 64)
     of_sums = torch.int32 if weight.dtype == torch.int8 else torch.float32
 
     def run(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        codes = torch.empty((m, row), dtype=torch.uint8 if by_hand else w.dtype, device=x.device)
-        scales = torch.empty(m, dtype=torch.float32, device=x.device)
-        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+        codes = torch.empty((p.m, row), dtype=torch.uint8 if by_hand else w.dtype, device=x.device)
+        scales = torch.empty(p.m, dtype=torch.float32, device=x.device)
+        out = torch.empty((*x.shape[:-1], p.n), dtype=x.dtype, device=x.device)
         part = arrived = None
         if total:
-            part, arrived = torch.empty(total, dtype=of_sums, device=x.device), counters(plan.items, x.device)
-        flat = x if x.dim() == 2 else x.reshape(-1, k)
-        quantise((flat, codes, scales, k, flat.stride(0), row))
-        multiply((codes.view(w.dtype) if by_hand else codes, w, scales, s, bias, out, part, arrived, *tail))
+            part, arrived = torch.empty(total, dtype=of_sums, device=x.device), counters(counted, x.device)
+        flat = x if x.dim() == 2 else x.reshape(-1, p.k)
+        # nothing may come between these two: the product relies on what the first has waited for
+        quantise((flat, codes, scales, p.k, flat.stride(0), row))
+        launch(arguments(codes.view(w.dtype) if by_hand else codes, w, scales, s, bias, out, part, arrived))
         return out
 
     return run
@@ -126,14 +152,18 @@ def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, device: Any)
 
     code = INT8 if kind == torch.int8 else E4M3_BY_HAND if by_hand else E4M3
     early = device.dependent_launches
-    block = min(ROW, max(128, 1 << (flat.shape[1] - 1).bit_length()))
-    constants = {"CODE": code.value, "LARGEST": LARGEST[kind], "EARLY": early, "BLOCK": block}
+    k = flat.shape[1]
+    block = min(ROW, max(128, 1 << (k - 1).bit_length()))
+    constants = {"CODE": code.value, "LARGEST": LARGEST[kind], "EARLY": early, "ONCE": k <= block, "BLOCK": block}
+    warps = max(4, min(16, block // 512))
     option = {"launch_pdl": True} if early else {}
-    return Launch(quantise_rows, (flat.shape[0], 1, 1), constants, {"num_warps": 4, **option}, flat.device.index or 0)
+    return Launch(
+        quantise_rows, (flat.shape[0], 1, 1), constants, {"num_warps": warps, **option}, flat.device.index or 0
+    )
 
 
-def _multiply(plan: Any, weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> tuple[Any, tuple[int, ...]]:
-    """The launch of the product, and its last arguments."""
+def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> tuple[Any, Any]:
+    """The launch of the portable product, and what makes its arguments."""
     from ...kernels.matrix.matmul_eight import matmul_eight
     from ..launch import Launch
 
@@ -152,7 +182,68 @@ def _multiply(plan: Any, weight: torch.Tensor, weight_scale: torch.Tensor, row: 
     launch = Launch(matmul_eight, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
     one = weight_scale.shape[0] == 1
     tail = (p.m, p.n, p.k, plan.each, plan.group, row, weight.stride(0), 0 if one else weight_scale.stride(0), p.n)
-    return launch, tail
+
+    def arguments(codes: Any, w: Any, scales: Any, s: Any, bias: Any, out: Any, part: Any, arrived: Any) -> Any:
+        return (codes, w, scales, s, bias, out, part, arrived, *tail)
+
+    return launch, arguments
+
+
+def _multiply_hopper(
+    plan: "EightPlan", x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any, row: int
+) -> tuple[Any, Any] | None:
+    """The same of a kernel for sm_90; None, after a warning, where this Triton does not compile it."""
+    from ..hopper import bound_or_none
+    from .eight_hopper import bind
+
+    p = plan.problem
+    codes = torch.empty((p.m, row), dtype=weight.dtype, device="meta")
+
+    def compile(made: Any) -> None:
+        launch, arguments = made
+        out, scales = torch.empty(p.m, p.n, dtype=x.dtype, device="meta"), torch.empty(p.m, device="meta")
+        part = arrived = None
+        if plan.parts > 1:
+            kind = torch.int32 if weight.dtype == torch.int8 else torch.float32
+            part, arrived = torch.empty(1, dtype=kind, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+        launch.compile(arguments(codes, weight, scales, scale, bias, out, part, arrived))
+
+    return bound_or_none(
+        "8-bit matrix product", lambda: bind(plan, codes[:, : p.k], weight, scale, bias, x.dtype), compile
+    )
+
+
+def matmul_w8a8_plan(x: torch.Tensor, weight: torch.Tensor) -> "EightPlan":
+    """The plan of `matmul_w8a8(x, weight, ...)`: print it."""
+    return _plan_of(x.numel() // weight.shape[1], weight, device_of(x.device))
+
+
+def example_launch(
+    plan: "EightPlan", part: str = "product", dtype: str = "bfloat16", biased: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of one launch of a planned call on tensors without memory: to compile ahead of time.
+
+    part: "product", or "quantise", what makes x's codes."""
+    from ...plan.matrix.eight import PORTABLE
+
+    p, row = plan.problem, -(-plan.problem.k // 16) * 16
+    kind, meta = getattr(torch, p.kind), torch.device("meta")
+    x = torch.empty(p.m, p.k, dtype=getattr(torch, dtype), device=meta)
+    codes, weight = torch.empty(p.m, row, dtype=kind, device=meta), torch.empty(p.n, p.k, dtype=kind, device=meta)
+    scales, scale, out = torch.empty(p.m, device=meta), torch.empty(p.n, device=meta), x.new_empty(p.m, p.n)
+    if part == "quantise":
+        launch = _quantise(x, kind, False, plan.device)
+        return launch.fn, (x, codes, scales, p.k, x.stride(0), row), launch.keywords
+    bias = x.new_empty(p.n) if biased else None
+    if plan.kernel == PORTABLE:
+        launch, arguments = _multiply(plan, weight, scale, row)
+    else:
+        from .eight_hopper import bind
+
+        launch, arguments = bind(plan, codes[:, : p.k], weight, scale, bias, x.dtype)
+    sums = torch.empty(1, dtype=torch.int32 if p.kind == "int8" else torch.float32, device=meta)
+    room = (sums, torch.empty(1, dtype=torch.int32, device=meta)) if plan.parts > 1 else (None, None)
+    return launch.fn, arguments(codes, weight, scales, scale, bias, out, *room), launch.keywords
 
 
 @torch.library.custom_op("tilefold::matmul_w8a8", mutates_args=())

@@ -294,8 +294,9 @@ def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
     if plan.kernel == "matmul_hopper":
         from .product_hopper import arguments, bind
 
-        launch, scalars, boxes = bind(x, plan, a.device)
-        return launch.fn, arguments(boxes, a, b, out, pre, None if shared else bias, scalars), launch.keywords
+        scales = scale_a, scale_b
+        launch, scalars, boxes = bind(x, plan, a.device, scales)
+        return launch.fn, arguments(boxes, a, b, out, pre, None if shared else bias, scales, scalars), launch.keywords
     launch, scalars, _ = bind_portable(x, plan, scale_a, scale_b, a.device)
     return launch.fn, (a, b, out, pre, None if shared else bias, scale_a, scale_b, *scalars), launch.keywords
 

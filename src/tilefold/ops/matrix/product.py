@@ -104,7 +104,7 @@ def product(
     if p.hopper is not None:
         from .product_hopper import arguments
 
-        p.launch(arguments(p.hopper, a, b, target, kept, added, p.scalars))
+        p.launch(arguments(p.hopper, a, b, target, kept, added, (scale_a, scale_b), p.scalars))
     else:
         p.launch((a, b, target, kept, added, scale_a, scale_b, *p.scalars))
     if p.partial:
@@ -225,7 +225,7 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     plan = _plan_of(problem, epilogue, a.device)
     if 0 in shape:
         return Prepared(shape, plan)
-    made = _bind_hopper(x, plan, epilogue, a, b, bias) if plan.kernel == "matmul_hopper" else None
+    made = _bind_hopper(x, plan, epilogue, tensors) if plan.kernel == "matmul_hopper" else None
     if made is None:
         if plan.kernel == "matmul_hopper":  # it does not compile here
             from ...plan.matrix.matmul import plan_matmul
@@ -240,9 +240,7 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     return p
 
 
-def _bind_hopper(
-    x: Operands, plan: "MatmulPlan", epilogue: Epilogue, a: torch.Tensor, b: torch.Tensor, bias: Any
-) -> Any:
+def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Any:
     """None, after a warning, where this Triton does not compile the kernel, unless the caller's plan asks for it."""
     from ..hopper import bound_or_none
     from .product_hopper import arguments, bind
@@ -252,14 +250,16 @@ def _bind_hopper(
         problem = plan.problem
         shape = (plan.splits, problem.results, problem.m, problem.n)
         out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else epilogue.out_dtype, device="meta")
-        launch.compile(arguments(boxes, a, b, out, out if pre else None, bias if plan.splits == 1 else None, scalars))
+        added = bias if plan.splits == 1 else None
+        launch.compile(arguments(boxes, a, b, out, out if pre else None, added, scales, scalars))
 
+    a, b, bias, scales = *tensors[:3], tensors[3:]
     pre = epilogue.saved and plan.splits == 1
     if epilogue.plan:
-        made = bind(x, plan, a.device)
+        made = bind(x, plan, a.device, scales)
         compile(made)
         return made
-    return bound_or_none("matrix product", lambda: bind(x, plan, a.device), compile)
+    return bound_or_none("matrix product", lambda: bind(x, plan, a.device, scales), compile)
 
 
 def bind_portable(

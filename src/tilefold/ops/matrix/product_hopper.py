@@ -1,10 +1,11 @@
-"""Binding of the Gluon kernel for matrix products on sm_90."""
+"""Binding of the Gluon kernels for matrix products on sm_90: of 16 bits here, of bytes in eight_hopper."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..hopper import require
+from .eight_hopper import Boxes, bind_product, product_arguments
 from .options import CODES
 from .product import BIAS, Operands
 
@@ -17,8 +18,15 @@ __all__ = ["arguments", "bind"]
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp
 
 
-def bind(x: Operands, plan: "MatmulPlan", device: torch.device) -> tuple[Any, tuple[Any, ...], "tuple[Box, ...]"]:
-    """(launch, scalars, boxes of a, b and the result); Unsupported without Gluon."""
+def bind(
+    x: Operands,
+    plan: "MatmulPlan",
+    device: torch.device,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> tuple[Any, tuple[Any, ...], Any]:
+    """(launch, scalars, boxes of a, b and the result); scales: of products in e4m3.  Unsupported without Gluon."""
+    if x.a.element_size() == 1:
+        return bind_product(x, plan, scales, device)
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul import matmul_hopper
     from ..launch import Launch
@@ -69,9 +77,12 @@ def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
     return Box(t, list(t.shape), [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
 
 
-def arguments(boxes: "tuple[Box, ...]", a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, pre: torch.Tensor | None,
-              bias: torch.Tensor | None, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # fmt: skip
+def arguments(boxes: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, pre: torch.Tensor | None,
+              bias: torch.Tensor | None, scales: tuple[Any, Any], scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's run-time arguments, in order."""
+    if isinstance(boxes, Boxes):
+        made: tuple[Any, ...] = product_arguments(boxes, a, b, out, bias, scales, scalars)
+        return made
     of_out = boxes[2].over(out) if len(boxes) == 3 else None
     of_pre = boxes[2].over(pre) if len(boxes) == 3 and pre is not None else None
     return boxes[0].over(a), boxes[1].over(b), of_out, of_pre, out, pre, bias, *scalars

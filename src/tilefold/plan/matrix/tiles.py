@@ -26,6 +26,7 @@ SHORTEST_SHARE = 512  # of k, in elements: a shorter one costs more to add up th
 BARRIER_BYTES = 1024  # barriers, and what the compiler keeps to start the partitions
 STAGING = 2  # pieces of 64 columns that a warpgroup of matmul_hopper has on their way out
 HOPPER_TILES = ((128, 256, 4), (128, 128, 6))  # rows, columns, buffers
+HOPPER_BYTES = 128  # of a row of A and of B at a time: 64 numbers of 16 bits, 128 of 8
 SMALL_TILE = 1.1  # how much longer 128 x 128 takes for the same work: it draws a third more from L2
 # By elements of a tile: the share of the device's rate that the portable kernel reaches with it.
 REACHED = {32768: 0.8, 16384: 0.75, 8192: 0.6, 4096: 0.45, 2048: 0.28, 1024: 0.15}
@@ -135,8 +136,13 @@ def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     """Why the kernel for sm_90 cannot serve, as a sentence, or None if it can."""
     if device.backend != "cuda" or device.arch != 90:
         return f"it is written for sm_90, this is {device.target}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 and float16, not {problem.dtype}"
+    eight = ITEMSIZE[problem.dtype] == 1
+    if problem.dtype not in ("bfloat16", "float16") and not eight:
+        return f"it multiplies bfloat16, float16 and float8_e4m3fn, not {problem.dtype}"
+    if eight and (problem.a_major, problem.b_major) != ("k", "k"):
+        return "tensor cores take bytes with k side by side in both factors: a contiguous, b the transpose of a contiguous [N, K]"
+    if eight and (problem.batch != 1 or problem.fold or problem.saved):
+        return "it has no batches of float8_e4m3fn"
     if not problem.descriptors:
         return "the copy engine needs bases and strides of A and B that are multiples of 16 bytes, and some are not"
     if not problem.summed:
@@ -158,7 +164,8 @@ def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulT
     """The tile, and the number of shares of the sum, with the least estimated time."""
     made = []
     for rows, columns, stages in HOPPER_TILES:
-        tile = MatmulTile(rows, columns, 64, 4, stages, GROUP * columns // 128)
+        step = HOPPER_BYTES // ITEMSIZE[problem.dtype]
+        tile = MatmulTile(rows, columns, step, 4, stages, GROUP * columns // 128)
         for splits in sorted({1, 2, splits_of(problem, device, tile)}):
             if splits <= splits_of(problem, device, tile):
                 made.append(replace(tile, splits=splits))
@@ -169,10 +176,12 @@ def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulT
 def hopper_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
     """Estimated time: waves of tiles at the rate at which their loads come, start and end, and a second launch for shares."""
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
-    area = 2.0 * tile.block_m * tile.block_n * device.sms / device.matmul_rate(problem.dtype)
+    eight = ITEMSIZE[problem.dtype] == 1  # no device lists a rate of bytes: twice that of 16 bits
+    rate = 2 * device.matmul_rate("bfloat16") if eight else device.matmul_rate(problem.dtype)
+    area = 2.0 * tile.block_m * tile.block_n * device.sms / rate
     if tile.block_n < 256:
         area *= SMALL_TILE
-    made = waves * (-(-tile.steps(problem) // tile.splits) * 64 * area + EPILOGUE)
+    made = waves * (-(-tile.steps(problem) // tile.splits) * tile.block_k * area + EPILOGUE)
     return made + LAUNCH + _second_launch(problem, device, tile)
 
 
@@ -203,7 +212,7 @@ def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: Ma
     for field, most in (("num_stages", 8), ("group", 1024), ("splits", 1024)):
         if not 1 <= getattr(tile, field) <= most:
             return field, f"must be from 1 to {most}, got {getattr(tile, field)}"
-    if kernel == HOPPER and (fault := _hopper_fault(tile)):
+    if kernel == HOPPER and (fault := _hopper_fault(problem, tile)):
         return fault
     if tile.splits > max(1, tile.steps(problem)):
         return "splits", f"must be at most {tile.steps(problem)}, the tiles of the sum over k, got {tile.splits}"
@@ -219,13 +228,14 @@ def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: Ma
     return None
 
 
-def _hopper_fault(tile: MatmulTile) -> tuple[str, str] | None:
+def _hopper_fault(problem: MatmulProblem, tile: MatmulTile) -> tuple[str, str] | None:
     if tile.block_m != 128:
         return "block_m", f"must be 128 with {HOPPER}, got {tile.block_m}"
     if tile.block_n not in (128, 256):
         return "block_n", f"must be 128 or 256 with {HOPPER}, got {tile.block_n}"
-    if tile.block_k != 64:
-        return "block_k", f"must be 64 with {HOPPER}, got {tile.block_k}"
+    if tile.block_k != HOPPER_BYTES // ITEMSIZE[problem.dtype]:
+        wanted = HOPPER_BYTES // ITEMSIZE[problem.dtype]
+        return "block_k", f"must be {wanted} with {HOPPER}, got {tile.block_k}"
     if tile.num_warps != 4:
         return "num_warps", f"must be 4, of each of the two warpgroups, with {HOPPER}, got {tile.num_warps}"
     return None

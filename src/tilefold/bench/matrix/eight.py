@@ -1,0 +1,157 @@
+"""Cases of `tilefold bench lowbit` with activations in 8 bits: what is measured, and beside what."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.family import Calls
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of
+from tilefold.errors import ShapeError, ValueRangeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "EightCase",
+    "EightInputs",
+    "eight_by_cublas",
+    "eight_by_tilefold",
+    "eight_inputs",
+    "eight_judge",
+    "prepare_scaled",
+    "refuses_scaled",
+]
+
+KINDS = {"int8": "int8", "e4m3": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class EightCase:
+    """x [M, K], quantised by rows on the way, times the transpose of a weight [N, K] in the same 8 bits, a scale a row.
+
+    Raises ShapeError, ValueRangeError."""
+
+    m: int
+    n: int = 8192
+    k: int = 8192
+    kind: str = "int8"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k) < 1:
+            raise ShapeError(f"m, n, k must be at least 1, got {self}")
+        if self.kind not in KINDS or self.dtype not in ("bfloat16", "float16"):
+            raise ValueRangeError(f"kind must be one of {tuple(KINDS)}, dtype bfloat16 or float16, got {self}")
+
+    @property
+    def name(self) -> str:
+        """Such as "w8a8_int8_m1_n8192_k8192"."""
+        parts = ["w8a8", self.kind, f"m{self.m}", f"n{self.n}", f"k{self.k}"]
+        return "_".join([*parts, *([self.dtype] if self.dtype != "bfloat16" else [])])
+
+    @property
+    def bytes(self) -> int:
+        """Weights and their scales, activations, their codes written and read, results, each once."""
+        return self.n * self.k + 4 * self.n + BYTES[self.dtype] * self.m * (self.n + self.k) + 2 * self.m * self.k
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class EightInputs:
+    case: EightCase
+    x: "Tensor"
+    weight: "Tensor"
+    scale: "Tensor"
+
+
+def eight_inputs(case: EightCase, device: str, seed: int) -> EightInputs:
+    """Standard-normal x, and a normal weight over the root of K, rounded by rows; the same for a seed and device."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype, kind = getattr(torch, case.dtype), getattr(torch, KINDS[case.kind])
+    x = torch.randn(case.m, case.k, generator=generator, device=device, dtype=dtype)
+    w = torch.randn(case.n, case.k, generator=generator, device=device) * case.k**-0.5
+    weight, scale = _rounded(w, kind)
+    return EightInputs(case, x, weight, scale)
+
+
+def _rounded(w: "Tensor", kind: Any) -> "tuple[Tensor, Tensor]":
+    """Codes of the rows of w and their scales."""
+    import torch
+
+    scale = w.float().abs().amax(1) / (127.0 if kind == torch.int8 else 448.0)
+    codes = w.float() / scale[:, None]
+    return (codes.round() if kind == torch.int8 else codes).to(kind), scale
+
+
+def eight_judge(inputs: EightInputs) -> WholeJudge:
+    """As `matmul_w8a8` defines it: of x's codes."""
+    import torch
+
+    from tilefold import reference
+
+    def compute(dtype: "torch.dtype") -> "Tensor":
+        wide = dtype if dtype == torch.float64 else torch.float32
+        return reference.matmul_w8a8(inputs.x, inputs.weight, inputs.scale, None, wide).to(dtype)
+
+    return WholeJudge(compute, inputs.x.dtype)
+
+
+def eight_by_tilefold(inputs: EightInputs) -> "Callable[[], Tensor]":
+    """The public function as a user calls it: it quantises x."""
+    i, function = inputs, ours("matmul_w8a8")
+
+    def call() -> "Tensor":
+        out: Tensor = function(i.x, i.weight, i.scale)
+        return out
+
+    return call
+
+
+def eight_by_cublas(sets: Sequence[EightInputs]) -> Calls:
+    """x as it is times the dequantised weight in 16 bits; judged as that."""
+    import torch
+
+    def weight(i: EightInputs, dtype: "torch.dtype") -> "Tensor":
+        return (i.weight.double() * i.scale.double()[:, None]).to(i.x.dtype).to(dtype)
+
+    def one(i: EightInputs) -> "Callable[[], Tensor]":
+        x, w = i.x, weight(i, i.x.dtype)
+        return lambda: torch.nn.functional.linear(x, w)
+
+    return Calls([one(i) for i in sets], judge=product_of(sets[0].x, lambda dtype: weight(sets[0], dtype)))
+
+
+def prepare_scaled(sets: Sequence[EightInputs]) -> Calls:
+    """torch's own products of codes, which it is given: torch._scaled_mm with scales of rows, or torch._int_mm and the scales."""
+    import torch
+
+    def one(i: EightInputs) -> "Callable[[], Tensor]":
+        codes, rows = _rounded(i.x, i.weight.dtype)
+        w, of_x, of_w = i.weight.t(), rows[:, None].contiguous(), i.scale[None, :].contiguous()
+
+        def whole() -> "Tensor":
+            return (torch._int_mm(codes, w) * of_x * of_w).to(i.x.dtype)
+
+        def scaled() -> "Tensor":
+            out: Tensor = torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
+            return out
+
+        return whole if i.case.kind == "int8" else scaled
+
+    return Calls([one(i) for i in sets])
+
+
+def refuses_scaled(case: Any, device: str) -> str | None:
+    """Why torch has no such product, or None."""
+    if not isinstance(case, EightCase):
+        return "multiplies 8-bit activations only"
+    if device != "cuda":
+        return "needs a GPU"
+    if case.kind == "int8" and case.m <= 16:
+        return "torch._int_mm takes more than 16 rows"
+    return "takes N and K in multiples of 16" if case.n % 16 or case.k % 16 else None
