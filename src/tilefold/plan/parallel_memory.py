@@ -1,7 +1,7 @@
 """The memory that context parallelism takes on one rank: what is alive at the worst moment, tensor by tensor.
 
 Beyond the rank's own q, k and v and the gradient of its output; results are included.  What a kernel takes for itself while it
-runs is not: its scratch is the same without other ranks."""
+runs is `scratch`, which is there at other moments than the transfers."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Parts:
     out: float
     lse: float
     exact: float
-    repeated: bool = False
+    scratch: float = 0.0  # of the backward kernel, while it runs
 
 
 def memory_of(scheme: str, p: Parts, ranks: int, steps: int, backward: bool) -> float:
@@ -38,12 +38,13 @@ def _ring(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     messages = min(2, steps - 1) * p.kv
     piece = max(p.q + p.kv / 2, p.q / 2 + p.kv)
     if steps == 1:
-        return p.kv + p.out + p.lse, p.out + p.lse + (1 + p.exact) * p.kv + p.q + p.kv
+        return p.kv + p.out + p.lse, p.out + p.lse + (1 + p.exact) * p.kv + p.q + p.kv + p.scratch
     if steps == 2:
         forward = max(2 * p.kv + p.out + p.lse, p.kv + 3 * p.out + 3 * p.lse)
-        return forward, p.out + p.lse + messages + 2 * p.q + 2 * p.exact * p.kv + piece
+        running = p.out + p.lse + messages + p.q + 2 * p.exact * p.kv + piece
+        return forward, running + max(p.q, p.scratch)
     forward = messages + (p.exact + 2) * p.out + 3 * p.lse
-    return forward, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + piece
+    return forward, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + piece + p.scratch
 
 
 def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
@@ -51,16 +52,20 @@ def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     it folds the sums for the others' keys and a piece's own gradients, or when it sends those sums what comes."""
     others = (ranks - 1) * p.kv
     forward = others + 3 * p.out + 3 * p.lse
-    folding = (2 + p.exact) * others + max(1.5 * p.q - p.kv / 2 if ranks > 2 else 0.0, 0.0)
+    adding = (2 + p.exact) * others
+    running = others + max(p.q / 2 + p.kv, p.q + p.kv / 2)
+    if ranks > 2:  # in the last piece, the sums have begun
+        running = (2 + p.exact) * others + 1.5 * p.q - p.kv / 2
     sending = 2 * p.exact * others
-    return forward, p.out + p.lse + p.q + p.kv + max(folding, sending)
+    return forward, p.out + p.lse + p.q + p.kv + max(adding, running + p.scratch, sending)
 
 
 def _heads(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     """Forward: q, k, v and out of a share of the heads, and out as it comes and is put together.  Backward: those, and the
     gradients of queries, or of keys, as they leave, come and are put together."""
     held = p.q + p.kv + p.out + p.lse
-    return held + 2 * p.out, held + p.out + p.q + max(2 * p.q + p.kv, 3 * p.kv)
+    running = p.out + p.kv + p.scratch
+    return held + 2 * p.out, held + p.out + p.q + max(running, 2 * p.q + p.kv, 3 * p.kv)
 
 
 def _two_level(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
