@@ -8,7 +8,16 @@ from tilefold.errors import PlanError, Unsupported, ValueRangeError
 
 from .parallel_memory import Parts, memory_of
 
-__all__ = ["SCHEMES", "Links", "ParallelPlan", "ParallelProblem", "SchemeCost", "head_refusal", "memory_with", "plan_parallel"]
+__all__ = [
+    "SCHEMES",
+    "Links",
+    "ParallelPlan",
+    "ParallelProblem",
+    "SchemeCost",
+    "head_refusal",
+    "memory_with",
+    "plan_parallel",
+]
 
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
 """In the order of preference where predictions are equal."""
@@ -254,13 +263,15 @@ def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
 def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     s, others = _sizes(n, links), links.ranks - 1
     rate = links.across if links.nodes > 1 else links.inside
-    sent, seconds = others * s.kv, s.fold
+    sent, own = others * s.kv, s.fold / links.ranks  # own keys are folded while the others' come
+    gather = sent / rate + links.latency * (others > 0)
+    seconds = s.fold - own + max(own, gather)
     if n.backward:
+        seconds += BACKWARD_FLOPS * (s.fold - own) + max(BACKWARD_FLOPS * own, gather)
+        seconds += others * s.dkv / rate + links.latency * (others > 0)
         sent = 2 * sent + others * s.dkv
-        seconds += BACKWARD_FLOPS * s.fold
     messages = 3 if n.backward else 1
     share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0
-    seconds += sent / rate + messages * links.latency * (others > 0)
     memory = s.memory(n, "all_gather", links.ranks, 1)
     return SchemeCost("all_gather", sent * (1 - share), sent * share, messages, seconds, memory)
 
