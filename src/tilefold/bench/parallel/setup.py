@@ -28,7 +28,7 @@ def join(gpu: bool, device: int, **options: Any) -> None:
         return
     torch.cuda.set_device(device)
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    nccl._timeout = options.pop("timeout", timedelta(minutes=5))
+    nccl._timeout = options.setdefault("timeout", timedelta(minutes=5))
     dist.init_process_group("nccl", device_id=torch.device("cuda", device), pg_options=nccl, **options)
 
 
