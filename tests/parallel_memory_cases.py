@@ -1,6 +1,5 @@
 """The memory that the plan predicts, beside what is alive while a call runs, counted tensor by tensor."""
 
-import gc
 import weakref
 
 import torch
@@ -9,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilefold import parallel as tp
+from tilefold.parallel import sums
 from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
 
 
@@ -28,9 +28,7 @@ class Alive(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self.drop, storage._cdata)
-        if self.now > self.peak:
-            gc.collect()  # the interpreter's frames hold the arguments of a kernel until then
-            self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now)
         return out
 
     def drop(self, key):
@@ -47,16 +45,28 @@ def backward(saved, dout, dlse, call, wanted):
     return [t.new_zeros(t.shape) for t in saved[:3]]
 
 
+def merge(out_a, lse_a, out_b, lse_b, out, lse):
+    """As much as the kernel allocates, nothing; in the interpreter its frames would hold the tensors until they are collected."""
+    out.copy_(out_b)
+    lse.copy_(lse_b)
+
+
 def suite():
     for scheme in ("ring", "all_gather", "heads", "two_level"):
-        yield f"memory-{scheme}", lambda s=scheme: check(s, (8, 4))
+        yield f"memory-{scheme}", lambda s=scheme: patched(s, (8, 4))
+
+
+def patched(*args):
+    kept, sums.merge_into = sums.merge_into, merge
+    try:
+        check(*args)
+    finally:
+        sums.merge_into = kept
 
 
 def check(scheme, heads, tokens=1024, dim=32):
     ranks = tp.ranks_of(None, ranks_per_node=2) if scheme == "two_level" else tp.ranks_of()
     sharding = tp.shard(tokens, ranks.size, "zigzag")
-    gc.collect()
-    gc.freeze()  # what there is stays: each later collection is short
     for needs in (False, True):
         peaks = []
         for _ in range(3):  # a transfer's thread may hold a message a little longer

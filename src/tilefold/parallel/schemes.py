@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -193,16 +194,11 @@ def _gradients_ring(
         source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {turns}"
         rows, shapes, started = job.pair.keys(mine, spans, q.shape[0]), keys.shapes[source], travelling is not None
         own = travelling if travelling is not None else q.new_empty(keys.sizes[source], dtype=exact)
-
-        def arrived(own=own, rows=rows, shapes=shapes, started=started, works=works, what=what):  # type: ignore[no-untyped-def]
-            ring.wait(works, what)
-            return tuple(Sum(t, rows, t, started) for t in unpack(own, shapes))
-
-        sums = Gradients(queries, arrived)
+        sums = Gradients(queries, partial(_awaited, ring, works, what, unpack(own, shapes), rows, started))
         add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
         del kv
         found = [one.result() for one in sums.both]
-        del sums, arrived
+        del sums
         sent, works = None, []  # both hold what has left
         if turns == 1:
             return found
@@ -216,6 +212,14 @@ def _gradients_ring(
     del sent
     assert travelling is not None
     return unpack(travelling, keys.shapes[ring.rank])
+
+
+def _awaited(
+    ring: Ring, works: list[Any], what: str, own: list[torch.Tensor], rows: list[tuple[int, int]], started: bool
+) -> list[Sum]:
+    """Sums for dk and dv in a message: it has to have arrived, if it is not a new one."""
+    ring.wait(works, what)
+    return [Sum(t, rows, t, started) for t in own]
 
 
 # ---------------------------------------------------------------- by gathering

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
@@ -9,15 +10,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tilefold.errors import TilefoldError
 from tilefold.ops.cache.merge import merge_into
 from tilefold.ops.call import Call
 from tilefold.parallel import Kernels
 from tilefold.parallel.exchange import Ring
 from tilefold.plan.parallel import ParallelPlan
 from tilefold.plan.parallel_scratch import calls_of
+from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["MeasuredLinks", "barrier", "join", "links_of", "warmed"]
 
+LONGEST = 1 << 17
 _WARM: set[Any] = set()
 
 
@@ -42,28 +46,30 @@ def barrier() -> None:
 
 def warmed(plan: ParallelPlan, device: torch.device) -> None:
     """Let rank 0 compile what the calls of a plan need; the others find it in Triton's cache.  A collective."""
-    calls = tuple(call for call in calls_of(plan) if call not in _WARM)
-    _WARM.update(calls)
+    backward = plan.problem.backward
+    calls = tuple(call for call in calls_of(plan) if (call, backward) not in _WARM)
+    _WARM.update((call, backward) for call in calls)
     if device.type == "cuda" and dist.get_rank() == 0:
-        for n in calls:
-            q, k, v = (
-                torch.zeros(n.batch, rows, heads, dim, dtype=getattr(torch, n.dtype), device=device)
-                for rows, heads, dim in (
-                    (n.seq_q, n.heads, n.dim_qk), (n.seq_k, n.kv_heads, n.dim_qk), (n.seq_k, n.kv_heads, n.dim_v),
-                )
-            )  # fmt: skip
-            call, kernels = (
-                Call(causal=n.causal, window=None if n.causal or n.window == (-1, -1) else n.window),
-                Kernels(),
-            )
-            out, lse = kernels.forward(q, k, v, call)
-            for first in (out, out.float()):
-                for to in (first, out):
-                    merge_into(first, lse, out, lse, to, lse)
-            if plan.problem.backward:
-                kernels.backward((q, k, v, out, lse), out, None, call, (True, True, True, False, False))
+        for call in calls:
+            with suppress(TilefoldError, RuntimeError):  # the line itself will say
+                _warm(call, backward, device)
         torch.cuda.synchronize()
     barrier()
+
+
+def _warm(n: AttentionProblem, backward: bool, device: torch.device) -> None:
+    """One call with a merge of every kind, of at most LONGEST queries and keys."""
+    rows, keys = min(n.seq_q, LONGEST), min(n.seq_k, LONGEST)
+    shapes = (rows, n.heads, n.dim_qk), (keys, n.kv_heads, n.dim_qk), (keys, n.kv_heads, n.dim_v)
+    q, k, v = (torch.zeros(n.batch, *shape, dtype=getattr(torch, n.dtype), device=device) for shape in shapes)
+    call = Call(causal=n.causal, window=None if n.causal or n.window == (-1, -1) else n.window)
+    kernels = Kernels()
+    out, lse = kernels.forward(q, k, v, call)
+    exact = out.float()
+    for first, to in ((out, out), (out, exact), (exact, exact), (exact, out)):
+        merge_into(first, lse, out, lse, to, lse)
+    if backward:
+        kernels.backward((q, k, v, out, lse), out, None, call, (True, True, True, False, False))
 
 
 class MeasuredLinks(NamedTuple):
