@@ -1,25 +1,36 @@
 """What runs on several GPUs over NCCL."""
 
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import train_long
 from parallel_cases import SCHEMES, check
+from parallel_model_cases import transformer
 from tilefold import parallel as tp
+from tilefold import reference
 from tilefold.bench.parallel.run import Work, measure
+from tilefold.bench.parallel.setup import links_of, warmed
+from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+from tilefold.reference.tolerance import compare
+from tilefold.sparse import BlockIndex
 
 
 def gpus():
-    """On GPUs over NCCL: real tiles, every scheme, the library's kernels."""
+    """On GPUs over NCCL: real tiles, every scheme, the library's kernels.  One start: compiling takes most of it."""
     real = {"heads": (8, 4), "dims": (128, 128), "kernels": None}
+    yield "warm", warm
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for scheme in SCHEMES:
-            for kind in ("contiguous", "zigzag"):
+            for kind in ("contiguous", "zigzag") if dtype == torch.bfloat16 else ("zigzag",):
                 yield (
                     f"{scheme}-{kind}-{dtype}",
                     lambda s=scheme, k=kind, d=dtype: check(s, k, 1031, dtype=d, causal=True, **real),
                 )
+            if dtype == torch.float32:
+                continue
             yield (
                 f"{scheme}-window-{dtype}",
                 lambda s=scheme, d=dtype: check(s, "zigzag", 1031, batch=2, dtype=d, window=(200, 0), **real),
@@ -29,7 +40,52 @@ def gpus():
                 lambda s=scheme, d=dtype: check(s, "zigzag", [0, 300, 301, 1100], dtype=d, causal=True, **real),
             )
     yield "decode-graph", decode_graph
+    yield "sparse", sparse
+    yield "links", links
     yield "bench", bench
+    yield "transformers", lambda: transformer("mistral", "zigzag", [0, 9, 16], "cuda", None)
+    yield "train-long", train  # FSDP2, checkpoints, compiled layers
+
+
+def warm():
+    """Rank 0 compiles what the others would compile at the same time."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        problem = ParallelProblem(1, 1031, 1031, 8, 4, 128, 128, dtype, (-1, 0), "zigzag", True)
+        warmed(plan_parallel(problem, Links(dist.get_world_size()), "ring"), torch.device("cuda"))
+
+
+def links():
+    found = links_of(torch.device("cuda", torch.cuda.current_device()), 1 << 26)
+    assert found.neighbour > 1e9, found
+    assert found.latency < 0.1, found
+
+
+def train():
+    small = ["--layers", "1", "--tokens", "4096", "--steps", "2", "--vocabulary", "64", "--check", "--compile"]
+    assert train_long.main(small) == 0
+
+
+def sparse():
+    """Lists of this rank's rows, blocks of the others, beside the oracle."""
+    ranks, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cuda")
+    sharding = tp.shard_blocks(1000, ranks, 64)
+    random = torch.Generator().manual_seed(6)
+    q, k, v, w = (torch.randn(1, 1000, n, 64, generator=random).to(torch.bfloat16) for n in (4, 2, 2, 4))
+    keep = torch.rand(1, 4, 16, 16, generator=random) < 0.4
+    sizes = {"block_q": 64, "block_k": 64, "seq_q": 1000, "seq_k": 1000}
+    wanted = []
+    for exact in (torch.float64, torch.bfloat16):
+        leaves = [t.to(exact).requires_grad_() for t in (q, k, v)]
+        out, _ = reference.sparse_attention(*leaves, BlockIndex.from_map(keep, **sizes), dtype=exact)
+        (out * w.to(exact)).sum().backward()
+        wanted.append([out.detach(), *(t.grad for t in leaves)])
+    mine = [tp.shard_sequence(t, sharding, rank).to(device).requires_grad_() for t in (q, k, v)]
+    rows = tp.shard_index(BlockIndex.from_map(keep.to(device), **sizes), sharding, rank)
+    out = tp.sparse_attention(*mine, rows, sharding)
+    (out * tp.shard_sequence(w, sharding, rank).to(device)).sum().backward()
+    for name, got, exact, plain in zip(("out", "dq", "dk", "dv"), (out, *(t.grad for t in mine)), *wanted, strict=True):
+        verdict = compare(got, *(tp.shard_sequence(t, sharding, rank) for t in (exact, plain)))
+        assert verdict.ok, f"{name}: {verdict}"
 
 
 def bench():
@@ -37,10 +93,13 @@ def bench():
     with tempfile.TemporaryDirectory() as folder:
         work = Work((4096,), (8, 4), ways=("ring", "all_gather", "heads"), rounds=1, trace=f"{folder}/trace")
         lines = measure(work)
+        if dist.get_rank() == 0:
+            assert sorted(p.name for p in Path(folder).iterdir()) == [f"trace-{w}.json.gz" for w in sorted(work.ways)]
     assert [line.status for line in lines] == ["ok"] * 6, lines
     for line in lines:
         assert 0 <= line.hidden <= 1
         assert line.memory > 0
+        assert line.exposed_ms >= 0
 
 
 def decode_graph():

@@ -173,7 +173,7 @@ def long_example():
 # ---------------------------------------------------------------- Transformers
 
 
-def transformer(family, kind, tokens):
+def transformer(family, kind, tokens, device="cpu", kernels=PLAIN):
     """Loss and gradients of a model of Transformers, its tokens cut over the ranks, beside the same model in fp64."""
     ranks = dist.get_world_size()
     hf_models.register_exact()
@@ -192,14 +192,15 @@ def transformer(family, kind, tokens):
         loss = other(input_ids=ids, labels=labels, shift_labels=labels, **whole).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in other.parameters())])
-    mine = hf_models.made_by(model, "tilefold").train()
+    mine = hf_models.made_by(model, "tilefold").to(device).train()
     mine.gradient_checkpointing_enable({"use_reentrant": False})
-    with tp.context_parallel(None, sharding, scheme="ring", kernels=PLAIN):
-        loss = mine(**tp.causal_batch(ids, sharding)).loss
+    with tp.context_parallel(None, sharding, scheme="ring", kernels=kernels):
+        loss = mine(**tp.causal_batch(ids.to(device), sharding)).loss
         loss.backward()
     got = [loss.detach().clone(), *(p.grad for p in mine.parameters())]
     for t in got:
         dist.all_reduce(t)
+    got = [t.cpu() for t in got]
     names = ["loss", *(name for name, _ in model.named_parameters())]
     assert abs(got[0] - found[0][0]) <= 2 * abs(found[1][0] - found[0][0]) + 1e-6, (got[0], found[0][0])
     for name, one, exact, plain in list(zip(names, got, *found, strict=True))[1:]:

@@ -51,12 +51,15 @@ def _rank(rank, module, suite, ranks, folder, timeout, backend):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    store, wait = f"file://{folder}/store", datetime.timedelta(seconds=timeout)
+    options = {"init_method": store, "rank": rank, "world_size": ranks, "timeout": wait}
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        from tilefold.bench.parallel.setup import join
+
+        join(True, rank, **options)
     else:
         _prepare(torch)
-    store, wait = f"file://{folder}/store", datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=wait)
+        dist.init_process_group(backend, **options)
     with (Path(folder) / f"rank{rank}").open("w") as report:
         for name, case in getattr(importlib.import_module(module), suite)():
             torch.manual_seed(0)

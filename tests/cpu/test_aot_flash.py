@@ -21,6 +21,7 @@ CODED = [
     ("bfloat16", 128, 256, 64, "float8_e4m3fn", True, 8, 4096, False),
 ]
 MERGE = [("bfloat16", 128), ("float32", 300)]
+MIXED = [("bfloat16", 128, "float32", "bfloat16")]  # the last merge of many
 WEIGHTS = [("bfloat16", 128), ("float32", 256)]
 EVERYWHERE = (ROTARY[1], CACHED[1], APPEND[0], CODED[3])
 
@@ -47,6 +48,7 @@ JOBS = {
         CODED,
     ),
     **jobs("merge", "tilefold.ops.cache.merge:example_launch", ("dtype", "dim"), MERGE),
+    **jobs("merge", "tilefold.ops.cache.merge:example_launch", ("dtype", "dim", "first", "to"), MIXED),
     **jobs("weights", "tilefold.ops.dense.attention_weights:example_launch", ("dtype", "dim"), WEIGHTS),
 }
 NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bfloat16 128 256 256", "append bfloat16 128 0 64",

@@ -1,4 +1,4 @@
-"""Context parallelism over NCCL on two GPUs or more: every scheme beside the oracle, and a captured decoding step."""
+"""Context parallelism over NCCL on two GPUs or more: every scheme beside the oracle, sparse attention, decoding, models."""
 
 import pytest
 import torch

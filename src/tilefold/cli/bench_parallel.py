@@ -42,11 +42,12 @@ EPILOG = """
 **Ways**: ring, all_gather, heads and two_level (with --per-node) are tilefold's; torch and torch-alltoall are
 torch.distributed.tensor.experimental.context_parallel with its two ways to rotate K and V, over cuDNN's or Flash's attention.
 
-**Method**: zigzag shards. Sampled rows and keys of one head are compared with fp64 on every rank; what is wrong is not timed.
-Times are medians of the slowest rank, backward alone over a graph that is kept. *of one rank*: TFLOP/s a rank beside tilefold's
-attention on one rank, of 32768 tokens, in the same run: 100 % is linear scaling. *memory*: the peak of forward, and backward,
-beyond q, k, v and dout, beside the plan's formula. *hidden*, with --trace: the share of NCCL's time during
-which other kernels run, of the rank with the least.
+**Method**: zigzag shards. First of all the links are measured. Sampled rows and keys of one head are compared with fp64 on
+every rank; what is wrong is not timed. Times are medians of the slowest rank, backward alone over a graph that is kept.
+*of one rank*: TFLOP/s a rank beside tilefold's attention on one rank with the same tokens, in the same run while the other
+ranks wait (fewer tokens, where a call would take more than 0.7 s): 100 % is linear scaling. *memory*: the peak of forward,
+and backward, beyond q, k, v and dout, beside the plan's formula with the kernels' own scratch. *hidden*, with --trace: the
+share of NCCL's time during which other kernels run, and *exposed* what is left of it, of the worst rank.
 Exit code 1 if a result of tilefold is wrong or failed.
 """
 TOKENS = {True: (32768, 131072), False: (32,)}
@@ -78,7 +79,8 @@ def parallel(
         float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further line after so long.")
     ] = None,
     trace: Annotated[
-        str, typer.Option(metavar="STEM", help="Trace one call of each line (GPU); files STEM-*.json.")
+        str,
+        typer.Option(metavar="STEM", help="Trace one call of each line (GPU); a file STEM-WAY.json.gz for each way."),
     ] = "",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
@@ -128,9 +130,9 @@ def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | Non
     if dist.is_available() and dist.is_initialized():
         return _on_rank(work)
     if "RANK" in os.environ:
-        if runtime.gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if runtime.gpu else "gloo")
+        from tilefold.bench.parallel.setup import join
+
+        join(runtime.gpu, int(os.environ.get("LOCAL_RANK", "0")))
         try:
             return _on_rank(work)
         finally:
@@ -154,13 +156,18 @@ def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | Non
 
 def _on_rank(work: "Work") -> "list[Line] | None":
     """The lines on rank 0, which shows how far it is."""
+    import torch
     import torch.distributed as dist
 
     from tilefold.bench.parallel.run import measure
+    from tilefold.bench.parallel.setup import links_of
 
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    links = links_of(device)
     if dist.get_rank():
         measure(work)
         return None
+    Console().print(Text(str(links), style="dim"), soft_wrap=True)
     total = len(work.tokens) * len(work.ways) * len(work.backward)
     with measuring(Console(), total, False) as step:
         return measure(work, lambda what: step("parallel", what))
@@ -172,13 +179,11 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    if runtime.gpu:
-        torch.cuda.set_device(rank)
-    else:
+    from tilefold.bench.parallel.setup import join
+
+    if not runtime.gpu:
         torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if runtime.gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    join(runtime.gpu, rank, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     lines = _on_rank(work)
     if lines is not None:
         (Path(folder) / "lines").write_bytes(pickle.dumps(lines))

@@ -189,7 +189,7 @@ def explain(
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )
     if ranks is not None:
-        typer.echo(explain_ranks(wide, problem, as_json))
+        typer.echo(explain_ranks(wide, problem, _record(device), as_json))
         return
     if cache is not None:
         typer.echo(explain_cache(over, problem, _record(device), as_json))

@@ -9,6 +9,7 @@ from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.plan import AttentionProblem
+    from tilefold.plan.device import Device
 
 __all__ = ["RanksOptions", "check_ranks", "explain_ranks"]
 
@@ -38,10 +39,11 @@ def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
             raise Unsupported(f"{name} does not go with --ranks")
 
 
-def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", as_json: bool) -> str:
-    """The ParallelPlan, its formulas, and the predictions for other numbers of ranks; nothing is asked of any device."""
+def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
+    """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
     from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
     from tilefold.plan.parallel_scale import FORMULAS, LETTERS, scaling
+    from tilefold.plan.parallel_scratch import memory_on
     from tilefold.plan.sharding import KINDS
 
     kind = asked.shards or "zigzag"
@@ -57,16 +59,18 @@ def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", as_json: boo
                             problem.dim_v, problem.dtype, window, kind, asked.backward)  # fmt: skip
     plan = plan_parallel(whole, links)
     scaled = scaling(whole, links)
+    most, scratch = memory_on(plan, device)
     if as_json:
-        return json.dumps(
-            {"plan": asdict(plan), "scaling": [[ranks, p and asdict(p.cost)] for ranks, p in scaled.plans]}
-        )
+        kernels = {"device": device.name, "scratch": scratch, "memory": most}
+        every = [[ranks, p and asdict(p.cost)] for ranks, p in scaled.plans]
+        return json.dumps({"plan": asdict(plan), "kernels": kernels, "scaling": every})
     traffic, extra = FORMULAS[plan.scheme]
     return "\n".join((
         str(plan),
         f"  traffic   {traffic}",
         f"  memory    {extra}",
         *(f"            {line}" for line in LETTERS),
+        f"  kernels   {scratch / 1e9:.3f} GB for themselves while they run on {device.title}: {most / 1e9:.3f} GB at the most",
         "",
         "The same problem on other numbers of ranks, predicted, not yet measured over NCCL:",
         str(scaled),

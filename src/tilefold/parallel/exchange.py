@@ -6,14 +6,14 @@ stream goes on, and waits for the transfer only in `wait`: what is launched betw
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
 
-__all__ = ["Ring", "all_gather", "all_to_all", "gather_flat", "guarded", "pack", "unpack"]
+__all__ = ["Ring", "Transfer", "all_to_all", "begin", "gather_flat", "guarded", "pack", "unpack"]
 
 # Newer torch has another name for it, and warns of the old one.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -89,6 +89,7 @@ class Ring:
             return []
         with guarded(self.group, f"{what} (to rank {target}, from rank {source})"):
             works: list[Any] = dist.batch_isend_irecv(operations)
+        give_way(operations[0].tensor)
         return works
 
     def wait(self, works: list[Any], what: str) -> None:
@@ -98,19 +99,58 @@ class Ring:
                 work.wait()
 
 
-def all_gather(mine: torch.Tensor, sizes: Sequence[int], group: Any, what: str) -> list[torch.Tensor]:
-    """Every rank's flat tensor; sizes: of all ranks.  Shorter ones travel padded to the longest: one collective anywhere."""
-    most = max(sizes)
-    if most == 0:
-        return [mine for _ in sizes]
-    padded = mine
-    if mine.numel() < most:
-        padded = mine.new_zeros(most)
-        padded[: mine.numel()] = mine
-    every = torch.empty(most * len(sizes), dtype=mine.dtype, device=mine.device)
+class Transfer(NamedTuple):
+    """What is under way; nothing of it may be touched before `wait`.  kept: what has to live until then."""
+
+    works: list[Any]
+    group: Any
+    what: str
+    kept: list[Any]
+
+    def wait(self) -> None:
+        """What is launched from now on sees what has come."""
+        with guarded(self.group, self.what):
+            for work in self.works:
+                work.wait()
+        self.works.clear()
+        self.kept.clear()
+
+
+def begin(
+    sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]], group: Any, what: str
+) -> Transfer:
+    """Begin to send each rank the tensors that are listed for it, and to receive what it lists for this one into those of
+    `receives`: contiguous ones, of the same sizes on both sides, from and to where they belong.  Nothing goes to itself."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    operations = []
+    for step in range(1, size):
+        target, source = (rank + step) % size, (rank - step) % size
+        operations += [dist.P2POp(dist.isend, t, group=group, group_peer=target) for t in sends[target] if t.numel()]
+        operations += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in receives[source] if t.numel()]
     with guarded(group, what):
-        gather_flat(every, padded, group=group)
-    return [every[r * most : r * most + size] for r, size in enumerate(sizes)]
+        works = dist.batch_isend_irecv(operations) if operations else []
+    give_way(operations[0].tensor if operations else None)
+    return Transfer(works, group, what, [sends, receives])
+
+
+_ASIDE: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def give_way(t: torch.Tensor | None) -> None:
+    """Let what is launched next on t's GPU begin after the transfer that was launched last.
+
+    Both wait for the same kernels.  A fold that begins first takes every SM until its end, and NCCL's kernel, which needs some,
+    waits for that: nothing is hidden.  So the fold waits for two streams one after the other, NCCL's kernel for one."""
+    if t is None or t.device.type != "cuda":
+        return
+    streams = _ASIDE.get(t.device)
+    if streams is None:
+        streams = _ASIDE[t.device] = [torch.cuda.Stream(t.device) for _ in range(2)]
+    before = current = torch.cuda.current_stream(t.device)
+    for stream in streams:
+        stream.wait_stream(before)
+        before = stream
+    current.wait_stream(before)
 
 
 def all_to_all(

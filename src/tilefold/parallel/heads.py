@@ -1,15 +1,12 @@
 """Head exchange (Ulysses): from all heads of a rank's tokens to a share of the heads of all the node's tokens, and back."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ..plan.sharding import Spans, ordered, union
-from .exchange import all_to_all, unpack
-from .tokens import assemble, take
+from ..plan.sharding import Spans
+from .places import Places
 
 __all__ = ["HeadExchange", "spread", "spread_of", "unspread"]
 
@@ -25,46 +22,24 @@ class HeadExchange(NamedTuple):
     group: Any
     spans: tuple[Spans, ...]
 
-    @property
-    def joint(self) -> Spans:
-        """The tokens of the node."""
-        return union([span for spans in self.spans for span in spans])
-
-    def lengths(self) -> list[int]:
-        """Tokens of each rank."""
-        return [sum(stop - start for start, stop in spans) for spans in self.spans]
-
     def gather(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
         """[batch, own tokens, heads, dim] to [batch, the node's tokens, heads / ranks, dim]."""
-        size = len(self.spans)
+        places = Places(self.group, self.spans)
+        size, rank = len(self.spans), places.rank
         shares = [t.unflatten(2, (size, t.shape[2] // size)) for t in tensors]
-        parts = (s[:, :, r] for r in range(size) for s in shares)
-        counts = [sum(t.numel() for t in tensors) // size] * size
-        shapes = [
-            [(s.shape[0], length, s.shape[3], s.shape[4]) for s in shares] for length in self.lengths()
-        ]  # of each rank's message
-        sizes = [sum(map(prod, each)) for each in shapes]
-        got = all_to_all(parts, counts, sizes, self.group, f"gathering {what} for its share of the heads")
-        views = [unpack(flat, each) for flat, each in zip(got, shapes, strict=True)]
-        return [assemble([view[i] for view in views], self.spans, 1) for i in range(len(tensors))]
+        mine = [[s[:, :, r] if r == rank else s[:, :, r].contiguous() for s in shares] for r in range(size)]
+        return places.gather(mine, f"gathering {what} for its share of the heads").wait()
 
     def scatter(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
         """Back: [batch, the node's tokens, heads / ranks, dim] to [batch, own tokens, heads, dim]."""
-        size, rank = len(self.spans), dist.get_rank(self.group)
-        rows: list[list[tuple[int, int]]] = [[] for _ in self.spans]
-        at = 0
-        for part, _, count in ordered(self.spans):
-            rows[part].append((at, at + count))
-            at += count
-        parts = (take(t, tuple(spans), 1) for spans in rows for t in tensors)
-        widths = sum(t.shape[0] * t.shape[2] * t.shape[3] for t in tensors)
-        counts = [length * widths for length in self.lengths()]
-        shapes = [(t.shape[0], self.lengths()[rank], t.shape[2], t.shape[3]) for t in tensors]
-        got = all_to_all(
-            parts, counts, [sum(map(prod, shapes))] * size, self.group, f"returning {what} to the tokens' ranks"
-        )
-        views = [unpack(flat, shapes) for flat in got]
-        return [torch.cat([view[i] for view in views], 2) for i in range(len(tensors))]
+        places = Places(self.group, self.spans)
+        joint = [t.contiguous() for t in tensors]
+        got = places.scatter(joint, f"returning {what} to the tokens' ranks")
+        found = []
+        for i, t in enumerate(joint):
+            every = [one[i] if one else places.kept(t) for one in got]
+            found.append(torch.cat(every, 2))
+        return found
 
 
 def spread_of(kv_heads: int, ranks: int) -> int:

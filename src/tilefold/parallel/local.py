@@ -4,7 +4,7 @@ A pair of shards is cut into pieces (plan/bands.py), each one call of the librar
 (out, lse).  Backward, each piece gets the lse and the output over *all* keys, with which its softmax weights and the row term
 are those of the whole attention, so its gradients are plain summands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from ..ops.call import Call, Packed
 from ..ops.dense import attention
 from ..plan.bands import Chain, chains_of, pieces_of
 from ..plan.sharding import Spans
+from .sums import State, Sum
 
-__all__ = ["Gradients", "Kernels", "Pair", "State", "add_gradients", "fold"]
+__all__ = ["Gradients", "Kernels", "Pair", "add_gradients", "fold"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -47,54 +48,32 @@ class Pair(NamedTuple):
         pieces = pieces_of(q_spans, k_spans, self.q_starts, self.k_starts, self.window)
         return chains_of(pieces) if batch == 1 else tuple(chain for one in pieces for chain in chains_of((one,)))
 
+    def rows(self, q_spans: Spans, steps: Iterable[Spans], batch: int) -> list[tuple[int, int]]:
+        """The rows of queries that the calls of these steps give results for, in their order."""
+        return [chain.area[:2] for spans in steps for chain in self.chains(q_spans, spans, batch)]
 
-class State:
-    """(out, lse) of queries over the keys seen so far: out [batch, seq, heads, dim_v], lse [batch, heads, seq], both in fp32
-    (fp64 for fp64 queries); without keys 0 and -inf.  The first whole result is kept as it came until a second one comes."""
-
-    def __init__(self, q: torch.Tensor, dim_v: int) -> None:
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.like, self.shape = q, (*q.shape[:3], dim_v)
-        self.out: torch.Tensor | None = None
-        self.lse: torch.Tensor | None = None
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, low: int, high: int) -> None:
-        """Take in the result over more keys of the queries low to high."""
-        if self.out is None and (low, high) == (0, self.shape[1]):
-            self.out, self.lse = out, lse
-            return
-        mine, sums = self._own()
-        mine, sums = mine[:, low:high], sums[:, :, low:high]
-        total = torch.logaddexp(sums, lse.to(self.dtype))
-        base = total.masked_fill(total == float("-inf"), 0.0)  # dead in both: both weights are exp(-inf - 0)
-        old, new = (torch.exp(part - base).transpose(1, 2)[..., None] for part in (sums, lse.to(self.dtype)))
-        mine.mul_(old).addcmul_(out, new)  # in the kernel's registers, whatever out's dtype
-        sums.copy_(total)
-
-    def _own(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.out is None or self.lse is None:
-            rows = (self.shape[0], self.shape[2], self.shape[1])
-            self.out = self.like.new_zeros(self.shape, dtype=self.dtype)
-            self.lse = self.like.new_full(rows, float("-inf"), dtype=self.dtype)
-        elif self.out.dtype != self.dtype:
-            self.out, self.lse = self.out.to(self.dtype), self.lse.clone()
-        return self.out, self.lse
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """out in the queries' dtype and lse."""
-        if self.out is None or self.lse is None:
-            self._own()
-        assert self.out is not None
-        assert self.lse is not None
-        return self.out.to(self.like.dtype), self.lse
+    def keys(self, q_spans: Spans, k_spans: Spans, batch: int) -> list[tuple[int, int]]:
+        """The rows of keys that the calls of one step give gradients for."""
+        return [chain.area[2:4] for chain in self.chains(q_spans, k_spans, batch)]
 
 
-class Gradients(NamedTuple):
-    """Sums of dq, dk and dv, in fp32 (fp64 for fp64), of the shapes of q, k and v."""
+class Gradients:
+    """The sums of dq, dk and dv.  keys: gives those of dk and dv once, when the first contribution to them is there."""
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    def __init__(self, dq: Sum, keys: Callable[[], Sequence[Sum]]) -> None:
+        self.dq, self._keys = dq, keys
+        self._both: Sequence[Sum] | None = None
+
+    def of(self, i: int) -> Sum:
+        """Of dq, dk or dv."""
+        return self.dq if i == 0 else self.both[i - 1]
+
+    @property
+    def both(self) -> Sequence[Sum]:
+        """Of dk and dv."""
+        if self._both is None:
+            self._both = self._keys()
+        return self._both
 
 
 def fold(
@@ -106,10 +85,11 @@ def fold(
         queries, keys, values = q[:, area.q_low : area.q_high], *(t[:, area.k_low : area.k_high] for t in (k, v))
         call = _call(pair, chain, q)
         if call.packed is None:
-            out, lse = pair.kernels.forward(queries, keys, values, call)
+            part = pair.kernels.forward(queries, keys, values, call)
         else:
-            out, lse = (t[None] for t in pair.kernels.forward(queries[0], keys[0], values[0], call))
-        state.merge(out, lse, area.q_low, area.q_high)
+            part = tuple(t[None] for t in pair.kernels.forward(queries[0], keys[0], values[0], call))  # type: ignore[assignment]
+        state.take(part, area.q_low, area.q_high)
+        del part  # before the next one is made room for
 
 
 def add_gradients(
@@ -131,10 +111,13 @@ def add_gradients(
         if call.packed is not None:
             inputs = tuple(t[0] for t in inputs)
             douts = douts[0][0], None if douts[1] is None else douts[1][0]
-        found = pair.kernels.backward(inputs, *douts, call, (True, True, True, False, False))
-        for total, part, where in zip(sums, found, (rows, cols, cols), strict=False):
-            if part is not None:
-                total[:, where].add_(part)
+        found = list(pair.kernels.backward(inputs, *douts, call, (True, True, True, False, False))[:3])
+        for i, where in enumerate((rows, cols, cols)):
+            part = found[i]
+            assert part is not None
+            found[i] = None  # each is given up as soon as it is taken
+            sums.of(i).take((part if call.packed is None else part[None],), where.start, where.stop)
+            del part
 
 
 def _call(pair: Pair, chain: Chain, q: torch.Tensor) -> Call:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch.distributed as dist
 
 from ..plan.bands import turns_of
 from ..plan.sharding import Sharding, Spans, union
-from .exchange import Ring, all_gather, all_to_all, pack, unpack
+from .exchange import Ring, pack, unpack
 from .group import Ranks
 from .heads import HeadExchange, spread, unspread
-from .local import Gradients, Pair, State, add_gradients, fold
-from .tokens import assemble, take
+from .local import Gradients, Pair, add_gradients, fold
+from .places import Arriving, Places
+from .sums import State, Sum
 
 __all__ = ["Job", "backward", "forward"]
 
@@ -67,6 +69,15 @@ class Job:
         )
         return turns_of(queries, keys, *self.pair[:3])
 
+    def steps(self) -> list[Spans]:
+        """The tokens whose keys this rank's queries meet, one call after the other: its own first."""
+        if self.nodes == 1:
+            return [self.spans(self.k_tokens, 0)]
+        if self.scheme == "all_gather":
+            own = [self.spans(self.k_tokens, node) for node in range(self.nodes)]
+            return [own[self.node], union([s for n, spans in enumerate(own) if n != self.node for s in spans])]
+        return [self.spans(self.k_tokens, (self.node - step) % self.nodes) for step in range(self.turns)]
+
     def exchanges(self) -> tuple[HeadExchange, HeadExchange]:
         """Of queries, and of keys."""
         return tuple(  # type: ignore[return-value]
@@ -91,16 +102,18 @@ def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
         for_q, for_k = job.exchanges()
         (q,) = for_q.gather([q], "queries")
         k, v = for_k.gather([spread(k, size), spread(v, size)], "keys and values")
-    state = State(q, v.shape[3])
-    mine = job.spans(job.q_tokens, job.node)
-    if job.nodes == 1:
-        fold(state, job.pair, (mine, job.spans(job.k_tokens, 0)), q, k, v)
-    elif job.scheme == "all_gather":
-        every = _gathered(job, Keys(job, k, v), k, v)
-        fold(state, job.pair, (mine, _all(job.k_tokens)), q, *every)
-    else:
+    mine, steps = job.spans(job.q_tokens, job.node), job.steps()
+    state = State(q, v.shape[3], job.pair.rows(mine, steps, q.shape[0]))
+    if job.nodes > 1 and job.scheme != "all_gather":
         _fold_ring(state, job, mine, q, k, v)
+    else:
+        arriving = _gather(job, k, v) if job.nodes > 1 else None
+        fold(state, job.pair, (mine, steps[0]), q, k, v)
+        if arriving is not None:
+            fold(state, job.pair, (mine, steps[1]), q, *arriving.wait())
+            del arriving
     out, lse = state.result()
+    del state
     saved = (q, k, v, out, lse)
     if job.inner is not None:
         (out,) = for_q.scatter([out], "outputs")
@@ -118,21 +131,21 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
         if dlse is not None:
             (rows,) = for_q.gather([dlse.transpose(1, 2)[..., None]], "gradients of lse")
             dlse = rows[..., 0].transpose(1, 2)
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dq = torch.zeros(q.shape, dtype=exact, device=q.device)
     mine = job.spans(job.q_tokens, job.node)
-    if job.nodes == 1:
-        sums = Gradients(dq, *(torch.zeros(t.shape, dtype=exact, device=t.device) for t in (k, v)))
-        add_gradients(sums, job.pair, (mine, job.spans(job.k_tokens, 0)), saved, dout, dlse)
-        dk, dv = sums.dk, sums.dv
-        del sums
-    else:
+    queries = Sum(q, job.pair.rows(mine, job.steps(), q.shape[0]))
+    if job.nodes > 1:
         work = _gradients_gathered if job.scheme == "all_gather" else _gradients_ring
-        dk, dv = work(job, mine, saved, dq, dout, dlse)
+        dk, dv = work(job, mine, saved, queries, dout, dlse)
+    else:
+        both = _own_keys(job, mine, k, v)
+        add_gradients(Gradients(queries, lambda: both), job.pair, (mine, job.steps()[0]), saved, dout, dlse)
+        dk, dv = (one.result() for one in both)
+        del both
+    dq = queries.result()
+    del queries, saved, q
     if job.inner is None:
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    del dout  # and dq in fp32, before what is sent is made room for
-    dq = dq.to(q.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    del dout  # before what is sent is made room for
     (dq,) = for_q.scatter([dq], "gradients of queries")
     if k.shape[2] * dist.get_world_size(job.inner) == kv_heads:  # nothing is left to be added up
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
@@ -166,66 +179,99 @@ def _rotate(ring: Ring, keys: Keys, current: torch.Tensor, turns: int) -> Any:
 
 
 def _gradients_ring(
-    job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+    job: Job, mine: Spans, saved: Tensors, queries: Sum, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
-    """K and V go round once more, the sums of their gradients one step behind them, and straight home after the last."""
+    """K and V go round once more, the sums of their gradients one step behind them, and straight home after the last.
+
+    The sums of the ranks before arrive while this one's summands are made, which are then added to them in place."""
     q, k, v, out, lse = saved
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     ring, keys, turns = Ring(job.outer), Keys(job, k, v), job.turns
     travelling: torch.Tensor | None = None
-    works: list[Any] = []
     sent: torch.Tensor | None = None  # stays alive until the transfer is through
+    works: list[Any] = []
     for step, (spans, kv) in enumerate(_rotate(ring, keys, pack([k, v]), turns)):
         source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {turns}"
-        own = torch.zeros(keys.sizes[source], dtype=dq.dtype, device=dq.device)
-        sums = Gradients(dq, *unpack(own, keys.shapes[source]))
+        rows, shapes, started = job.pair.keys(mine, spans, q.shape[0]), keys.shapes[source], travelling is not None
+        own = travelling if travelling is not None else q.new_empty(keys.sizes[source], dtype=exact)
+        sums = Gradients(queries, partial(_awaited, ring, works, what, unpack(own, shapes), rows, started))
         add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
         del kv
-        ring.wait(works, what)  # what the ranks before have added for these keys
-        works, sent = [], None
-        if travelling is not None:
-            own += travelling
-            travelling = None
+        found = [one.result() for one in sums.both]
+        del sums
+        sent, works = None, []  # both hold what has left
         if turns == 1:
-            return sums[1:]
+            return found
+        del found
         home = step + 1 == turns
         arriving = ring.rank if home else (source - 1) % ring.size  # whose keys' gradients come
-        travelling = torch.empty(keys.sizes[arriving], dtype=dq.dtype, device=dq.device)
+        travelling = q.new_empty(keys.sizes[arriving], dtype=exact)
         works, sent = ring.start(own, travelling, what, 1 - turns if home else 1), own
+        del own
     ring.wait(works, "receiving the gradients of its own keys")
     del sent
     assert travelling is not None
     return unpack(travelling, keys.shapes[ring.rank])
 
 
+def _awaited(
+    ring: Ring, works: list[Any], what: str, own: list[torch.Tensor], rows: list[tuple[int, int]], started: bool
+) -> list[Sum]:
+    """Sums for dk and dv in a message: it has to have arrived, if it is not a new one."""
+    ring.wait(works, what)
+    return [Sum(t, rows, t, started) for t in own]
+
+
 # ---------------------------------------------------------------- by gathering
 
 
-def _all(tokens: Sharding) -> Spans:
-    return union([(0, tokens.total)])
+def _own_keys(job: Job, mine: Spans, k: torch.Tensor, v: torch.Tensor) -> tuple[Sum, Sum]:
+    """The sums of the gradients of the keys of the first step."""
+    rows = job.pair.keys(mine, job.steps()[0], k.shape[0])
+    return Sum(k, rows), Sum(v, rows)
 
 
-def _gathered(job: Job, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """K and V of all tokens, in their order."""
-    flats = all_gather(pack([k, v]), keys.sizes, job.outer, "gathering keys and values")
-    views = [unpack(flat, shapes) for flat, shapes in zip(flats, keys.shapes, strict=True)]
-    return [assemble([view[i] for view in views], keys.spans, 1) for i in (0, 1)]
+def _others(job: Job) -> Places:
+    """The keys of the other nodes, in ascending order of tokens."""
+    return Places(job.outer, [job.spans(job.k_tokens, node) for node in range(job.nodes)], own=False)
+
+
+def _gather(job: Job, k: torch.Tensor, v: torch.Tensor) -> Arriving:
+    """Begin to fetch the others' keys, which own ones are folded meanwhile."""
+    mine = [k.contiguous(), v.contiguous()]
+    return _others(job).gather([mine] * job.nodes, "gathering keys and values")
 
 
 def _gradients_gathered(
-    job: Job, mine: Spans, saved: Tensors, dq: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+    job: Job, mine: Spans, saved: Tensors, queries: Sum, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
     """K and V are gathered once more; each rank gets what all have for its keys, and adds it in the order of the ranks: the same
     bits every run."""
     q, k, v, out, lse = saved
-    keys = Keys(job, k, v)
-    every = _gathered(job, keys, k, v)
-    sums = Gradients(dq, *(torch.zeros(t.shape, dtype=dq.dtype, device=dq.device) for t in every))
-    add_gradients(sums, job.pair, (mine, _all(job.k_tokens)), (q, *every, out, lse), dout, dlse)
-    del every
-    parts = (take(t, spans, 1) for spans in keys.spans for t in (sums.dk, sums.dv))
-    own = keys.sizes[job.node]
-    got = all_to_all(parts, keys.sizes, [own] * job.nodes, job.outer, "adding up the gradients of keys")
-    total = got[0].clone()
-    for part in got[1:]:
-        total += part
-    return unpack(total, keys.shapes[job.node])
+    arriving, (near, far) = _gather(job, k, v), job.steps()
+    own = _own_keys(job, mine, k, v)
+    add_gradients(Gradients(queries, lambda: own), job.pair, (mine, near), saved, dout, dlse)
+    every = arriving.wait()
+    del arriving
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = job.pair.keys(mine, far, q.shape[0])
+
+    def others() -> tuple[Sum, Sum]:
+        dk, dv = (t.new_empty(t.shape, dtype=exact) for t in every)
+        return Sum(dk, rows, dk), Sum(dv, rows, dv)
+
+    sums = Gradients(queries, others)
+    add_gradients(sums, job.pair, (mine, far), (q, *every, out, lse), dout, dlse)
+    parts = [one.result() for one in sums.both]
+    every.clear()
+    del sums, others
+    got = _others(job).scatter(parts, "adding up the gradients of keys")
+    parts.clear()
+    return [_total(own[i].result(), [one[i] for one in got if one]) for i in (0, 1)]
+
+
+def _total(own: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in the dtype of `own`; the first part is used up."""
+    for part in parts[1:]:
+        parts[0].add_(part)
+    return torch.add(parts[0], own, out=torch.empty_like(own))

@@ -8,7 +8,16 @@ from tilefold.errors import PlanError, Unsupported, ValueRangeError
 
 from .parallel_memory import Parts, memory_of
 
-__all__ = ["SCHEMES", "Links", "ParallelPlan", "ParallelProblem", "SchemeCost", "head_refusal", "plan_parallel"]
+__all__ = [
+    "SCHEMES",
+    "Links",
+    "ParallelPlan",
+    "ParallelProblem",
+    "SchemeCost",
+    "head_refusal",
+    "memory_with",
+    "plan_parallel",
+]
 
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
 """In the order of preference where predictions are equal."""
@@ -211,9 +220,9 @@ class _Sizes:
     lse: float
     fold: float  # seconds of the forward fold of the busiest rank
 
-    def memory(self, n: ParallelProblem, scheme: str, ranks: int, steps: int, spread: int = 1) -> float:
+    def memory(self, n: ParallelProblem, scheme: str, ranks: int, steps: int, scratch: float = 0.0) -> float:
         """Bytes at the worst moment."""
-        parts = Parts(self.q, self.kv, self.out, self.lse, self.dkv / self.kv if self.kv else 1.0, spread > 1)
+        parts = Parts(self.q, self.kv, self.out, self.lse, self.dkv / self.kv if self.kv else 1.0, scratch)
         return memory_of(scheme, parts, ranks, steps, n.backward)
 
 
@@ -254,13 +263,15 @@ def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
 def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     s, others = _sizes(n, links), links.ranks - 1
     rate = links.across if links.nodes > 1 else links.inside
-    sent, seconds = others * s.kv, s.fold
+    sent, own = others * s.kv, s.fold / links.ranks  # own keys are folded while the others' come
+    gather = sent / rate + links.latency * (others > 0)
+    seconds = s.fold - own + max(own, gather)
     if n.backward:
+        seconds += BACKWARD_FLOPS * (s.fold - own) + max(BACKWARD_FLOPS * own, gather)
+        seconds += others * s.dkv / rate + links.latency * (others > 0)
         sent = 2 * sent + others * s.dkv
-        seconds += BACKWARD_FLOPS * s.fold
     messages = 3 if n.backward else 1
     share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0
-    seconds += sent / rate + messages * links.latency * (others > 0)
     memory = s.memory(n, "all_gather", links.ranks, 1)
     return SchemeCost("all_gather", sent * (1 - share), sent * share, messages, seconds, memory)
 
@@ -279,7 +290,7 @@ def _heads(n: ParallelProblem, links: Links) -> SchemeCost:
     refusal = head_refusal(n.heads, n.kv_heads, links.ranks)
     s = _sizes(n, links, _spread(n, links.ranks))
     sent, messages = _exchange(n, s, links.ranks)
-    memory = s.memory(n, "heads", 1, 1, _spread(n, links.ranks))
+    memory = s.memory(n, "heads", 1, 1)
     balanced = s.fold / n.imbalance(links.ranks)  # every rank has all tokens
     share = (links.ranks - links.ranks_per_node) / max(1, links.ranks - 1) if links.nodes > 1 else 0.0
     inside, across = sent * (1 - share), sent * share
@@ -296,7 +307,7 @@ def _two_level(n: ParallelProblem, links: Links) -> SchemeCost:
         refusal = "all ranks lie in one node"
     s = _sizes(n, links, _spread(n, inner))
     inside, messages = _exchange(n, s, inner)
-    memory = s.memory(n, "two_level", outer, steps, _spread(n, inner))
+    memory = s.memory(n, "two_level", outer, steps)
     fold = s.fold / n.imbalance(links.ranks) * n.imbalance(outer)
     seconds = _turns(steps, fold, s.kv, links.across, links.latency)
     across = (steps - 1) * s.kv
@@ -316,6 +327,14 @@ _COSTS: dict[str, Callable[[ParallelProblem, Links], SchemeCost]] = {
     "ring": _ring,
     "all_gather": _all_gather,
 }
+
+
+def memory_with(plan: ParallelPlan, scratch: float) -> float:
+    """The memory of a plan whose kernels take `scratch` bytes for themselves while they run backward."""
+    n, links = plan.problem, plan.links
+    spread = _spread(n, plan.heads) if plan.heads > 1 else 1
+    steps = 1 if plan.scheme in ("heads", "all_gather") else _reach(n, plan.ring)
+    return _sizes(n, links, spread).memory(n, plan.scheme, plan.ring, steps, scratch)
 
 
 def _size(value: float) -> str:

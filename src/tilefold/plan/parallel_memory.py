@@ -1,7 +1,7 @@
 """The memory that context parallelism takes on one rank: what is alive at the worst moment, tensor by tensor.
 
 Beyond the rank's own q, k and v and the gradient of its output; results are included.  What a kernel takes for itself while it
-runs is not: its scratch is the same without other ranks."""
+runs is `scratch`, which is there at other moments than the transfers."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Parts:
     out: float
     lse: float
     exact: float
-    repeated: bool = False
+    scratch: float = 0.0  # of the backward kernel, while it runs
 
 
 def memory_of(scheme: str, p: Parts, ranks: int, steps: int, backward: bool) -> float:
@@ -32,32 +32,40 @@ def memory_of(scheme: str, p: Parts, ranks: int, steps: int, backward: bool) -> 
 
 
 def _ring(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
-    """Forward: messages that are folded and that arrive, the first result, that in fp32, and the next one.  Backward: the sums
-    for this rank's queries, three for keys (being made, arriving, leaving), and a piece's own gradients."""
+    """Forward: messages that are folded and that arrive, the first result, that in fp32, and the next one; of two steps the two
+    results and their merge.  Backward: the sums for this rank's queries, two for keys (arriving, leaving), and a piece's own
+    gradients; of two steps, where the sums for queries need no fp32, the first summand and the result instead."""
     messages = min(2, steps - 1) * p.kv
     piece = max(p.q + p.kv / 2, p.q / 2 + p.kv)
-    forward = messages + (p.exact + 2) * p.out + 3 * p.lse if steps > 1 else p.kv + 2 * p.out + p.lse
-    sums = p.exact * (p.q + (3 if steps > 1 else 1) * p.kv)
-    return forward, p.out + p.lse + messages + sums + piece
+    if steps == 1:
+        return p.kv + p.out + p.lse, p.out + p.lse + (1 + p.exact) * p.kv + p.q + p.kv + p.scratch
+    if steps == 2:
+        forward = max(2 * p.kv + p.out + p.lse, p.kv + 3 * p.out + 3 * p.lse)
+        running = p.out + p.lse + messages + p.q + 2 * p.exact * p.kv + piece
+        return forward, running + max(p.q, p.scratch)
+    forward = messages + (p.exact + 2) * p.out + 3 * p.lse
+    return forward, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + piece + p.scratch
 
 
 def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
-    """Forward: all keys as they come and in order, or in order beside the state and its pieces.  Backward: the sums for all keys,
-    as one message, and what comes."""
-    gathered = ranks * p.kv
-    forward = max(2 * gathered, gathered + (p.exact + 1) * p.out + 2 * p.lse)
-    folding = gathered * (2 + p.exact) + p.q / 2
-    sending = 3 * p.exact * gathered
-    return forward, p.out + p.lse + p.exact * p.q + max(folding, sending)
+    """Forward: the others' keys, two results and their merge.  Backward: those keys, gradients of own keys and queries, and while
+    it folds the sums for the others' keys and a piece's own gradients, or when it sends those sums what comes."""
+    others = (ranks - 1) * p.kv
+    forward = others + 3 * p.out + 3 * p.lse
+    adding = (2 + p.exact) * others
+    running = others + max(p.q / 2 + p.kv, p.q + p.kv / 2)
+    if ranks > 2:  # in the last piece, the sums have begun
+        running = (2 + p.exact) * others + 1.5 * p.q - p.kv / 2
+    sending = 2 * p.exact * others
+    return forward, p.out + p.lse + p.q + p.kv + max(adding, running + p.scratch, sending)
 
 
 def _heads(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
-    """Forward: q, k, v and out of a share of the heads, and out as it leaves and comes.  Backward: those and the gradients, at
-    the kernel's end or as those of repeated KV heads leave and come."""
+    """Forward: q, k, v and out of a share of the heads, and out as it comes and is put together.  Backward: those, and the
+    gradients of queries, or of keys, as they leave, come and are put together."""
     held = p.q + p.kv + p.out + p.lse
-    making = 2 * p.out + p.exact * (p.q + p.kv) + p.q + p.kv
-    leaving = p.out + p.q + (3 * p.exact if p.repeated else 3) * p.kv
-    return held + 2 * p.out, held + max(making, leaving)
+    running = p.out + p.kv + p.scratch
+    return held + 2 * p.out, held + p.out + p.q + max(running, 2 * p.q + p.kv, 3 * p.kv)
 
 
 def _two_level(p: Parts, ranks: int, steps: int) -> tuple[float, float]:

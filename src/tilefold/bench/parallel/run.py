@@ -17,9 +17,12 @@ import torch.distributed as dist
 from tilefold import parallel as tp
 from tilefold.api import attention
 from tilefold.bench.parallel.check import Inputs, Results, inputs_of, judged
-from tilefold.bench.parallel.trace import traced
+from tilefold.bench.parallel.setup import barrier, warmed
+from tilefold.bench.parallel.trace import traced, written
 from tilefold.errors import TilefoldError
+from tilefold.ops.device import device_of
 from tilefold.plan.parallel import BACKWARD_FLOPS, Links, ParallelPlan, ParallelProblem, plan_parallel
+from tilefold.plan.parallel_scratch import memory_on
 
 __all__ = ["HEAD", "PEERS", "SCHEMES", "Line", "Work", "cells_of", "measure", "rows_of", "to_json", "to_markdown"]
 
@@ -27,7 +30,10 @@ SCHEMES = ("ring", "all_gather", "heads", "two_level")
 PEERS = ("torch", "torch-alltoall")
 """torch.distributed.tensor.experimental.context_parallel, by its two ways to rotate K and V."""
 
-BASE = {"cuda": 32768, "cpu": 64}  # tokens of the one-rank line that efficiency is of: enough to fill a GPU
+BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first one-rank line: enough to fill a GPU
+LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
+
+Traces = dict[str, dict[str, list[Any]]]  # way, line, events
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,10 @@ class Work:
 @dataclass(frozen=True)
 class Line:
     """One way at one length.  ms: of the slowest rank.  status: "ok", "WRONG", "failed" or "not usable", note says why.
-    tflops: of one rank.  efficiency: beside what one rank alone reaches on BASE tokens.  memory: bytes at the peak of forward,
+    tflops: of one rank.  efficiency: beside what one rank alone reaches on alone_tokens, the same
+    where that takes less than LONG.  memory: bytes at the peak of forward,
     and backward, beyond q, k, v and dout.  predicted_*: by the plan, with the measured FLOP/s.  hidden: share of the
-    transfers behind kernels."""
+    transfers behind kernels, exposed_ms: what is left of them, both of the worst rank."""
 
     way: str
     ranks: int
@@ -75,6 +82,8 @@ class Line:
     predicted_ms: float = float("nan")
     predicted_memory: float = float("nan")
     hidden: float | None = None
+    exposed_ms: float | None = None
+    alone_tokens: int = 0
 
 
 def measure(work: Work, step: Callable[[str], None] = lambda what: None) -> list[Line]:
@@ -82,14 +91,19 @@ def measure(work: Work, step: Callable[[str], None] = lambda what: None) -> list
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     began = time.monotonic()
     lines: list[Line] = []
+    traces: Traces = {}
     for backward in work.backward:
-        rate = _rate(work, backward, device)
         for tokens in work.tokens:
+            what = f"{tokens} tokens, {'backward' if backward else 'forward'}"
+            rated: tuple[float, int] | None = None
             for way in work.ways:
                 if not _agreed(work.budget is None or time.monotonic() - began < work.budget):
-                    return lines
-                step(f"{way}, {tokens} tokens, {'backward' if backward else 'forward'}")
-                lines.append(_line(work, way, tokens, backward, rate, device))
+                    continue
+                rated = rated or _rate(work, tokens, backward, device)
+                step(f"{way}, {what}")
+                lines.append(_line(work, way, tokens, backward, rated, device, traces))
+    if traces and dist.get_rank() == 0:
+        written(work.trace, traces)
     return lines
 
 
@@ -106,12 +120,27 @@ def _together(value: Any) -> list[Any]:
     return found
 
 
-def _rate(work: Work, backward: bool, device: torch.device) -> float:
-    """FLOP/s of one rank on tokens of its own, while all others do the same."""
-    tokens = min(BASE[device.type], max(work.tokens))
+def _rate(work: Work, tokens: int, backward: bool, device: torch.device) -> tuple[float, int]:
+    """(FLOP/s, tokens): of one rank that has all tokens, while the others wait; where that would take longer than LONG, of the
+    longest half, quarter, ... that does not."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        alone = min(BASE[device.type], tokens)
+        seconds = _alone(work, alone, backward, device)
+        most = tokens
+        while most > 2 * alone and seconds * (most / alone) ** 2 > LONG:
+            most //= 2
+        if most > alone:
+            alone, seconds = most, _alone(work, most, backward, device)
+        found = [(_flops(work, alone, backward) / seconds, alone)]
+    dist.broadcast_object_list(found, src=0)
+    rate, alone = found[0]
+    return float(rate), int(alone)
+
+
+def _alone(work: Work, tokens: int, backward: bool, device: torch.device) -> float:
     inputs = inputs_of(tp.shard(tokens, 1), 0, work.heads, work.dim, getattr(torch, work.dtype), device)
-    seconds = _timed(_one_rank(inputs, work.causal), inputs, backward, work.rounds, device)
-    return _flops(work, tokens, backward) / float(max(_together(seconds)))
+    return _timed(_one_rank(inputs, work.causal), inputs, backward, work.rounds, device, lambda: None)
 
 
 def _one_rank(inputs: Inputs, causal: bool) -> Callable[..., torch.Tensor]:
@@ -122,22 +151,28 @@ def _flops(work: Work, tokens: int, backward: bool) -> float:
     return work.problem(tokens, backward).flops * (BACKWARD_FLOPS if backward else 1.0)
 
 
-def _line(work: Work, way: str, tokens: int, backward: bool, rate: float, device: torch.device) -> Line:
+def _line(
+    work: Work, way: str, tokens: int, backward: bool, rated: tuple[float, int], device: torch.device,
+    traces: Traces,
+) -> Line:  # fmt: skip
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    line = Line(way, ranks, tokens, "backward" if backward else "forward", "not usable")
+    rate, alone = rated
+    line = Line(way, ranks, tokens, "backward" if backward else "forward", "not usable", alone_tokens=alone)
     sharding = tp.shard(tokens, ranks, "zigzag")
     plan, refusal = _plan(work, way, tokens, backward, ranks, rate)
     if refusal:
         return replace(line, note=refusal)
     failure, hidden, seconds, memory = "", None, float("nan"), 0
     wrong: list[str] = []
+    if plan is not None:
+        warmed(plan, device)
     try:
         with _way(work, way, sharding) as call:
             inputs = inputs_of(sharding, rank, work.heads, work.dim, getattr(torch, work.dtype), device)
             seconds, memory, wrong = _checked(work, call, inputs, sharding, backward, device)
             if work.trace and device.type == "cuda" and not wrong:
-                path = f"{work.trace}-{way}-{tokens}-{line.direction}.json" if rank == 0 else None
-                hidden = traced(_step(call, inputs, backward), path).share
+                hidden, events = traced(_step(call, inputs, backward), barrier, rank == 0)
+                traces.setdefault(way, {})[f"{tokens} tokens, {line.direction}"] = events
     except (TilefoldError, RuntimeError, NotImplementedError, ValueError) as error:
         failure = f"rank {rank}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     every = _together((failure, wrong, seconds, memory, hidden))
@@ -149,14 +184,16 @@ def _line(work: Work, way: str, tokens: int, backward: bool, rate: float, device
     if wrongs:
         return replace(line, status="WRONG", note="; ".join(wrongs[:3]))
     slowest = max(one[2] for one in every)
-    rated = _flops(work, tokens, backward) / ranks / slowest
-    shares = [one[4] for one in every if one[4] is not None]
+    reached = _flops(work, tokens, backward) / ranks / slowest
+    overlaps = [one[4] for one in every if one[4] is not None]
     forward = plan and _plan(work, way, tokens, False, ranks, rate)[0]
     predicted = plan.cost.seconds - (forward.cost.seconds if backward and forward else 0.0) if plan else float("nan")
     return replace(
-        line, status="ok", ms=slowest * 1e3, tflops=rated / 1e12, efficiency=rated / rate, memory=max(one[3] for one in every),
-        predicted_ms=predicted * 1e3, predicted_memory=plan.cost.memory if plan else float("nan"),
-        hidden=min(shares) if shares else None,
+        line, status="ok", ms=slowest * 1e3, tflops=reached / 1e12, efficiency=reached / rate,
+        memory=max(one[3] for one in every),
+        predicted_ms=predicted * 1e3, predicted_memory=memory_on(plan, device_of(device))[0] if plan else float("nan"),
+        hidden=min((one.share for one in overlaps), default=None),
+        exposed_ms=max((one.exposed * 1e3 for one in overlaps), default=None),
     )  # fmt: skip
 
 
@@ -219,7 +256,7 @@ def _checked(
         return float("nan"), 0, wrong
     del out, grads, leaves
     memory = _memory(call, inputs, backward) if device.type == "cuda" else 0
-    return _timed(call, inputs, backward, work.rounds, device), memory, wrong
+    return _timed(call, inputs, backward, work.rounds, device, barrier), memory, wrong
 
 
 def _memory(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> int:
@@ -244,15 +281,16 @@ def _step(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> 
 
 
 def _timed(
-    call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool, rounds: int, device: torch.device
-) -> float:
-    """Median seconds of forward, or of backward alone over a graph that is kept."""
+    call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool, rounds: int, device: torch.device,
+    ready: Callable[[], object],
+) -> float:  # fmt: skip
+    """Median seconds of forward, or of backward alone over a graph that is kept; ready: comes before each."""
     step, seconds = _step(call, inputs, backward), []
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     if device.type == "cuda":
         step()  # warm
     for _ in range(rounds):
-        dist.barrier()
+        ready()
         wait()
         began = time.perf_counter()
         step()
@@ -275,6 +313,7 @@ HEAD = (
     "memory",
     "predicted",
     "hidden",
+    "exposed ms",
 )
 
 
@@ -282,11 +321,12 @@ def cells_of(line: Line) -> tuple[str, ...]:
     """A line of the table."""
     first = (line.way, str(line.ranks), str(line.tokens), line.direction)
     if line.status != "ok":
-        return (*first, line.status, *("",) * 6)
+        return (*first, line.status, *("",) * 7)
     return (
         *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.0%}",
         f"{line.memory / 1e9:.3f} GB" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f", " GB"),
         "" if line.hidden is None else f"{line.hidden:.0%}",
+        "" if line.exposed_ms is None else f"{line.exposed_ms:.3f}",
     )  # fmt: skip
 
 

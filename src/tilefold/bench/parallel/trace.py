@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["Hidden", "hidden_of", "traced"]
+__all__ = ["Hidden", "device_events", "hidden_of", "traced", "written"]
 
 Span = tuple[float, float]
 
@@ -19,6 +19,11 @@ class Hidden(NamedTuple):
     def share(self) -> float:
         """Of the communication that is hidden behind computation; 1 if there is none."""
         return self.both / self.communication if self.communication else 1.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication during which nothing else runs."""
+        return self.communication - self.both
 
     def __str__(self) -> str:
         return (
@@ -51,25 +56,70 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def traced(step: Callable[[], object], path: str | None = None) -> Hidden:
-    """Of one call, by torch's profiler on the GPU; path: also write the trace for a viewer.
+MARK = "tilefold: the measured call"
 
+
+def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool = False) -> tuple[Hidden, list[Any]]:
+    """Of one call, by torch's profiler on the GPU, and with keep the events of the device, as a viewer reads them.
+
+    ready: brings all ranks here.  The call is made twice: the first one under the profiler takes milliseconds longer, on each
+    rank others, and NCCL's kernels of the faster ones would wait for the slower ones.
     NCCL's kernels are communication, every other kernel is computation (copies are neither: they are what pieces cost)."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+    import json
+    import tempfile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
-    if path is not None:
-        profiler.export_chrome_trace(path)
+        ready()
+        torch.cuda.synchronize()
+        with record_function(MARK):
+            step()
+            torch.cuda.synchronize()
+    events = list(profiler.events() or ())
+    began = max((e.time_range.start for e in events if e.name == MARK and e.device_type.name == "CPU"), default=0.0)
     kinds: tuple[list[Span], list[Span]] = ([], [])
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
+    for event in events:
+        if event.device_type.name == "CUDA" and event.time_range.start >= began and not event.is_user_annotation:
             kind = _kind(event)
             if kind is not None:
                 kinds[kind].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
-    return hidden_of(*kinds)
+    found: list[Any] = []
+    if keep:
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+            profiler.export_chrome_trace(file.name)
+            found = device_events(json.load(file)["traceEvents"])
+    return hidden_of(*kinds), found
+
+
+def device_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of kernels and copies after the mark, from 0 on, in the order of time."""
+    every = list(events)
+    began = max((e["ts"] for e in every if e.get("name") == MARK and e.get("cat") == "user_annotation"), default=0)
+    kept = [e for e in every if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["ts"] >= began]
+    kept.sort(key=lambda e: e["ts"])
+    return [{**e, "ts": e["ts"] - began} for e in kept]
+
+
+def written(stem: str, traces: dict[str, dict[str, list[Any]]]) -> list[str]:
+    """One file for each way, STEM-way.json.gz, with all its lines one below the other; traces: way, line, events.  The paths."""
+    import gzip
+    import json
+
+    paths = []
+    for way, lines in traces.items():
+        every = []
+        for number, (line, events) in enumerate(lines.items()):
+            every.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"{way}, {line}"}})
+            every += [{**e, "pid": number} for e in events]
+        paths.append(f"{stem}-{way}.json.gz")
+        with gzip.open(paths[-1], "wt") as file:
+            json.dump({"traceEvents": every}, file)
+    return paths
 
 
 def _kind(event: Any) -> int | None:

@@ -1,4 +1,7 @@
-"""Merging two finished results over disjoint keys: check, launch; and the operator for torch's dispatcher."""
+"""Merging two finished results over disjoint keys: check, launch; and the operator for torch's dispatcher.
+
+`merge_into` is the same kernel for results that are made of many: it writes where the caller says, in place if that is the
+first result, and each of the three has a dtype of its own: the sum can be fp32, and its last merge what was asked for."""
 
 from typing import Any
 
@@ -12,9 +15,10 @@ from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 from .cache_append import LARGEST_DIM
 
-__all__ = ["example_launch", "merge_attention", "merge_results"]
+__all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
 
 ELEMENTS = 2048  # of a program's tile
+MOST_ROWS = 1 << 30
 
 _CACHE: dict[Any, Any] = {}
 
@@ -54,6 +58,57 @@ def merge_results(
     return out, lse
 
 
+def merge_into(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Write the merge of a and b to out and lse, which may be a's own, in one pass: [batch, seq, heads, dim] of any dtypes and
+    strides with a contiguous last dimension, lse [batch, heads, seq].  Where no kernel runs (`_served`), in torch's operations.
+    """
+    tensors = out_a, lse_a, out_b, lse_b, out, lse
+    if not _served(out, lse_a, lse_b, lse):
+        _merge_plainly(*tensors)
+        return
+    key = keyed(tensors)
+    found = None if key is None else _CACHE.get(key)
+    if found is None:
+        found = remember(_CACHE, key, _bind(*tensors))
+    launch, scalars = found
+    if launch is not None:
+        launch((*tensors, *scalars))
+
+
+def _served(out: torch.Tensor, *sums: torch.Tensor) -> bool:
+    """Does the kernel serve this?  On a GPU or in the interpreter, lse in fp32, and nothing too large for its indices."""
+    return (
+        (out.device.type == "cuda" or interpreting())
+        and all(lse.dtype == torch.float32 for lse in sums)
+        and out.shape[-1] <= LARGEST_DIM
+        and sums[0].numel() < MOST_ROWS
+    )
+
+
+def _merge_plainly(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """`merge_into` in torch: in fp64 where lse is fp64, otherwise in fp32."""
+    first, second = lse_a.to(lse.dtype), lse_b.to(lse.dtype)
+    total = torch.logaddexp(first, second)
+    base = total.masked_fill(total == float("-inf"), 0.0)  # dead in both: both weights are exp(-inf - 0)
+    old, new = (torch.exp(part - base).transpose(1, 2)[..., None] for part in (first, second))
+    out.copy_(out_a * old + out_b * new)
+    lse.copy_(total)
+
+
 def _sizes(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> dict[str, int]:
     packed = isinstance(out_a, torch.Tensor) and out_a.dim() == 3
     out, lse = ("seq heads dim", "heads seq") if packed else ("batch seq heads dim", "batch heads seq")
@@ -72,36 +127,43 @@ def _sizes(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
 def _prepare(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[Any, tuple[int, ...]]:
-    from ...kernels.merge import merge_results as kernel
-    from ..launch import Launch
-
     n = _sizes(out_a, lse_a, out_b, lse_b)
     if out_a.device.type != "meta":
         device_of(out_a.device)
     total = n["batch"] * n["seq"] * n["heads"]
-    if total == 0:
-        return None, ()
-    if total >= 1 << 30:
+    if total >= MOST_ROWS:
         raise Unsupported(f"out_a has shape {tuple(out_a.shape)}: {total} rows, accepted: below 2^30")
-    width = 1 << (n["dim"] - 1).bit_length()
+    likely = torch.empty(out_a.shape, dtype=out_a.dtype, device="meta"), torch.empty(lse_a.shape, device="meta")
+    return _bind(out_a, lse_a, out_b, lse_b, *likely)
+
+
+def _bind(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[Any, tuple[int, ...]]:
+    """The launch, None if there is nothing to do, and its scalars."""
+    from ...kernels.merge import merge_results as kernel
+    from ..launch import Launch
+
+    if out.numel() == 0:
+        return None, ()
+    sizes = (1, *out.shape) if out.dim() == 3 else tuple(out.shape)
+    total, dim = sizes[0] * sizes[1] * sizes[2], sizes[3]
+    width = 1 << (dim - 1).bit_length()
     rows = max(1, min(1 << (total - 1).bit_length(), ELEMENTS // width))
-    constants = {
-        "EMULATE": interpreting() and out_a.dtype == torch.bfloat16,
-        "DIM": n["dim"],
-        "BLOCK_M": rows,
-        "BLOCK_D": width,
-    }
+    emulate = interpreting() and out.dtype == torch.bfloat16
+    constants = {"EMULATE": emulate, "DIM": dim, "BLOCK_M": rows, "BLOCK_D": width}
 
-    def strides(t: torch.Tensor, own: int) -> tuple[int, ...]:
-        return (0, *t.stride()[: own - 1]) if out_a.dim() == 3 else t.stride()[:own]
+    def strides(t: torch.Tensor) -> tuple[int, ...]:
+        return (0, *t.stride()[:2]) if out.dim() == 3 else t.stride()[:3]
 
-    row = n["heads"] * n["dim"]
-    scalars = (
-        n["batch"], n["seq"], n["heads"], *strides(out_a, 3), *strides(out_b, 3), n["seq"] * row, row, n["dim"],
-        *strides(lse_a, 3), *strides(lse_b, 3), n["heads"] * n["seq"], n["seq"], 1,
-    )  # fmt: skip
+    scalars = tuple(s for t in (out_a, out_b, out, lse_a, lse_b, lse) for s in strides(t))
     grid = (-(-total // rows), 1, 1)
-    return Launch(kernel, grid, constants, {"num_warps": 4}, out_a.device.index or 0), scalars
+    return Launch(kernel, grid, constants, {"num_warps": 4}, out_a.device.index or 0), (*sizes[:3], *scalars)
 
 
 @torch.library.custom_op("tilefold::merge_attention", mutates_args=())
@@ -120,9 +182,14 @@ def _(
     return out_a.new_empty(out_a.shape), out_a.new_empty(lse_a.shape, dtype=torch.float32)
 
 
-def example_launch(dtype: str, dim: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
-    out = torch.empty((64, 1, 32, dim), dtype=getattr(torch, dtype), device="meta")
+def example_launch(
+    dtype: str, dim: int, first: str | None = None, to: str | None = None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  first, to: dtypes of the first
+    result and of the merge, if not that of the second."""
+    a, b, out = (
+        torch.empty((64, 1, 32, dim), dtype=getattr(torch, name or dtype), device="meta") for name in (first, dtype, to)
+    )
     lse = torch.empty((64, 32, 1), dtype=torch.float32, device="meta")
-    launch, scalars = _prepare(out, lse, out, lse)
-    return launch.fn, (out, lse, out, lse, out, lse, *scalars), launch.keywords
+    launch, scalars = _bind(a, lse, b, lse, out, lse)
+    return launch.fn, (a, lse, b, lse, out, lse, *scalars), launch.keywords

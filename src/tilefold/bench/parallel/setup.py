@@ -1,0 +1,118 @@
+"""What comes before the lines: the group, kernels compiled once instead of on every rank, and what the links do."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tilefold.errors import TilefoldError
+from tilefold.ops.cache.merge import merge_into
+from tilefold.ops.call import Call
+from tilefold.parallel import Kernels
+from tilefold.parallel.exchange import Ring
+from tilefold.plan.parallel import ParallelPlan
+from tilefold.plan.parallel_scratch import calls_of
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["MeasuredLinks", "barrier", "join", "links_of", "warmed"]
+
+LONGEST = 1 << 17
+_WARM: set[Any] = set()
+
+
+def join(gpu: bool, device: int, **options: Any) -> None:
+    """init_process_group; NCCL's kernels on a stream of high priority, so that they need not wait behind a fold."""
+    if not gpu:
+        dist.init_process_group("gloo", **options)
+        return
+    torch.cuda.set_device(device)
+    nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    nccl._timeout = options.setdefault("timeout", timedelta(minutes=5))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", device), pg_options=nccl, **options)
+
+
+def barrier() -> None:
+    """All ranks are here."""
+    if dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
+
+
+def warmed(plan: ParallelPlan, device: torch.device) -> None:
+    """Let rank 0 compile what the calls of a plan need; the others find it in Triton's cache.  A collective."""
+    backward = plan.problem.backward
+    calls = tuple(call for call in calls_of(plan) if (call, backward) not in _WARM)
+    _WARM.update((call, backward) for call in calls)
+    if device.type == "cuda" and dist.get_rank() == 0:
+        for call in calls:
+            with suppress(TilefoldError, RuntimeError):  # the line itself will say
+                _warm(call, backward, device)
+        torch.cuda.synchronize()
+    barrier()
+
+
+def _warm(n: AttentionProblem, backward: bool, device: torch.device) -> None:
+    """One call with a merge of every kind, of at most LONGEST queries and keys."""
+    rows, keys = min(n.seq_q, LONGEST), min(n.seq_k, LONGEST)
+    shapes = (rows, n.heads, n.dim_qk), (keys, n.kv_heads, n.dim_qk), (keys, n.kv_heads, n.dim_v)
+    q, k, v = (torch.zeros(n.batch, *shape, dtype=getattr(torch, n.dtype), device=device) for shape in shapes)
+    call = Call(causal=n.causal, window=None if n.causal or n.window == (-1, -1) else n.window)
+    kernels = Kernels()
+    out, lse = kernels.forward(q, k, v, call)
+    exact = out.float()
+    for first, to in ((out, out), (out, exact), (exact, exact), (exact, out)):
+        merge_into(first, lse, out, lse, to, lse)
+    if backward:
+        kernels.backward((q, k, v, out, lse), out, None, call, (True, True, True, False, False))
+
+
+class MeasuredLinks(NamedTuple):
+    """Bytes/s that one rank sends to the next while all do, and to all others at once; seconds of a message of 8 bytes."""
+
+    neighbour: float
+    everyone: float
+    latency: float
+
+    def __str__(self) -> str:
+        return (
+            f"links: {self.neighbour / 1e9:.1f} GB/s a rank to the next, {self.everyone / 1e9:.1f} GB/s to all others, "
+            f"{self.latency * 1e6:.0f} us a small message (explain --link {self.neighbour / 1e9:.0f})"
+        )
+
+
+def links_of(device: torch.device, size: int | None = None, rounds: int = 5) -> MeasuredLinks:
+    """Of the default group, by the slowest rank: a collective.  size: bytes of a message."""
+    size = size or (1 << 28 if device.type == "cuda" else 1 << 16)
+    ranks, ring = dist.get_world_size(), Ring(dist.group.WORLD)
+    each = size // (4 * ranks)
+    a, b = (torch.zeros(each * ranks, dtype=torch.float32, device=device) for _ in range(2))
+
+    def shift(count: int) -> Callable[[], None]:
+        return lambda: ring.wait(ring.start(a[:count], b[:count], "measuring"), "measuring")
+
+    seconds = [
+        _slowest(step, device, rounds) for step in (shift(a.numel()), lambda: dist.all_to_all_single(b, a), shift(2))
+    ]
+    sent = 4 * each * ranks
+    return MeasuredLinks(sent / seconds[0], sent * (ranks - 1) / ranks / seconds[1], seconds[2])
+
+
+def _slowest(step: Callable[[], object], device: torch.device, rounds: int) -> float:
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    found = []
+    for _ in range(rounds + 1):  # the first one connects
+        barrier()
+        wait()
+        began = time.perf_counter()
+        step()
+        wait()
+        found.append(time.perf_counter() - began)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, median(found[1:]))
+    return float(max(every))
