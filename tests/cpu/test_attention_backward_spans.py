@@ -118,11 +118,11 @@ def test_the_sum_over_spans_is_the_whole(seq_q: int, seq_k: int, options: dict[s
 @pytest.mark.parametrize(
     ("changes", "count"),
     [
-        ({}, 4),
-        ({"causal": False}, 4),
+        ({}, 3),
+        ({"causal": False}, 3),
         ({"seq_q": 131072, "seq_k": 131072}, 13),
-        ({"seq_q": 131072, "seq_k": 131072, "heads": 16, "kv_heads": 16}, 4),
-        ({"heads": 16, "kv_heads": 4, "dim_qk": 256, "dim_v": 256, "seq_q": 131072, "seq_k": 131072}, 7),
+        ({"seq_q": 131072, "seq_k": 131072, "heads": 16, "kv_heads": 16}, 3),
+        ({"heads": 16, "kv_heads": 4, "dim_qk": 256, "dim_v": 256, "seq_q": 131072, "seq_k": 131072}, 5),
         ({"seq_q": 1 << 20, "seq_k": 1 << 20, "heads": 64, "kv_heads": 1}, 1639),
     ],
     ids=str,
@@ -138,7 +138,8 @@ def test_long_calls_come_in_spans(changes: dict[str, Any], count: int) -> None:
     last = spans.problem_of(problem, plan.spans[-2])
     heads, keys = spans.batch_of(last, plan.heads_at_once, plan.keys_at_once)
     held = rules.rooms(last, H200, heads, keys) * heads * keys // 64
-    assert 2.5 <= held / rules.places(last, H200) <= 4
+    least = spans.HELD_IN_MANY if count >= spans.MANY else spans.HELD
+    assert least - 0.5 <= held / rules.places(last, H200) <= least + 1
     row = 4 * problem.kv_heads * (problem.dim_qk + problem.dim_v)
     assert spans.sum_bytes(problem) == row * problem.seq_k
     assert spans.sum_bytes(problem) < plan.scratch_bytes < KEPT_LIMIT + 13 * row * problem.seq_k

@@ -51,7 +51,9 @@ def held(q, k, v, queries=(64, 192), **options):
                 judge(a, b, c, f"{name} {note}")
         assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True)), note
         assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[2][1:], strict=True)), note
-        if "window" not in options:
+        if "window" not in options and not options.get(
+            "causal"
+        ):  # a cut mask meets other tiles: another order of dq's sums
             assert torch.equal(found[0][0], whole[0]), note
 
 

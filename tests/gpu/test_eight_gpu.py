@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from cases import judge, rand
-from matmul_cases import check
+from matmul_cases import check, tensor_core_sums
 from tilefold import ops, reference
 from tilefold.ops.device import device_of
 from tilefold.ops.matrix.eight import bind_plan, matmul_w8a8_plan
 from tilefold.plan.matrix.eight import HOPPER, PORTABLE, ROWS, EightProblem, plan_eight
+from tilefold.reference.lowbit import row_codes
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
@@ -48,6 +49,10 @@ def run(tile, x, weight, scale, bias=None):
 def hold(tile, x, weight, scale, bias=None):
     got = run(tile, x, weight, scale, bias)
     want, plain = (reference.matmul_w8a8(x, weight, scale, bias, d) for d in (torch.float64, torch.float32))
+    if weight.dtype == torch.float8_e4m3fn:
+        codes, rows = row_codes(x.flatten(0, -2), weight.dtype)
+        plain = (tensor_core_sums(codes, weight) * rows * scale).view(want.shape)
+        plain = plain if bias is None else plain + bias.float()
     assert got.dtype == x.dtype and got.shape == want.shape
     judge(got, want, plain.to(x.dtype), f"{tile} {tuple(x.shape)} {x.dtype} {weight.dtype}")
 

@@ -15,6 +15,17 @@ def lowbit_matmul(
     return out if bias is None else out + bias.to(dtype)
 
 
+def row_codes(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] as whole numbers in fp32 or as e4m3 by kind, and what they were divided by, [..., 1]."""
+    largest = 127.0 if kind == torch.int8 else 448.0
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True) if x.numel() else wide[..., :1]
+    divisor = torch.full_like(most, largest)  # a tensor: by a number a GPU multiplies with its rounded inverse
+    scale = torch.where(most == 0, 1.0, most / divisor)
+    codes = (wide / scale).clamp(-largest, largest)
+    return (codes.round() if kind == torch.int8 else codes.to(kind)), scale
+
+
 def matmul_w8a8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -23,11 +34,6 @@ def matmul_w8a8(
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """The codes of x's rows, made in fp32 as they are defined, times the transpose of weight [N, K], scaled, in `dtype`."""
-    largest = 127.0 if weight.dtype == torch.int8 else 448.0
-    wide = x.float()
-    most = wide.abs().amax(-1, keepdim=True) if x.numel() else wide[..., :1]
-    scale = torch.where(most == 0, 1.0, most / largest)
-    codes = (wide / scale).clamp(-largest, largest)
-    codes = codes.round() if weight.dtype == torch.int8 else codes.to(weight.dtype)
+    codes, scale = row_codes(x, weight.dtype)
     out: torch.Tensor = codes.to(dtype) @ weight.to(dtype).t() * scale.to(dtype) * weight_scale.to(dtype)
     return out if bias is None else out + bias.to(dtype)
