@@ -159,7 +159,7 @@ def _on_rank(work: "Work") -> "list[Line] | None":
     import torch
     import torch.distributed as dist
 
-    from tilefold.bench.parallel.run import measure
+    from tilefold.bench.parallel.run import cells_of, measure
     from tilefold.bench.parallel.setup import links_of
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -167,10 +167,15 @@ def _on_rank(work: "Work") -> "list[Line] | None":
     if dist.get_rank():
         measure(work)
         return None
-    Console().print(Text(str(links), style="dim"), soft_wrap=True)
+    console = Console()
+
+    def show(line: "Line") -> None:  # at once: a run that is cut short has shown what it had
+        console.print(Text("  ".join(filter(None, cells_of(line))), style="dim"), soft_wrap=True)
+
+    console.print(Text(str(links), style="dim"), soft_wrap=True)
     total = len(work.tokens) * len(work.ways) * len(work.backward)
-    with measuring(Console(), total, False) as step:
-        return measure(work, lambda what: step("parallel", what))
+    with measuring(console, total, False) as step:
+        return measure(work, lambda what: step("parallel", what), show)
 
 
 def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:

@@ -86,8 +86,11 @@ class Line:
     alone_tokens: int = 0
 
 
-def measure(work: Work, step: Callable[[str], None] = lambda what: None) -> list[Line]:
-    """The lines, the same on every rank; a collective of the default process group.  step: told what comes next."""
+def measure(
+    work: Work, step: Callable[[str], None] = lambda what: None, done: Callable[[Line], None] = lambda line: None
+) -> list[Line]:
+    """The lines, the same on every rank; a collective of the default process group.  step: told what comes next; done: given
+    each line when it is there."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     began = time.monotonic()
     lines: list[Line] = []
@@ -102,6 +105,7 @@ def measure(work: Work, step: Callable[[str], None] = lambda what: None) -> list
                 rated = rated or _rate(work, tokens, backward, device)
                 step(f"{way}, {what}")
                 lines.append(_line(work, way, tokens, backward, rated, device, traces))
+                done(lines[-1])
     if traces and dist.get_rank() == 0:
         written(work.trace, traces)
     return lines
