@@ -29,18 +29,21 @@ def e4m3_bits(x):
 
 @triton.jit
 def store_encoded(Out, offsets, x, factor, m, CODE: tl.constexpr, EMULATE: tl.constexpr):
-    """Store x fp32 [M, N] at Out + offsets where m holds.  CODE not PLAIN: x / factor [M] (a quotient rounded once), as e4m3 (NaN
-    stays NaN) or int8 (-128 to 127, NaN is 0)."""
+    """Store x fp32 [M, N] at Out + offsets where m holds.  CODE not PLAIN: x / factor [M] (a quotient rounded once), by
+    store_code."""
     if CODE == PLAIN:
         tl.store(Out + offsets, narrow(x, Out.dtype.element_ty, EMULATE), mask=m)
     else:
-        x = tl.math.div_rn(x, tl.broadcast_to(factor[:, None], x.shape))
-        if CODE == INT8:
-            near = tl.minimum(tl.maximum(x, -128.0), 127.0)
-            near = (
-                tl.where(x == x, near, 0.0) + 12582912.0
-            )  # 1.5 * 2^23: its last place is 1, so the sum is rounded there
-            tl.store(Out + offsets, (near.to(tl.int32, bitcast=True) & 0xFF).to(tl.int8), mask=m)
-        else:
-            near = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
-            tl.store(Out + offsets, near.to(tl.float8e4nv) if CODE == E4M3 else e4m3_bits(near), mask=m)
+        store_code(Out, offsets, tl.math.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), m, CODE)
+
+
+@triton.jit
+def store_code(Out, offsets, x, m, CODE: tl.constexpr):
+    """Store x fp32 at Out + offsets where m holds, as e4m3 (NaN stays NaN) or int8 (-128 to 127, NaN is 0)."""
+    if CODE == INT8:
+        near = tl.minimum(tl.maximum(x, -128.0), 127.0)
+        near = tl.where(x == x, near, 0.0) + 12582912.0  # 1.5 * 2^23: its last place is 1, so the sum is rounded there
+        tl.store(Out + offsets, (near.to(tl.int32, bitcast=True) & 0xFF).to(tl.int8), mask=m)
+    else:
+        near = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+        tl.store(Out + offsets, near.to(tl.float8e4nv) if CODE == E4M3 else e4m3_bits(near), mask=m)

@@ -21,8 +21,8 @@ def row_codes(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.T
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True) if x.numel() else wide[..., :1]
     divisor = torch.full_like(most, largest)  # a tensor: by a number a GPU multiplies with its rounded inverse
-    scale = torch.where(most == 0, 1.0, most / divisor)
-    codes = (wide / scale).clamp(-largest, largest)
+    scale = torch.where(most == 0, 1.0, (most / divisor).clamp_min(2.0**-120))
+    codes = (wide * (1.0 / scale)).clamp(-largest, largest)
     return (codes.round() if kind == torch.int8 else codes.to(kind)), scale
 
 
