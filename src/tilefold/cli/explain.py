@@ -44,7 +44,7 @@ Every step of a generation of 512 tokens after a prompt of 40, grouped by what i
 
 Context parallelism: a million tokens over 64 GPUs, 8 to a node, and what other numbers of GPUs would take:
 
-    tilefold explain --heads 32 --kv-heads 8 --q 1048576 --dim 128 --causal --ranks 64 --per-node 8 --link 450,50 --backward
+    tilefold explain --heads 32 --kv-heads 8 --q 1048576 --dim 128 --causal --ranks 64 --per-node 8 --link 290,50 --backward
 
 The GPU of this machine:
 
@@ -128,7 +128,7 @@ def explain(
         typer.Option(
             metavar="INSIDE,ACROSS",
             help="With --ranks: GB/s of a GPU, in a node and between nodes.",
-            show_default="450,50",
+            show_default="290,50",
         ),
     ] = None,
     tflops: Annotated[

@@ -85,5 +85,5 @@ def _rates(link: str | None) -> dict[str, float]:
     except ValueError:
         found = []
     if len(found) not in (1, 2) or min(found) <= 0:
-        raise ValueRangeError(f"--link must be INSIDE or INSIDE,ACROSS in GB/s, as 450,50, got {link!r}")
+        raise ValueRangeError(f"--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50, got {link!r}")
     return dict(zip(("inside", "across"), found, strict=False))

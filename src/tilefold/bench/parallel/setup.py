@@ -99,8 +99,9 @@ def links_of(device: torch.device, size: int | None = None, rounds: int = 5) -> 
     seconds = [
         _slowest(step, device, rounds) for step in (shift(a.numel()), lambda: dist.all_to_all_single(b, a), shift(2))
     ]
-    sent = 4 * each * ranks
-    return MeasuredLinks(sent / seconds[0], sent * (ranks - 1) / ranks / seconds[1], seconds[2])
+    sent, started = 4 * each * ranks, seconds[2]  # what the host and a small message take is not the links'
+    moving = [max(each - started, each / 10) for each in seconds[:2]]
+    return MeasuredLinks(sent / moving[0], sent * (ranks - 1) / ranks / moving[1], started)
 
 
 def _slowest(step: Callable[[], object], device: torch.device, rounds: int) -> float:

@@ -38,8 +38,8 @@ def matmul_w8a8(
 
     Returns:
         [..., N] in x's dtype: ((codes of x) @ weight.T) * scale of x's row * weight_scale + bias.  A row's scale is its largest
-        number in size / 127 (e4m3: / 448), 1 for a row of zeros; codes are x / scale to nearest even.  int8 is summed in int32
-        (exactly, for K up to 2^17), e4m3 in fp32.  The same bits every run.  No gradient passes.
+        number in size / 127 (e4m3: / 448), 1 for a row of zeros; codes are x times the rounded inverse of the scale, to nearest
+        even.  int8 is summed in int32 (exactly, for K up to 2^17), e4m3 in fp32.  The same bits every run.  No gradient passes.
 
     Raises:
         DtypeError, ShapeError, LayoutError, DeviceError, naming the argument; Unsupported for a gradient, or e4m3 before sm_89.
