@@ -1,5 +1,7 @@
 """Profiles on a GPU: the planted faults are found, roofs are plausible, machine code and counters are read where they can be."""
 
+import os
+
 import pytest
 import torch
 
@@ -35,6 +37,10 @@ def test_faults_with_counters():
     assert all(hit.ok for hit in hits), table(hits)
 
 
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="roofs can only be measured alone, and other processes of this run use the GPU: run it with -n 1",
+)
 def test_roofs_are_below_the_datasheet(device):
     found = roofs.measure_roofs(device, torch.device("cuda", 0))
     for name in ("dram_read", "dram_write", "dram_copy"):
