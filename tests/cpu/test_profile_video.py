@@ -11,7 +11,6 @@ from tilefold.profiling import video
 from tilefold.profiling.predict import memory_traffic, predict
 from tilefold.profiling.timeline import Ran, between_marks, by_place, ordered
 from tilefold.profiling.video import Account, explain_video, stages_inside
-from tilefold.sparse import CoarseOptions, SelectOptions
 
 H200 = device_named("h200")
 SHAPE = VideoShape(1, 12, 12, 23296, 128)
@@ -159,9 +158,7 @@ def test_the_explanation_of_an_h200(monkeypatch):
     monkeypatch.setattr(video, "load_roofs", lambda: None)
     measured = {name: queued(call)[0] + (0.03 if name == "select" else 0) for name, call in calls.items()}
     ready = Ready(None, calls, LISTED, 127)
-    found = explain_video(
-        SHAPE, H200, "cuda", CoarseOptions(), SelectOptions(method="top_k"), measured, ready=ready, rounds=1
-    )
+    found = explain_video(SHAPE, H200, "cuda", ready, measured, rounds=1)
 
     assert (found.first, found.next) == pytest.approx((2e-6, 0.8e-6))
     assert all(abs(row.share) < 1e-6 for row in found.sums)
@@ -186,7 +183,7 @@ def test_the_explanation_of_an_h200(monkeypatch):
     assert rows["select: select"].predicted.resource == "ALU pipe"
     line = rows["coarse: coarse_forward"].line()
     assert "Not explained" in line and "one after the other" in line and "overlapped" in line
-    assert any("roofs are recorded ones" in note for note in found.notes)
+    assert any("roofs are those recorded" in note for note in found.notes)
     document = found.document()
     assert document["launches"][2]["unexplained"] == pytest.approx(rows["coarse: coarse_forward"].unexplained)
     assert [len(row) for row in found.tables()[0][1]] == [len(video.LAUNCH_HEAD)] * 7

@@ -150,7 +150,7 @@ def video(
     if explain:
         from tilefold.profiling.video import explain_video
 
-        why = explain_video(*what, {row.name: row.timing.ms for row in found.rows}, rounds=turns, ready=ready)
+        why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, turns)
         profile_explained.show(why, console)
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))

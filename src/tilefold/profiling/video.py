@@ -8,10 +8,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold.bench import timers
-from tilefold.bench.video.stages import TOTAL, Ready, prepare_stages
+from tilefold.bench.video.stages import TOTAL, Ready
+from tilefold.plan.device import Device
 from tilefold.plan.video import STAGES, VideoShape
 from tilefold.plan.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
@@ -21,10 +22,6 @@ from tilefold.profiling.roofs import load_roofs, with_roofs
 from tilefold.profiling.session import Declared, evidence_of
 from tilefold.profiling.timeline import Ran, by_place, interpreted, traced
 from tilefold.profiling.verdict import Verdict, judge
-
-if TYPE_CHECKING:
-    from tilefold.plan.device import Device
-    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
 
 __all__ = ["Account", "Explanation", "LaunchRow", "explain_video", "stages_inside"]
 
@@ -203,16 +200,15 @@ def _scaled(value: float | None, scale: float) -> str:
 
 
 def explain_video(
-    shape: VideoShape, device: "Device", where: str, coarse: "CoarseOptions", select: "SelectOptions",
-    measured: Mapping[str, float], *, ready: Ready | None = None, rounds: int = 5, samples: int = 5,
+    shape: VideoShape, device: Device, where: str, ready: Ready, measured: Mapping[str, float], rounds: int = 5, samples: int = 5
 ) -> Explanation:  # fmt: skip
-    """Trace each stage and the pipeline of `bench.video.stages.profile_video`; measured: its times (ms) by name, over
-    the calls of `ready`, which are made if they are not given.
+    """Trace each stage and the pipeline of `bench.video.stages.prepare_stages`; measured: their times (ms) as `profile_video`
+    has them, by name.
 
-    device: whose recorded roofs count where none were measured on this machine; where: "cuda" or "cpu", the interpreter."""
-    ready = ready or prepare_stages(shape, where, coarse, select)
+    device: whose roofs count; where: "cuda" or "cpu", the interpreter, in which each call is made once more and its wall time
+    is what has to add up."""
     gpu = where == "cuda"
-    works = launch_works(shape, ready.listed, ready.capacity, device, coarse.kind, coarse.reduction)
+    works = launch_works(shape, ready.listed, ready.capacity, device, ready.kind, ready.reduction)
     names = [name for name in (*STAGES, TOGETHER, TOTAL) if name in ready.calls]
     calls = {name: ready.calls[name] for name in names}
     if gpu:
@@ -247,7 +243,7 @@ def _seconds(launched: Launched) -> float:
     return statistics.median(launched.seconds)
 
 
-def _empty_calls(device: "Device") -> dict[str, Callable[[], object]]:
+def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     """A call of one empty launch and one of several; the kernel is compiled."""
     import torch
 
@@ -302,15 +298,19 @@ def stages_inside(names: Mapping[str, Sequence[str]]) -> tuple[list[tuple[str, i
 class _Judge:
     """Evidence, verdict and prediction for launches on one machine."""
 
-    def __init__(self, shape: VideoShape, device: "Device", gpu: bool, nothing: float, kernels: Iterable[str]) -> None:
+    def __init__(self, shape: VideoShape, device: Device, gpu: bool, nothing: float, kernels: Iterable[str]) -> None:
         self.shape, self.device, self.gpu, self.nothing = shape, device, gpu, nothing
-        self.roofs = load_roofs() if gpu else None
+        # Recorded rates where they hold one of the way from L2: it was measured by boxes, as these kernels load, and the stages'
+        # bounds are of it. What `tilefold roofline --measure` reaches by plain loads is more than they can.
+        self.roofs = load_roofs() if gpu and not device.measured_l2_bytes_per_s else None
         self.codes = codes_of(kernels) if gpu else ()
         self.machine = with_roofs(device, self.roofs)
 
     def notes(self) -> list[str]:
         if self.roofs is not None or not self.gpu:
             return []
+        if self.device.measured_l2_bytes_per_s:
+            return ["roofs are those recorded of this kind of device, as in the table of the stages"]
         return ["roofs are recorded ones, not measured here: run `tilefold roofline --measure`"]
 
     def predicted(self, works: Sequence[LaunchWork | None]) -> list[Predicted | None]:

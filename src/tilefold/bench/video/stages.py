@@ -118,12 +118,14 @@ def profile_video(
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Calls of the stages, of fine and fuse at once, and of the whole, over the same inputs. listed: pairs of
-    blocks that all lists name together; capacity: entries a list."""
+    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch."""
 
     inputs: "VideoInputs"
     calls: dict[str, Call]
     listed: int
     capacity: int
+    kind: str = "block"
+    reduction: str = "mean"
 
 
 def prepare_stages(
@@ -141,7 +143,8 @@ def prepare_stages(
     if branch is not None:
         calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())
     calls[TOTAL] = made.calls[TOTAL]
-    return Ready(inputs, calls, listed_pairs(made.stages, shape), int(index.indices.shape[-1]))
+    listed, capacity = listed_pairs(made.stages, shape), int(index.indices.shape[-1])
+    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction)
 
 
 # ---------------------------------------------------------------- what the sweeps measure, too
