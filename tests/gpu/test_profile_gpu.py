@@ -21,6 +21,10 @@ from tilefold.sparse import CoarseOptions, SelectOptions
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
+alone = pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="roofs and times can only be measured alone, and other processes of this run use the GPU: run it with -n 1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +50,7 @@ def test_faults_with_counters():
     assert all(hit.ok for hit in hits), table(hits)
 
 
-@pytest.mark.skipif(
-    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
-    reason="roofs can only be measured alone, and other processes of this run use the GPU: run it with -n 1",
-)
+@alone
 def test_roofs_are_below_the_datasheet(device):
     found = roofs.measure_roofs(device, torch.device("cuda", 0))
     for name in ("dram_read", "dram_write", "dram_copy"):
@@ -86,6 +87,7 @@ def test_regions_do_not_nest():
 SHAPE = VideoShape(1, 12, 12, 23296, 128)
 
 
+@alone
 def test_the_video_pipeline_is_explained(device):
     """Launches and the gaps between them come to the time of every stage and of the whole; no launch is without its work."""
     what = SHAPE, device, "cuda", CoarseOptions(), SelectOptions(method="top_k", sparsity=0.651)
@@ -101,6 +103,7 @@ def test_the_video_pipeline_is_explained(device):
     assert 2e-7 < why.first < 2e-5 and 0 <= why.next < 5e-6
 
 
+@alone
 def test_a_launch_that_is_at_its_roof_is_predicted(device):
     """A sum that fills the memory's way: the model of a stream holds, and events and trace agree on its time."""
     x, y = torch.randn(2, 1 << 26, device=DEVICE)
