@@ -222,12 +222,8 @@ def explain_video(
         first, following, nothing = _launch_costs(rans, times)
     else:
         rans, times = interpreted(calls)
-        measured, first, following, nothing = (
-            times,
-            0.0,
-            0.0,
-            0.0,
-        )  # nobody is ahead of anybody: the call that was watched
+        measured = times  # nobody is ahead of anybody: of the call that was watched
+        first = following = nothing = 0.0
     placed = {name: by_place(rans[name]) for name in names}
     inside, notes = stages_inside({name: [each.kernel for each in placed[name]] for name in names})
     notes += [f"{name}: the trace does not hold its launches" for name in names if not placed[name]]
