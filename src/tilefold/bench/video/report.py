@@ -88,7 +88,8 @@ def lines_of(rows: Sequence[SweepRow], left: Sequence[Point] = ()) -> list[str]:
 
 
 def records_of(rows: Sequence[SweepRow], setting: Setting) -> list[dict[str, Any]]:
-    """One record a point, of ours and the peers together: setting, point, times in ms, rates of the fine stage, errors beside their limits."""
+    """One record a point, of ours and the peers together: setting, point, times in ms, rates of the fine stage, errors beside
+    their limits."""
     return [_record(row, setting) for row in rows]
 
 
