@@ -101,9 +101,10 @@ def video(
     runtime = prepare_runtime()
     from tilefold.bench.records.record import append_rows
     from tilefold.bench.setting import setting_of
+    from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.report import records_of
     from tilefold.bench.video.stages import PEERS
-    from tilefold.bench.video.sweep import SHAPES, measure_point, run_points
+    from tilefold.bench.video.sweep import measure_point, run_points
     from tilefold.plan.video import VideoShape
 
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
@@ -145,7 +146,8 @@ def _points(
     sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime
 ) -> "tuple[Point, ...]":
     """All points of the sweeps; given: the options --values and --sparsity."""
-    from tilefold.bench.video.sweep import DEFAULTS, SWEEPS, points_of
+    from tilefold.bench.video.engine import DEFAULTS
+    from tilefold.bench.video.sweep import SWEEPS, points_of
 
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
     if not sweeps:

@@ -11,8 +11,16 @@ if TYPE_CHECKING:
     from tilefold.bench.setting import Options, Setting
     from tilefold.bench.video.sweep import Point, SweepRow
 
-__all__ = ["VideoEngine"]
+__all__ = ["DEFAULTS", "SHAPES", "VideoEngine"]
 
+# Batch, heads, tokens and head dim, on a GPU and in the interpreter.
+SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
+# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
+DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
+    "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
+    "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
+}
 QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
 
 
@@ -33,7 +41,7 @@ class VideoEngine:
 
     def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
         """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
-        from tilefold.bench.video.sweep import DEFAULTS, SHAPES, points_of
+        from tilefold.bench.video.sweep import points_of
         from tilefold.plan.video import VideoShape
 
         batch, heads, seq, dim = SHAPES[gpu]

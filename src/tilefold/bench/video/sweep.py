@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
 
 __all__ = [
-    "DEFAULTS",
     "FINE",
-    "SHAPES",
     "SWEEPS",
     "Overtake",
     "Point",
@@ -47,14 +45,6 @@ __all__ = [
 
 # What is swept -> its unit.
 SWEEPS = {"sparsity": "% sparsity", "length": "tokens", "cached": "cached tokens"}
-# Batch, heads, tokens and head dim, on a GPU and in the interpreter.
-SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
-# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
-DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
-    "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
-    "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
-    "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
-}
 FINE = "fine"
 PARTS = ("append", *STAGES)  # what the whole consists of; only a cache has the first
 
