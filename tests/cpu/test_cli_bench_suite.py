@@ -9,14 +9,20 @@ from typer.testing import CliRunner
 from tilefold.bench import power
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
-from tilefold.bench.engine import ENGINES
+from tilefold.bench.engine import ENGINES, Request
 from tilefold.bench.loop import run_each
 from tilefold.bench.matrix import gemm
 from tilefold.bench.power import parse_smi
 from tilefold.bench.records.readme import Place, refreshed
+from tilefold.bench.records.record import markdown_text
+from tilefold.bench.records.runs import read_measured
+from tilefold.bench.setting import Options, setting_of
 from tilefold.bench.suites import SUITES, suite_named
+from tilefold.bench.timers import Timing
+from tilefold.bench.video import sweep
 from tilefold.cli.app import app
 from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.plan.video import STAGES
 
 TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
 
@@ -92,6 +98,43 @@ def test_suites_are_listed_and_every_part_has_cases():
         suite_named("slow", gpu=True)
     with pytest.raises(ValueRangeError, match="needs a GPU: .*those that run here: quick, attention, matrix"):
         suite_named("readme", gpu=False)
+
+
+def test_video_is_a_family_of_suites(monkeypatch):
+    """A point that raises does not cost the others theirs, fails the run, and is found again in a comparison."""
+    engine = ENGINES["video"]
+    assert [point.name for point in engine.cases(Request(quick=True), gpu=True)] == [
+        "sparsity_d128_h12_n23296x1_b64_s80"
+    ]
+    points = engine.cases(Request(pattern="cached"), gpu=True)
+    assert len(points) == 10 and {point.page_size for point in points} == {None, 64}
+    assert "tilefold" in engine.known and set(engine.usual("cuda")) <= set(engine.known)
+    timing = Timing(2.0, 2.0, 2.0, 1, "alternating", (2.0,))
+
+    def measured(point, device, peers, rounds, graph, seed):
+        assert peers == ("cudnn",)
+        if point.page_size is None:
+            raise RuntimeError("no such kernel")
+        return sweep.SweepRow(point, 5, dict.fromkeys((*STAGES, "pipeline", "dense cuDNN"), timing))
+
+    monkeypatch.setattr(sweep, "measure_point", measured)
+    peers, kept = chosen(engine.known, ("cudnn",)), []
+    rows = engine.run(points[4:6], peers, "cuda", Options(1), lambda *_: None, kept.append)
+    assert rows == kept and [row.status for row in rows] == ["failed", "ok"]
+    assert engine.wrong(rows) and not engine.wrong(rows[1:])
+    setting = setting_of("cpu")
+    records = [record for row in rows for record in engine.records(row, setting)]
+    assert [(record["implementation"], record["status"]) for record in records] == [
+        ("tilefold", "failed"),
+        ("tilefold", "ok"),
+    ]
+    assert "no such kernel" in records[0]["note"] and any("no such kernel" in note for note in engine.notes(rows))
+    found = read_measured(records)
+    assert (found[0].key.implementation, found[0].status, found[0].ours) == ("pipeline", "failed", True)
+    assert {one.key.implementation: one.ours for one in found[1:]} == {
+        **dict.fromkeys((*STAGES, "pipeline"), True), "dense cuDNN": False,
+    }  # fmt: skip
+    assert "brackets" not in markdown_text(engine.sheets(rows, setting), setting, ())
 
 
 @pytest.mark.interpreter

@@ -31,10 +31,36 @@ def test_every_stage_and_every_report(tmp_path):
     assert rows["pipeline, forward + backward"]["cost"] is None
     assert document["density"] == 0.5
     assert any("FA4" in note for note in document["notes"])
+    check_explained(document["explained"])
     assert "pipeline takes" in result.output
     assert "Times in the interpreter say nothing about a GPU" in result.output
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in files["html"].read_text()
+    page = files["html"].read_text()
+    assert "<svg" in page and "gather_blocks (k)" in page and "adds up" in page and "Not explained" in page
+
+
+def check_explained(why):
+    """Every launch by name and stage, with its work; times that add up; the pipeline's launches back with their stages."""
+    launches = [(row["stage"], row["evidence"]["kernel"], row["what"]) for row in why["launches"]]
+    coarse = [("coarse", "gather_blocks", "k"), ("coarse", "gather_blocks", "v"), ("coarse", "coarse_forward", "")]
+    last = [("sparse_forward", ""), ("fuse_forward", "")]
+    together = "fine + fuse at once"
+    alone = [("select", "select", ""), ("fine", *last[0]), ("fuse", *last[1])]
+    assert launches == [*coarse, *alone, *((together, *each) for each in last)]
+    assert [(each["stage"], each["launches"]) for each in why["inside"]] == [
+        ("coarse", 3),
+        ("select", 1),
+        (together, 2),
+    ]
+    for row in why["launches"]:
+        assert row["predicted"]["seconds"] > 0 and row["evidence"]["seconds"] > 0 and row["verdict"]["sentence"]
+        assert (row["inside"] is None) == (row["stage"] in ("fine", "fuse"))
+    for row in why["sums"]:
+        assert row["device"] == pytest.approx(row["kernels"] + row["gaps"] + row["left"])
+        assert 0 <= row["share"] < 0.9 and row["waits"] == 0
+    sums = {row["name"]: row for row in why["sums"]}
+    assert sums["pipeline"]["launches"] == 6
+    assert sum(each["seconds"] for each in why["inside"]) * 1e3 == pytest.approx(sums["pipeline"]["kernels"])
 
 
 def test_refusals(tmp_path):

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tilefold
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, implementations_named
 from tilefold.bench.attention.run import run_case
+from tilefold.bench.implementation import make_inputs
 from tilefold.bench.setting import Options
 from tilefold.plan.problem import AttentionProblem
 
@@ -121,10 +123,19 @@ def test_a_short_list_stays_in_the_cache_when_warm_and_does_not_when_cold():
 
 
 def test_the_backward_of_sparse_attention_states_its_scratch():
-    """At most accumulators in fp32 for dq, dk and dv, and what else rows and lists need: no [queries, keys] matrix."""
-    cell, (query_bytes, key_bytes) = ours(replace(SPARSE, backward=True))
+    """What the plan says, where it keeps dS; else at most accumulators in fp32 for dq, dk and dv, and what rows and lists need.
+    In neither case a [queries, keys] matrix."""
+    case = replace(SPARSE, backward=True)
+    cell, (query_bytes, key_bytes) = ours(case)
     assert cell.scratch is not None
-    assert cell.scratch <= 2 * (query_bytes + 2 * key_bytes) + query_bytes // 4
+    inputs = make_inputs(case, "cuda")
+    plan = tilefold.sparse_plan(inputs.q, inputs.k, inputs.v, inputs.index, direction="backward")
+    if plan.scratch_bytes:
+        assert cell.scratch == pytest.approx(plan.scratch_bytes, rel=0.1), plan
+    else:
+        assert cell.scratch <= 2 * (query_bytes + 2 * key_bytes) + query_bytes // 4
+    p = case.problem
+    assert cell.scratch < p.heads * p.seq_q * p.seq_k * p.itemsize
 
 
 def test_scratch_is_what_a_call_allocates_beyond_its_result():

@@ -1,15 +1,30 @@
 """Profiles on a GPU: the planted faults are found, roofs are plausible, machine code and counters are read where they can be."""
 
+import os
+import statistics
+
 import pytest
 import torch
 
 import tilefold
 from faults import FAULTS, counted, hit_of, run, table, watch
+from tilefold.bench import timers
+from tilefold.bench.video.stages import prepare_stages, profile_video
 from tilefold.errors import Unsupported
+from tilefold.plan.video import STAGES, VideoShape
+from tilefold.plan.video_launches import TOGETHER, LaunchWork
 from tilefold.profiling import roofs
+from tilefold.profiling.predict import predict
+from tilefold.profiling.timeline import by_place, traced
+from tilefold.profiling.video import explain_video
+from tilefold.sparse import CoarseOptions, SelectOptions
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
+alone = pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="roofs and times can only be measured alone, and other processes of this run use the GPU: run it with -n 1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +50,7 @@ def test_faults_with_counters():
     assert all(hit.ok for hit in hits), table(hits)
 
 
+@alone
 def test_roofs_are_below_the_datasheet(device):
     found = roofs.measure_roofs(device, torch.device("cuda", 0))
     for name in ("dram_read", "dram_write", "dram_copy"):
@@ -66,3 +82,40 @@ def test_regions_do_not_nest():
     with tilefold.profile() as p:
         torch.ones(8, device=DEVICE).add_(1)
     assert p.profile.rows
+
+
+SHAPE = VideoShape(1, 12, 12, 23296, 128)
+
+
+@alone
+def test_the_video_pipeline_is_explained(device):
+    """Launches and the gaps between them come to the time of every stage and of the whole; no launch is without its work."""
+    what = SHAPE, device, "cuda", CoarseOptions(), SelectOptions(method="top_k", sparsity=0.651)
+    ready = prepare_stages(SHAPE, "cuda", *what[3:])
+    found = profile_video(*what, rounds=3, ready=ready)
+    why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, rounds=3)
+    print("\n".join(" | ".join(row) for head, rows in why.tables() for row in (head, *rows)), *why.lines(), sep="\n")
+    assert [row.name for row in why.sums] == [*STAGES, TOGETHER, "pipeline"]
+    over = {row.name: row.share for row in why.sums if abs(row.share) > 0.1}
+    assert not over, over
+    assert not any("not attributed" in note for note in why.notes) and len(why.inside) >= 3
+    assert all(row.predicted is not None for row in why.launches), "a launch whose work nobody declared"
+    assert 2e-7 < why.first < 2e-5 and 0 <= why.next < 5e-6
+
+
+@alone
+def test_a_launch_that_is_at_its_roof_is_predicted(device):
+    """A sum that fills the memory's way: the model of a stream holds, and events and trace agree on its time."""
+    x, y = torch.randn(2, 1 << 26, device=DEVICE)
+
+    def add():
+        return torch.add(x, y)
+
+    add()
+    (launched,) = by_place(traced({"add": add})["add"])
+    work = LaunchWork(launched.kernel, read=8 * x.numel(), written=4 * x.numel())
+    made = predict(work, device, "bfloat16", launch=1e-6)
+    assert made.resource == "DRAM"
+    assert 0.7 < made.seconds / statistics.median(launched.seconds) < 1.15
+    queued = statistics.median(timers.queued_samples(add))
+    assert queued * 1e-3 == pytest.approx(statistics.median(launched.seconds), rel=0.1)

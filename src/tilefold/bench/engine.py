@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tilefold.bench.choice import chosen
 from tilefold.bench.loop import FAILED, WRONG
+from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ ENGINES: dict[str, Engine] = {
     "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
     "conv": FamilyEngine("conv", "matrix.conv.CONV"),
     "lowbit": FamilyEngine("lowbit", "matrix.lowbit.LOWBIT"),
+    "video": VideoEngine(),
 }
 
 

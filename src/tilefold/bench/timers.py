@@ -1,8 +1,9 @@
-"""How long a call takes, in five ways, each for a question of its own.
+"""How long a call takes, in six ways, each for a question of its own.
 
 time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
                   clocks and power caps meet all of them alike; the only one whose ratios are published
 time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
+queued_samples    the same where the host is ahead: the device waits for nobody, and what is left is kernels and gaps
 time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
 time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
 time_wall         wall-clock time of one call on the CPU (the interpreter)
@@ -18,6 +19,8 @@ __all__ = [
     "QUEUE_DEPTH",
     "Timing",
     "graph_sampler",
+    "hidden",
+    "queued_samples",
     "rotations",
     "summarise",
     "time_alternating",
@@ -32,6 +35,8 @@ Sampler = Callable[[], list[float]]
 
 # A CUDA stream takes about a thousand launches before it makes the host wait; a call may launch a few kernels.
 QUEUE_DEPTH = 200
+SPIN_CYCLES = 4_000_000  # 2 ms: longer than the host needs for any call that `queued_samples` times
+CLEARED = 256 << 20  # bytes that are written to clear the L2 cache, as triton.testing.do_bench does
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,42 @@ def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list
     from triton.testing import do_bench
 
     times: list[float] = do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all")
+    return times
+
+
+def hidden(call: Call) -> Call:
+    """A call before which the L2 cache is cleared and the device spins, so that its launches are queued when their turn comes.
+    `spin_kernel` marks where the work of the call begins and where it ends."""
+    import torch
+
+    room = torch.empty(CLEARED, dtype=torch.int8, device="cuda")
+
+    def run() -> object:
+        room.zero_()
+        torch.cuda._sleep(SPIN_CYCLES)
+        result = call()
+        torch.cuda._sleep(1)
+        return result
+
+    return run
+
+
+def queued_samples(call: Call, samples: int = 10) -> list[float]:
+    """Times of single calls (ms) between CUDA events, the L2 cache cleared and the host ahead of the device."""
+    import torch
+
+    times: list[float] = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def timed(start: "torch.cuda.Event" = start, end: "torch.cuda.Event" = end) -> None:
+            start.record()
+            call()
+            end.record()
+
+        hidden(timed)()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
     return times
 
 

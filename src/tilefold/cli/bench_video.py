@@ -48,13 +48,6 @@ draws of K and V. Beside each dense peer: how many times as fast the fine stage 
 with a cold L2 cache, in rounds whose order alternates; cached, and all with --graph, as replays of CUDA graphs. Exit code 1 if a
 result of tilefold is wrong.
 """
-SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
-# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
-DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
-    "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
-    "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
-    "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
-}
 WIDTH = 150  # figures of two peers side by side; a narrow terminal wraps their lines rather than cut them
 
 
@@ -108,6 +101,7 @@ def video(
     runtime = prepare_runtime()
     from tilefold.bench.records.record import append_rows
     from tilefold.bench.setting import setting_of
+    from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.report import records_of
     from tilefold.bench.video.stages import PEERS
     from tilefold.bench.video.sweep import measure_point, run_points
@@ -152,6 +146,7 @@ def _points(
     sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime
 ) -> "tuple[Point, ...]":
     """All points of the sweeps; given: the options --values and --sparsity."""
+    from tilefold.bench.video.engine import DEFAULTS
     from tilefold.bench.video.sweep import SWEEPS, points_of
 
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))

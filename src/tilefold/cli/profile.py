@@ -10,7 +10,7 @@ import typer.core
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli import profile_run
+from tilefold.cli import profile_explained, profile_run
 from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, table_of, user_errors, writable
 from tilefold.errors import ValueRangeError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tilefold.bench.page import Picture
     from tilefold.bench.video.stages import StageRow, VideoRun
     from tilefold.plan.device import Device
+    from tilefold.profiling.video import Explanation
 
 __all__ = ["EPILOG", "app"]
 
@@ -34,6 +35,12 @@ EPILOG = """
 what has to move between memory and the GPU once; L2 GB what tiles draw from the L2 cache; bound the resource that is busy
 longest, and "of bound" how much of the time that accounts for: 100 % is the roof. Roofs are of `tilefold.plan.device_named`,
 measured where known. Attention over blocks of 64 is bound by the way from L2, not by either axis of the usual roofline.
+
+**Launches**: each launch of each stage by itself, in us, and *inside* the pipeline. *explained* is the time of the resource that
+is busy longest, by what the launch does with its tiles' padding, times the uneven end of its grid, plus an empty launch;
+*not* is what it leaves, where that is more than 10 %. **adds up**: *ms* is a call as it comes, *host* what of it is gone
+when its launches are queued before, *device* the rest; the launches' own times and the *gaps* between them (measured by
+empty launches) should come to that, and *left* is what they do not. `--no-explain` leaves all of this out.
 """
 HEAD = ("", "ms", "%", "TFLOP", "GB", "L2 GB", "TFLOP/s", "bound", "of bound")
 
@@ -98,6 +105,12 @@ def video(
     ] = "cudnn",
     backward: Annotated[bool, typer.Option("--backward", help="Also forward + backward.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 5,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain/--no-explain", help="Trace each stage's launches: what bounds each, and whether they add up."
+        ),
+    ] = True,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the stages.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and drawing as one HTML file.")] = None,
@@ -106,7 +119,7 @@ def video(
     for path, name in ((json, "--json"), (png, "--png"), (html, "--html")):
         writable(path, name)
     runtime = prepare_runtime()
-    from tilefold.bench.video.stages import PEERS, profile_video
+    from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
     from tilefold.plan.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 
@@ -121,10 +134,10 @@ def video(
     device = _device(runtime.gpu)
     console = Console()
     console.print(Text(runtime.note, style="dim"))
-    found = profile_video(
-        made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method]),  # type: ignore[arg-type]
-        peers=names, backward=backward, rounds=rounds if runtime.gpu else 1,
-    )  # fmt: skip
+    what = made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
+    turns = rounds if runtime.gpu else 1
+    ready = prepare_stages(made, runtime.device, *what[3:])
+    found = profile_video(*what, peers=names, backward=backward, rounds=turns, ready=ready)
     title = (
         f"sparse video attention, {made.batch} x {made.seq} tokens, {made.heads} heads on {made.kv_heads} KV heads, "
         f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, on {device.title}"
@@ -133,9 +146,15 @@ def video(
     console.print(table_of(HEAD, _rows(found.rows)))
     for note in (*_findings(found), *found.notes):
         console.print(Text(note, style="dim"), soft_wrap=True)
+    why = None
+    if explain:
+        from tilefold.profiling.video import explain_video
+
+        why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, turns)
+        profile_explained.show(why, console)
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
-    _write(found, title, {"json": json, "png": png, "html": html}, console)
+    _write(found, why, title, {"json": json, "png": png, "html": html}, console)
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -190,33 +209,41 @@ def _findings(found: "VideoRun") -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _write(found: "VideoRun", title: str, files: dict[str, Path | None], console: Console) -> None:
+def _write(
+    found: "VideoRun", why: "Explanation | None", title: str, files: dict[str, Path | None], console: Console
+) -> None:
     """Write the files that were asked for and say so."""
     if files["json"] is not None:
-        document = {"title": title, **asdict(found)}
+        document = {"title": title, **asdict(found), "explained": None if why is None else why.document()}
         files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
     if files["png"] is not None or files["html"] is not None:
         from tilefold.bench import page
 
-        picture = _picture(found)
+        picture = _picture(found, why)
         if files["png"] is not None:
             page.save_png(picture.figure, files["png"])
         if files["html"] is not None:
             words = [page.Words(line) for line in (*_findings(found), *found.notes)]
-            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(HEAD, _rows(found.rows)), *words, picture]
+            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(HEAD, _rows(found.rows)), *words]
+            parts += [*([] if why is None else profile_explained.parts(why)), picture]
             files["html"].write_text(page.to_html(title, parts), encoding="utf-8")
     for path in files.values():
         if path is not None:
             console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
 
 
-def _picture(found: "VideoRun") -> "Picture":
-    """The time of each row, and beside it what its slowest resource needs."""
+def _picture(found: "VideoRun", why: "Explanation | None") -> "Picture":
+    """The time of each row, and beside it what its slowest resource needs; below, the same of each launch."""
     from tilefold.bench import page
 
     rows = found.rows[::-1]
-    figure = page.new_figure(9, 0.5 + 0.45 * len(rows))
-    axes = figure.subplots()
+    launches = () if why is None else why.launches
+    figure = page.new_figure(9, 1 + 0.45 * (len(rows) + len(launches)))
+    if launches:
+        axes, below = figure.subplots(2, height_ratios=(len(rows), len(launches)))
+        profile_explained.draw(below, launches)
+    else:
+        axes = figure.subplots()
     places = range(len(rows))
     axes.barh(places, [row.timing.ms for row in rows], height=0.7, label="taken")
     least = [0.0 if row.bound is None else row.bound.seconds * 1e3 for row in rows]
@@ -224,4 +251,5 @@ def _picture(found: "VideoRun") -> "Picture":
     axes.set_yticks(places, [row.name for row in rows])
     axes.set_xlabel("ms")
     axes.legend()
-    return page.Picture(figure, "Time of each stage, of the whole, and of dense attention.")
+    caption = "Time of each stage, of the whole, and of dense attention"
+    return page.Picture(figure, f"{caption}; below, of each launch." if launches else f"{caption}.")

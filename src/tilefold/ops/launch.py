@@ -5,7 +5,8 @@ kernel and skip that dispatch (about two thirds of the host time of a launch), a
 what Triton specialises on is the same: dtypes, 16-byte alignment, integers that are 1 or multiples of 16, functions, constants.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from ..errors import DeviceError
 from .device import interpreting
 from .startup import ahead
 
-__all__ = ["Box", "Launch"]
+__all__ = ["OBSERVERS", "Box", "Launch"]
+
+OBSERVERS: list[Callable[[str, tuple[int, int, int], float], None]] = []
+"""In the interpreter, where no profiler sees a launch: told the kernel's name, its grid and the seconds that it took."""
 
 _COMPILED: dict[
     Any, tuple[Any, Any]
@@ -67,10 +71,13 @@ class Launch:
         if interpreting():
             if isinstance(self.fn, triton.JITFunction):
                 raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
+            begin = time.perf_counter()
             try:
                 self.fn[self.grid](*args, **self.keywords)
             except InterpreterError as error:
                 raise _plainly(error) from error.__cause__
+            for tell in OBSERVERS:
+                tell(self.fn.__name__, self.grid, time.perf_counter() - begin)
             return
         key = (self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args))
         found = _COMPILED.get(key)

@@ -13,7 +13,7 @@ from tilefold.aot.targets import TARGETS, Target
 from tilefold.plan.device import Device
 from tilefold.profiling.evidence import Region
 
-__all__ = ["Code", "Launched", "codes_of", "occupancy_on", "read_trace", "region_of", "same_kernel"]
+__all__ = ["Code", "Launched", "codes_of", "occupancy_on", "product", "read_trace", "region_of", "same_kernel"]
 
 COPIES = ("gpu_memcpy", "gpu_memset")
 
@@ -61,8 +61,8 @@ def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple
         if category == "kernel":
             args = event.get("args", {})
             shape = (
-                _product(args.get("grid")),
-                _product(args.get("block")),
+                product(args.get("grid")),
+                product(args.get("block")),
                 args.get("registers per thread"),
                 args.get("shared memory"),
             )
@@ -71,7 +71,8 @@ def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple
     return tuple(sorted(kernels, key=lambda each: -sum(each.seconds))), tuple(sorted(spans)), replayed
 
 
-def _product(sizes: Any) -> int | None:
+def product(sizes: Any) -> int | None:
+    """Of a grid or a block as the trace has it; None where it has none."""
     if not isinstance(sizes, list | tuple) or not sizes:
         return None
     total = 1

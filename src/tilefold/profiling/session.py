@@ -1,12 +1,9 @@
 """`with tilefold.profile() as p:` watches what runs inside; `p.profile` is what was found, with a verdict for each kernel."""
 
-import json
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +24,10 @@ from tilefold.profiling.launches import (
 )
 from tilefold.profiling.report import Profile, Row
 from tilefold.profiling.roofs import Roofs, load_roofs, with_roofs
+from tilefold.profiling.timeline import exported
 from tilefold.profiling.verdict import judge, judge_region
 
-__all__ = ["FINISHED", "Declared", "Session", "profile", "profile_of"]
+__all__ = ["FINISHED", "Declared", "Session", "evidence_of", "profile", "profile_of"]
 
 FINISHED: list[Profile] = []
 """Profiles that this process has finished, oldest first: what `tilefold profile script --marked` shows."""
@@ -123,10 +121,7 @@ class Session:
 
         from tilefold.ops.device import device_of
 
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        document = exported(self._profiler)
         self._profiler = None
         index = torch.cuda.current_device()
         device = device_of(torch.device("cuda", index))
@@ -179,7 +174,7 @@ def profile_of(
     for place, launched in enumerate(kernels):
         code = code_for(launched, codes)
         evidence = replace(
-            _evidence(launched, code, device, roofs, declare.get(launched.kernel, Declared())),
+            evidence_of(launched, code, device, roofs, declare.get(launched.kernel, Declared())),
             share=sum(launched.seconds) / total if total else None,
             opcodes=opcodes_of(code) if code and place < MIXED else {},
         )
@@ -192,7 +187,7 @@ def profile_of(
     return with_counters(made, counters) if counters else made
 
 
-def _evidence(launched: Launched, code: Code | None, device: Device, roofs: Roofs | None, work: Declared) -> Evidence:
+def evidence_of(launched: Launched, code: Code | None, device: Device, roofs: Roofs | None, work: Declared) -> Evidence:
     """What the trace, the compiler and the caller say of one kernel."""
     machine = with_roofs(device, roofs)
     threads, registers = launched.threads, launched.registers

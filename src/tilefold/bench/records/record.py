@@ -46,12 +46,13 @@ LABELS = {WRONG: "WRONG", REFUSED: "-", MEMORY: "OOM", FAILED: "failed"}  # inst
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """A table of a document.  title: what it shows, as a sentence without its full stop; left: how many columns are aligned to
-    the left."""
+    the left; brackets: whether figures of peers have ours over theirs in brackets."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left: int = 1
+    brackets: bool = True
 
 
 def head(setting: "Setting", family: str, case: str, direction: str) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def markdown_text(sheets: Sequence[Sheet], setting: "Setting", notes: Sequence[s
     parts = []
     for sheet in sheets:
         parts += table_lines(sheet.head, sheet.rows, sheet.left)
-        parts += ["", f"{sheet.title}; in brackets how many times as fast as the peer tilefold is.", ""]
+        gains = "; in brackets how many times as fast as the peer tilefold is" if sheet.brackets else ""
+        parts += ["", f"{sheet.title}{gains}.", ""]
     where = f"{setting.device}, {setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
     said = [power] if power else []
     return "\n".join([*parts, where, *(f"\n{note}." for note in [*said, *notes])]) + "\n"

@@ -143,6 +143,10 @@ def _rounds(spread: Sequence[float], count: Any) -> tuple[float, ...] | None:
 
 def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:
     wrong = {name for name, error in (row.get("errors") or {}).items() if not error.get("ok", True)}
+    if not row["ms"] and row.get("status") and not wrong:  # a point that raised: nothing was timed
+        yield Measured(
+            _key(row, "pipeline"), str(row["status"]), str(row.get("note") or ""), True, {}, False, _setting(row)
+        )
     for name, ms in row["ms"].items():
         low, high = (row.get("spread") or {}).get(name, (ms, ms))
         status, kept = "WRONG" if name in wrong else "ok", (row.get("rounds_ms") or {}).get(name)

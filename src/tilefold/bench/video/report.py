@@ -88,7 +88,8 @@ def lines_of(rows: Sequence[SweepRow], left: Sequence[Point] = ()) -> list[str]:
 
 
 def records_of(rows: Sequence[SweepRow], setting: Setting) -> list[dict[str, Any]]:
-    """One record a point: setting, point, times in ms, rates of the fine stage, errors beside their limits."""
+    """One record a point, of ours and the peers together: setting, point, times in ms, rates of the fine stage, errors beside
+    their limits."""
     return [_record(row, setting) for row in rows]
 
 
@@ -103,6 +104,9 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "family": "video",
         "case": point.name,
         "direction": "forward",
+        "implementation": "tilefold",
+        "status": row.status,
+        "note": row.notes[0] if row.failure and row.notes else "",
         "sweep": point.sweep,
         "value": row.value,
         **shape,

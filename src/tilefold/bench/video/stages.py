@@ -8,6 +8,7 @@ from tilefold.bench import timers
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
+from tilefold.plan.video_launches import TOGETHER
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -20,12 +21,14 @@ __all__ = [
     "PEERS",
     "TOTAL",
     "Made",
+    "Ready",
     "StageRow",
     "VideoInputs",
     "VideoRun",
     "dense_calls",
     "dense_case",
     "listed_pairs",
+    "prepare_stages",
     "profile_video",
     "self_attention",
     "time_calls",
@@ -34,7 +37,6 @@ __all__ = [
 
 Call = Callable[[], object]
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
-TOGETHER = "fine + fuse at once"  # what a call without gradients does
 TOTAL = "pipeline"
 
 
@@ -81,29 +83,20 @@ def profile_video(
     peers: tuple[str, ...] = (),
     backward: bool = False,
     rounds: int = 5,
-    seed: int = 0,
+    ready: "Ready | None" = None,
 ) -> VideoRun:
     """Time each stage of `sparse_video_attention` on normally distributed inputs, the whole of it, and dense peers, in rounds
     whose order alternates.
 
     device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
-    q, k, v and both gates, with the forward pass, as one row each."""
+    q, k, v and both gates, with the forward pass, as one row each. ready: what `prepare_stages` made of the same arguments."""
     import torch
 
     from tilefold import sparse
-    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
-    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 
-    inputs = video_inputs(shape, where, seed)
+    ready = ready or prepare_stages(shape, where, coarse, select)
+    inputs, calls, listed = ready.inputs, dict(ready.calls), ready.listed
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
-    made = self_attention(shape, inputs, coarse, select)
-    listed = listed_pairs(made.stages, shape)
-    fine = SparseCall(Lists(*made.stages.index.tensors(), *made.stages.index.geometry))
-    calls = {name: call for name, call in made.calls.items() if name != TOTAL}
-    branch = made.stages.coarse_out
-    if branch is not None:
-        calls[TOGETHER] = lambda: attend_and_fuse(q, k, v, fine, branch, *gates.values())
-    calls[TOTAL] = made.calls[TOTAL]
     leaves: dict[str, Any] = {
         name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
     }
@@ -120,6 +113,38 @@ def profile_video(
     total = sum(timings[name].ms for name in STAGES)
     rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
     return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Calls of the stages, of fine and fuse at once, and of the whole, over the same inputs. listed: pairs of
+    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch."""
+
+    inputs: "VideoInputs"
+    calls: dict[str, Call]
+    listed: int
+    capacity: int
+    kind: str = "block"
+    reduction: str = "mean"
+
+
+def prepare_stages(
+    shape: VideoShape, where: str, coarse: "CoarseOptions", select: "SelectOptions", seed: int = 0
+) -> Ready:
+    """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
+    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
+
+    inputs = video_inputs(shape, where, seed)
+    made = self_attention(shape, inputs, coarse, select)
+    index, branch = made.stages.index, made.stages.coarse_out
+    fine = SparseCall(Lists(*index.tensors(), *index.geometry))
+    calls = {name: call for name, call in made.calls.items() if name != TOTAL}
+    if branch is not None:
+        calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())
+    calls[TOTAL] = made.calls[TOTAL]
+    listed, capacity = listed_pairs(made.stages, shape), int(index.indices.shape[-1])
+    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction)
 
 
 # ---------------------------------------------------------------- what the sweeps measure, too

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench.attention.grid import Crossing, crossing_of
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.loop import complaint, first_line
+from tilefold.bench.loop import MEMORY, OK, WRONG, complaint, first_line
 from tilefold.bench.timers import Timing
 from tilefold.bench.video.stages import (
     TOTAL,
@@ -31,7 +31,17 @@ if TYPE_CHECKING:
 
     from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
 
-__all__ = ["FINE", "SWEEPS", "Overtake", "Point", "SweepRow", "measure_point", "overtakes", "points_of", "run_points"]
+__all__ = [
+    "FINE",
+    "SWEEPS",
+    "Overtake",
+    "Point",
+    "SweepRow",
+    "measure_point",
+    "overtakes",
+    "points_of",
+    "run_points",
+]
 
 # What is swept -> its unit.
 SWEEPS = {"sparsity": "% sparsity", "length": "tokens", "cached": "cached tokens"}
@@ -91,13 +101,20 @@ class SweepRow:
     """What was measured at a point.
 
     listed: pairs of blocks that the lists name. timings: of each stage, of "pipeline" (the whole) and of "dense NAME" for each
-    peer; a result that failed its check has none. verdicts: of what was checked. notes: why something is missing."""
+    peer; a result that failed its check has none. verdicts: of what was checked. notes: why something is missing. failure: why
+    there is nothing at all, a status of bench.loop."""
 
     point: Point
     listed: int = 0
     timings: dict[str, Timing] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def status(self) -> str:
+        """What became of tilefold's results: a status of bench.loop."""
+        return self.failure or (WRONG if self.wrong else OK)
 
     @property
     def density(self) -> float:
@@ -107,7 +124,9 @@ class SweepRow:
     @property
     def value(self) -> float:
         """Where on its sweep the row is: per cent of the blocks that were left out, after rounding to whole ones, or tokens."""
-        return 100 * (1 - self.density) if self.point.sweep == "sparsity" else float(self.point.shape.seq)
+        if self.point.sweep != "sparsity":
+            return float(self.point.shape.seq)
+        return float(self.point.sparsity) if self.failure else 100 * (1 - self.density)
 
     def ms(self, name: str) -> float | None:
         return self.timings[name].ms if name in self.timings else None
@@ -199,7 +218,7 @@ def measure_point(
         with torch.no_grad():
             return _measured(point, where, peers, rounds, replays, (coarse, select), seed)
     except torch.OutOfMemoryError as error:
-        return SweepRow(point, notes=(f"{point.name}: no memory: {first_line(error)}",))
+        return SweepRow(point, notes=(f"{point.name}: no memory: {first_line(error)}",), failure=MEMORY)
     finally:
         if where == "cuda":
             torch.cuda.empty_cache()

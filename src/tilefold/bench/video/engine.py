@@ -1,0 +1,107 @@
+"""The sweeps of `tilefold bench video` as a family of a suite: a case is a point, a peer dense attention."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilefold.bench.choice import select_cases
+
+if TYPE_CHECKING:
+    from tilefold.bench.engine import Request
+    from tilefold.bench.records.record import Sheet
+    from tilefold.bench.setting import Options, Setting
+    from tilefold.bench.video.sweep import Point, SweepRow
+
+__all__ = ["DEFAULTS", "SHAPES", "VideoEngine"]
+
+# Batch, heads, tokens and head dim, on a GPU and in the interpreter.
+SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
+# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
+DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
+    "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
+    "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
+}
+QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
+
+
+class VideoEngine:
+    """A result is the row of a point."""
+
+    name = "video"
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        from tilefold.bench.attention.peers import IMPLEMENTATIONS
+        from tilefold.bench.video.stages import PEERS
+
+        return {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS)}
+
+    def usual(self, device: str) -> tuple[str, ...]:
+        return ("cudnn", "fa4") if device == "cuda" else ("math",)
+
+    def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
+        """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
+        from tilefold.bench.video.sweep import points_of
+        from tilefold.plan.video import VideoShape
+
+        batch, heads, seq, dim = SHAPES[gpu]
+        shape = VideoShape(batch, heads, heads, seq, dim, request.dtype)
+        if request.quick or not gpu:
+            return select_cases(points_of("sparsity", shape, QUICK[gpu]), request.pattern)
+        found: list[Point] = []
+        for sweep in ("sparsity", "cached"):
+            values, sparsities = DEFAULTS[sweep][gpu]
+            found += points_of(sweep, shape, values, sparsities, (None, shape.block))
+        return select_cases(tuple(found), request.pattern)
+
+    def run(
+        self,
+        cases: "Sequence[Point]",
+        peers: Sequence[Any],
+        device: str,
+        options: "Options",
+        progress: Callable[[Any, str], None],
+        finished: Callable[[Any], None],
+    ) -> "list[SweepRow]":
+        from tilefold.bench.loop import FAILED, run_each
+        from tilefold.bench.video.sweep import SweepRow, measure_point
+
+        names = tuple(one.name for one in peers if one.name != "tilefold")
+
+        def one(point: "Point") -> "SweepRow":
+            progress(point, "checked and timed")
+            return measure_point(point, device, names, options.rounds, options.graph, options.seed)
+
+        def failed(point: "Point", why: str) -> "SweepRow":
+            return SweepRow(point, notes=(why,), failure=FAILED)
+
+        return run_each(cases, one, failed, finished, options.budget_s)
+
+    def records(self, result: "SweepRow", setting: "Setting") -> list[dict[str, Any]]:
+        from tilefold.bench.video.report import records_of
+
+        return records_of([result], setting)
+
+    def findings(self, results: "Sequence[SweepRow]") -> dict[str, Any]:
+        return {"lines": self.notes(results)}
+
+    def sheets(self, results: "Sequence[SweepRow]", setting: "Setting") -> "list[Sheet]":
+        from tilefold.bench.records.record import Sheet
+        from tilefold.bench.video.report import sweeps_of, table_of, title_of
+
+        sheets = []
+        for some in sweeps_of(results):
+            table = table_of(some)
+            gains = "fine and total of a peer how many times as fast as it these are"
+            sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, brackets=False))
+        return sheets
+
+    def notes(self, results: "Sequence[SweepRow]") -> list[str]:
+        from tilefold.bench.video.report import lines_of
+
+        return lines_of(results)
+
+    def wrong(self, results: "Sequence[SweepRow]") -> bool:
+        from tilefold.bench.loop import FAILED, WRONG
+
+        return any(row.status in (WRONG, FAILED) for row in results)

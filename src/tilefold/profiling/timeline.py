@@ -1,0 +1,125 @@
+"""The launches of calls in the order in which they ran: from a trace of torch's profiler, or as the interpreter makes them."""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilefold.bench import timers
+from tilefold.profiling.launches import COPIES, Launched, product
+
+__all__ = ["Ran", "by_place", "exported", "interpreted", "ordered", "traced"]
+
+MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One launch, or one copy: its begin and seconds, and what the trace says of it."""
+
+    kernel: str
+    begin: float
+    seconds: float
+    programs: int | None = None
+    threads: int | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
+
+
+def exported(profiler: Any) -> dict[str, Any]:
+    """The Chrome trace of a profiler of torch's that has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return document
+
+
+def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:
+    """Everything that the device did, by its begin."""
+    found = []
+    for event in document.get("traceEvents", ()):
+        if event.get("ph") != "X" or str(event.get("cat", "")).lower() not in ("kernel", *COPIES):
+            continue
+        args = event.get("args", {})
+        sizes = product(args.get("grid")), product(args.get("block"))
+        rest = args.get("registers per thread"), args.get("shared memory")
+        begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
+        found.append(Ran(str(event.get("name", "")), begin, seconds, *sizes, *rest))
+    return tuple(sorted(found, key=lambda each: each.begin))
+
+
+def between_marks(rans: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
+    """What ran between the first mark and the second, the third and the fourth, and so on."""
+    inside: list[Ran] | None = None
+    for ran in rans:
+        if MARK in ran.kernel:
+            if inside is not None:
+                yield tuple(inside)
+            inside = [] if inside is None else None
+        elif inside is not None:
+            inside.append(ran)
+
+
+def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple[Ran, ...], ...]]:
+    """What each call launches, `samples` times, the L2 cache cleared and the host ahead (`timers.hidden`): one trace of all.
+
+    () for a call of which the trace does not hold every sample. Warm up before."""
+    import torch
+
+    covered = {name: timers.hidden(call) for name, call in calls.items()}
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for run in covered.values():
+            for _ in range(samples):
+                run()
+        torch.cuda.synchronize()
+    parts = list(between_marks(ordered(exported(profiler))))
+    if len(parts) != samples * len(covered):
+        return dict.fromkeys(calls, ())
+    return {name: tuple(parts[i * samples : (i + 1) * samples]) for i, name in enumerate(covered)}
+
+
+def interpreted(calls: Mapping[str, Call]) -> tuple[dict[str, tuple[tuple[Ran, ...], ...]], dict[str, float]]:
+    """The same in the interpreter, once: launches by their wall time, and that of each call (ms)."""
+    from tilefold.ops.launch import OBSERVERS
+
+    found: dict[str, tuple[tuple[Ran, ...], ...]] = {}
+    times = {}
+    for name, call in calls.items():
+        rans: list[Ran] = []
+
+        def tell(kernel: str, grid: tuple[int, int, int], seconds: float, rans: list[Ran] = rans) -> None:
+            rans.append(Ran(kernel, time.perf_counter() - seconds, seconds, product(grid)))
+
+        OBSERVERS.append(tell)
+        begin = time.perf_counter()
+        try:
+            call()
+        finally:
+            OBSERVERS.remove(tell)
+        found[name], times[name] = (tuple(rans),), (time.perf_counter() - begin) * 1e3
+    return found, times
+
+
+def by_place(samples: Sequence[Sequence[Ran]]) -> tuple[Launched, ...]:
+    """Each launch of a call with its times in all samples; samples that launched something else than the first are left out."""
+    if not samples:
+        return ()
+    names = [ran.kernel for ran in samples[0]]
+    same = [sample for sample in samples if [ran.kernel for ran in sample] == names]
+    return tuple(
+        Launched(
+            ran.kernel,
+            tuple(sample[place].seconds for sample in same),
+            ran.programs,
+            ran.threads,
+            ran.registers,
+            ran.shared_bytes,
+        )
+        for place, ran in enumerate(samples[0])
+    )
