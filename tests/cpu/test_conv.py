@@ -170,7 +170,7 @@ REFUSED = [
     ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
     ({"activation": "tanh"}, ValueRangeError,
      "activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got 'tanh'"),
-    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', got 'fft'"),
+    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', 'relayout', got 'fft'"),
     ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
     ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,
      "tf32 is for float32, but x has dtype float16"),
