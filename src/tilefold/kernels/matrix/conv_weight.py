@@ -40,7 +40,7 @@ def conv_weight(
 ):  # fmt: skip
     """X [images, in_high, in_wide, groups x reduced], DY [images, high, wide, groups x columns] by strides (image, line, column,
     channel); DW: strides (output channel, line, column, channel of the group), split_stride between the splits' results.
-    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap that shifts none.  Rows are output channels, columns the group's channels of one tap, or (FOLD) of all taps.  The grid's second axis is groups,
+    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap that shifts none, or (FOLD) channels.  Rows are output channels, columns the group's channels of one tap, or (FOLD) of all taps.  The grid's second axis is groups,
     with taps inside unless FOLD."""
     n_cols = reduced * taps_h * taps_w if FOLD else reduced
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
@@ -61,8 +61,12 @@ def conv_weight(
     p_y = DY + multiple(tl.cast(i_g, tl.int64) * columns * y_strides[3], Y_RUN)
     p_x = X + multiple(tl.cast(i_g, tl.int64) * reduced * x_strides[3], X_RUN)
     o_y = offset_of_channels(o_m.to(tl.int64) if WIDE else o_m, y_strides[3], Y_RUN)
-    o_x = offset_of_channels(c.to(tl.int64) if WIDE else c, x_strides[3], X_RUN)
-    if X_RUN == 1:
+    o_x = offset_of_channels(c.to(tl.int64) if WIDE else c, x_strides[3], 1 if FOLD else X_RUN)
+    if FOLD:
+        o_x += d_y * x_strides[1] + d_x * x_strides[2]
+        if X_RUN > 1:
+            o_x = tl.max_contiguous(tl.multiple_of(o_x, X_RUN), X_RUN)
+    elif X_RUN == 1:
         o_x += d_y * x_strides[1] + d_x * x_strides[2]
     begin, end = pixels_of_split(total, BLOCK_K)
     tl.assume(begin < end)  # as in conv_implicit
@@ -71,13 +75,15 @@ def conv_weight(
         pixel = i * BLOCK_K + tl.arange(0, BLOCK_K)
         if WIDE:
             pixel = tl.cast(i, tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        image, y, x, live = place_of(pixel, total, high, wide, max(X_RUN, Y_RUN))
+        image, y, x, live = place_of(pixel, total, high, wide, Y_RUN if FOLD else max(X_RUN, Y_RUN))
         dy = load_rows_of(p_y, offset_of(image, y, x, y_strides, Y_RUN), o_y, live, m_m, Y_PIXELS)
         y, x = y * stride_h, x * stride_w
-        rows = offset_of(image, y, x, x_strides, X_RUN)
+        rows = multiple(offset_of(image, y, x, x_strides, 1 if FOLD else X_RUN), X_RUN if FOLD else 1)
         if FOLD and not INSIDE:
             y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
             inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[:, None] & m_n[None, :]
+            if X_RUN > 1:
+                inside = tl.max_constancy(inside, [1, X_RUN])
             seen = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
         else:
             if not INSIDE:

@@ -3,17 +3,18 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import offset_of, offset_of_channels, place_of
+from ...device.convolution import multiple, offset_of, offset_of_channels, place_of
 
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "channels"])
 def channels_last(
-    X, Out, total, high, wide, channels, width, x_strides, RUN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    X, Out, total, high, wide, channels, width, x_strides, RUN: tl.constexpr, OUT_RUN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """X by strides (image, line, column, channel) -> Out [total, width], contiguous, where total are the pixels of all images: a
     tile is loaded pixel by pixel, turned, and stored channel by channel.  Elements are integers of their size; what lies beyond
-    the channels is 0.  RUN: pixels that lie side by side in X.  Grid (tiles, channels fastest)."""
+    the channels is 0.  RUN: pixels that lie side by side in X; OUT_RUN: a divisor of width.  Grid (tiles, channels fastest)."""
+    width = multiple(width, OUT_RUN)
     tiles_n = tl.cdiv(width, BLOCK_N)
     i_m, i_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     o_m, o_n = tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)

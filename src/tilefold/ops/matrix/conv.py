@@ -13,7 +13,7 @@ from ..operator import Operator
 from ..records import remember
 from ..watch import wants_gradient
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
-from .conv_layout import bind_copy, dense, last_strides, pixels_nearer, strides_of
+from .conv_layout import bind_copy, dense, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
 from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
@@ -152,23 +152,6 @@ def _padding(padding: Any, stride: Numbers, reach: list[int]) -> tuple[tuple[int
         return (reach[0] // 2, reach[1] // 2), (reach[0], reach[1])
     top, left = _pair("padding", padding, 0)
     return (top, left), (2 * top, 2 * left)
-
-
-def lies_channels_last(t: torch.Tensor) -> bool:
-    """Whether [N, C, H, W] ascends in memory as (C, W, H, N); a tensor that also ascends as (W, H, C, N) is channels-first."""
-    if 0 in t.shape or t.stride(1) == 0:
-        return False
-    least = 0
-    for i in (1, 3, 2, 0):
-        if t.stride(i) < least or (i == 0 and least == t.stride(1)):
-            return False
-        least = t.stride(i) * max(1, t.shape[i])
-    return True
-
-
-def result_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the result is channels-last."""
-    return lies_channels_last(x) or lies_channels_last(weight)
 
 
 def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call, dy: torch.Tensor | None = None) -> ConvProblem:

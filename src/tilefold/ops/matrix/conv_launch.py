@@ -21,6 +21,7 @@ __all__ = [
     "weight_launch",
 ]
 
+FEW_SPLITS = 8  # up to which a program of the sum has at least 16 pixels, to store them side by side
 Numbers = tuple[int, ...]
 Run = Callable[..., None]
 
@@ -204,16 +205,16 @@ def launch_combine(
     total = images * high * wide
     block_n = min(64, 1 << (channels - 1).bit_length())
     at_once = min(1 << (splits - 1).bit_length(), 32)
-    block_m = max(1, (256 if interpreting() else 2048) // (block_n * at_once))
-    if pixels_nearer(out):
-        block_m = max(16, block_m)  # pixels are stored side by side
+    turned = pixels_nearer(out) and splits <= FEW_SPLITS  # more of them: the sums' reading is what takes time
+    if turned:
+        block_n = min(32, block_n)
+    block_m = max(16 if turned else 1, (256 if interpreting() else 2048) // (block_n * at_once))
     lines, line, strides = high, wide, order(out)
     one = (high * wide, 1, wide, 1)  # strides by channels, if the result is dense and channels are inside
     if channels > 1 and all(
         n == 1 or s == w * (1 if i == 1 else channels) for i, (n, s, w) in enumerate(zip(shape, out, one, strict=True))
     ):
         lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
-    turned = pixels_nearer(out)
     constants = {
         "TURNED": turned,
         "RUN": pixels_run(high, wide, out, n.itemsize) if turned else 1,
@@ -349,7 +350,8 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
     constants |= {"FOLD": fold, "INSIDE": n.inside, "X_PIXELS": pixels_nearer(x), "Y_PIXELS": pixels_nearer(dy)}
     constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
-    constants["X_RUN"] = pixels_run(n.high, n.wide, x, n.itemsize) if n.pointwise and pixels_nearer(x) else 1
+    x_run = pixels_run(n.high, n.wide, x, n.itemsize) if n.pointwise and pixels_nearer(x) else 1
+    constants["X_RUN"] = channels_run(n.reduced, (x[1], x[0], *x[2:]), n.itemsize) if fold else x_run
     constants["Y_RUN"] = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
     return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
 

@@ -16,9 +16,11 @@ __all__ = [
     "copy_launch",
     "dense",
     "last_strides",
+    "lies_channels_last",
     "order",
     "pixels_nearer",
     "pixels_run",
+    "result_last",
     "strides_of",
     "width_of",
 ]
@@ -38,6 +40,23 @@ def dense(shape: Numbers, channels_last: bool, like: torch.Tensor) -> torch.Tens
 def strides_of(t: torch.Tensor) -> Numbers:
     """0 where there is one element: any number is right there, and 0 spoils the alignment of no address."""
     return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def lies_channels_last(t: torch.Tensor) -> bool:
+    """Whether [N, C, H, W] ascends in memory as (C, W, H, N); a tensor that also ascends as (W, H, C, N) is channels-first."""
+    if 0 in t.shape or t.stride(1) == 0:
+        return False
+    least = 0
+    for i in (1, 3, 2, 0):
+        if t.stride(i) < least or (i == 0 and least == t.stride(1)):
+            return False
+        least = t.stride(i) * max(1, t.shape[i])
+    return True
+
+
+def result_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the result is channels-last."""
+    return lies_channels_last(x) or lies_channels_last(weight)
 
 
 def last_strides(shape: Numbers, width: int = 0) -> Numbers:
@@ -84,6 +103,7 @@ def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, de
     span = sum((size + 1024) * abs(s) for size, s in zip(shape, strides, strict=True))
     constants = {
         "RUN": pixels_run(high, wide, strides, n.itemsize),
+        "OUT_RUN": math.gcd(AT_ONCE // n.itemsize, width),
         "WIDE": max(span, total + 1024) >= 2**31,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

@@ -18,9 +18,9 @@ NARROW = 4  # channels of several groups up to which tensor cores have nothing t
 WORKSPACE = 1 << 30  # bytes of columns that im2col writes at once
 STEPS_PER_SPLIT = 8  # at least: a shorter sum costs more to add up than it saves
 MAX_SPLITS = 256
-LONG = (
-    48  # steps: where SMs would idle, two splits of longer sums are fastest, and smaller, deeper tiles of shorter ones
-)
+LONG = 48  # steps: where SMs would idle, longer sums are split, shorter ones take smaller and deeper tiles
+STEP_USE, COPY_USE, SUM_S = 0.85, 0.8, 3e-6  # of an SM's tensor cores, of the DRAM's rate; one more kernel, and its wait
+MOST_SHARES = 8
 LARGEST_SECOND = 65535  # programs along the second axis of a grid
 LARGEST_SIDE = 256  # of a tile
 
@@ -313,11 +313,29 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     steps = -(-depth // tile.depth)
     if part == WEIGHT:
         return replace(tile, splits=_splits(programs, steps, device))
-    if device.backend == "interpreter" or programs > 0.7 * device.sms or steps < 2 * STEPS_PER_SPLIT:
+    if device.backend == "interpreter" or steps < 2 * STEPS_PER_SPLIT:
         return tile
-    if steps < LONG and device.generation >= 90 and n.itemsize == 2 and columns >= 128:
+    if steps >= LONG:
+        return replace(tile, splits=_shares(n, device, tile, programs, steps, rows * columns * many))
+    if programs > 0.7 * device.sms:
+        return tile
+    if device.generation >= 90 and n.itemsize == 2 and columns >= 128:
         return ConvTile(64, 128, 128, 4, 3)
     return replace(tile, splits=2)
+
+
+def _shares(n: ConvProblem, device: Device, tile: ConvTile, programs: int, steps: int, results: int) -> int:
+    """Of a long reduction: the splits that end first by waves of programs over the SMs, with the sum over them, which is read and
+    written in fp32; a twentieth must be won.  Measured: 512 @7 of one, two, three splits 34.5, 23.2, 32.5 us; this gives 31, 23, 29."""
+    rate = device.matmul_rate("tf32" if n.tf32 else n.dtype) / device.sms
+    step_s = 2 * tile.rows * tile.columns * tile.depth / (STEP_USE * rate)
+
+    def seconds(splits: int) -> float:
+        summed = SUM_S + 2 * splits * results * 4 / (COPY_USE * device.dram_rate) if splits > 1 else 0.0
+        return -(-programs * splits // device.sms) * -(-steps // splits) * step_s + summed
+
+    best = min(range(1, min(MOST_SHARES, steps // STEPS_PER_SPLIT) + 1), key=seconds)
+    return best if seconds(best) < 0.95 * seconds(1) else 1
 
 
 def _tensor_tile(n: ConvProblem, device: Device, columns: int, few: bool) -> ConvTile:

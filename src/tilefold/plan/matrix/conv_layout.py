@@ -1,8 +1,9 @@
 """Which layout a convolution's kernels read: channels-first tensors as they lie, or a channels-last copy of them.  The estimate that
 decides, and the copy's tile.
 
-Three cases.  A plain GEMM (one tap, every pixel) reads rows of pixels as wide as rows of channels, so nothing is copied.  Other
-filters shift those rows by a tap, off every alignment: elements come one by one.  The copy costs one read and one write."""
+A plain GEMM (one tap, every pixel) reads rows of pixels as wide as rows of channels, so nothing is copied.  Other
+filters shift those rows by a tap, off every alignment: elements come one by one.  So do the channels of an input with three of
+them, in either layout, unless the copy has a fourth.  The copy costs one read and one write."""
 
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,15 @@ def gathered_s(n: "ConvProblem") -> float:
 def copy_pays(n: "ConvProblem", device: "Device") -> tuple[bool, str]:
     """-> whether, and why (not), in words of figures."""
     names = copied(n)
-    if not names:
+    wider = padded(n) != n.channels
+    if not names and not wider:
         return False, "nothing lies channels-first"
     if n.pointwise and n.high * n.wide * n.itemsize % WIDEST == 0:
         return False, "rows of pixels are read as wide as they lie"
-    copies, elements = sum(copy_s(n, device, name) for name in names[:1]), gathered_s(n)
-    what = f"a channels-last copy takes about {copies * 1e6:.1f} us, reading element by element {elements * 1e6:.1f}"
+    name = "x" if wider else names[0]
+    copies, elements = copy_s(n, device, name), gathered_s(n)
+    kind = f"copy of {padded(n)} channels" if wider else "copy"
+    what = f"a channels-last {kind} takes about {copies * 1e6:.1f} us, reading element by element {elements * 1e6:.1f}"
     return copies < elements, what
 
 
@@ -68,9 +72,9 @@ def copy_tile(pixels: int, width: int, itemsize: int, device: "Device") -> tuple
     """-> pixels, channels and warps of a program of the copy."""
     if device.backend == "interpreter":
         return 64, min(32, 1 << (width - 1).bit_length()), 4
-    if width < 64:
+    if width <= 64:
         columns = 1 << (width - 1).bit_length()
-        return 4096 // columns if columns > 4 else 1024, columns, 4
+        return min(1024, 4096 // columns), columns, 4
     side = 128 if itemsize <= 2 else 64
     if -(-pixels // side) * -(-width // side) >= 2 * device.sms:
         return side, side, 8
