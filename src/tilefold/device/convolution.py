@@ -1,4 +1,4 @@
-"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; tiles of folded taps; the last step of a result.
+"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; folded taps; the last step of a result.
 
 A RUN is a number of elements that lie side by side and begin at a multiple of it: what a thread may load or store at once where
 the compiler cannot see it for divisions.  Hints stand where a value is computed: on an argument they would be lost."""
@@ -65,8 +65,10 @@ def multiple(o, RUN: tl.constexpr):
 
 
 @triton.jit
-def folded(p_x, p_w, k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w, step_h, step_w, every_h, every_w,
-           x_strides, w_strides, INSIDE: tl.constexpr, X_PIXELS: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr):  # fmt: skip
+def folded(
+    p_x, p_w, k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w, step_h, step_w, every_h, every_w,
+    x_strides, w_strides, INSIDE: tl.constexpr, X_PIXELS: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr,
+):  # fmt: skip
     """-> the tiles [rows, k] of the input and [k, cols] of the weight, where taps and channels are one axis k.  RUN,
     W_RUN: channels that lie side by side in them."""
     k_c, k_w, k_h = k % reduced, k // reduced % count_w, k // reduced // count_w

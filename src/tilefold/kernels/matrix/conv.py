@@ -32,15 +32,17 @@ def conv_implicit(
     pad_w, dilation_h, dilation_w, inverse_h, inverse_w, common_h, common_w, phases_w, groups, reduced, columns, x_strides,
     w_strides, o_strides, w_group, split_stride, TRANSPOSED: tl.constexpr, FOLD: tl.constexpr, INSIDE: tl.constexpr,
     EVEN_K: tl.constexpr, NEVER_EMPTY: tl.constexpr, X_PIXELS: tl.constexpr, OUT_PIXELS: tl.constexpr,
-    X_RUN: tl.constexpr, W_RUN: tl.constexpr, OUT_RUN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_RUN: tl.constexpr, W_RUN: tl.constexpr, OUT_RUN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X, Out: strides (image, line, column, channel); Weight: (reduced channel, column channel, line, column), w_group between
     groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None, or for the result before its
     activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring
     pixels are nearer than neighbouring channels.  X_RUN: elements of X that lie side by side from a multiple of it on, channels
-    if FOLD, else pixels; W_RUN: channels of Weight, if FOLD; OUT_RUN: pixels of Out.  Grid (tiles, columns fastest; groups x phases; splits of the reduction, each
-    of which writes to Out + split * split_stride).  NEVER_EMPTY: every program has a step.  WIDE: offsets take 64 bits."""
+    if FOLD, else pixels; W_RUN: channels of Weight, if FOLD; OUT_RUN: pixels of Out.  Grid (tiles, columns fastest; groups x
+    phases; splits of the reduction, each of which writes to Out + split * split_stride).  NEVER_EMPTY: every program has a
+    step.  WIDE: offsets take 64 bits."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     i_n = tl.program_id(0) % tiles_n
     i_m = tl.program_id(0) // tiles_n

@@ -1,4 +1,4 @@
-"""Channels beside one another: what a convolution's kernels read fast, of a tensor that lies pixel by pixel.  One read, one write."""
+"""Channels beside one another, as a convolution reads them fast, of a tensor that lies pixel by pixel.  One read, one write."""
 
 import triton
 import triton.language as tl

@@ -7,6 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, plan_conv
+from ...plan.matrix.conv_layout import padded
 from ..call import check_integer, keyed
 from ..device import device_of
 from ..operator import Operator
@@ -35,14 +36,15 @@ def conv2d(
     tf32: bool = False,
     plan: ConvPlan | None = None,
 ) -> torch.Tensor:
-    """activation(conv(x, weight) + bias), a cross-correlation as torch's, in one pass, with fp32 sums.
+    """activation(conv(x, weight) + bias), a cross-correlation as torch's, with fp32 sums.
 
     x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides (a weight
     with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
     weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
-    method: "implicit" (x is read as it lies, nothing of it is copied), "relayout" (channels-first tensors are copied to channels-last
-    first, those of the gradients, too), "im2col" (columns, then a GEMM), "auto": the plan's choice of the first two, by time; groups
-    of few channels take a kernel without tensor cores.  activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
+    method: "implicit" (x is read as it lies, no copy of it is made), "relayout" (channels-first tensors are first copied to
+    channels-last, and so are the gradients'), "im2col" (columns, then a GEMM), "auto": the plan's choice of the first two, by
+    time; groups of few channels take a kernel without tensor cores.
+    activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
     plan: of `conv_plan`, followed exactly; it was made for this problem, this device and, if given, this method.
     First derivatives of x, weight and bias.  The same bits in every run.
     Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported.
@@ -275,15 +277,18 @@ def _prepare_backward(
     meta = torch.empty(0, device="meta")
     dx = strides_of(dense(tuple(x.shape), lies_channels_last(x), meta))
     dw = strides_of(dense(tuple(weight.shape), lies_channels_last(weight), meta))
-    copies, strides = [], []
-    for name, t, needed in (("x", x, wanted[1]), ("dy", dy, wanted[0] or wanted[1])):
+
+    def copied(name: str, t: torch.Tensor, needed: bool) -> tuple[Any, tuple[int, ...]]:
         lies, shape = strides_of(t), tuple(t.shape)
-        copying = needed and name in plan.copies_in_gradients and pixels_nearer(lies)
-        copies.append(bind_copy(problem, shape, lies, shape[1], plan.device, index) if copying else None)
-        strides.append(last_strides(shape) if copying else lies)
-    run_input = bind_input(plan, strides[1], strides_of(weight), dx, index) if wanted[0] else None
-    run_weight = bind_weight(plan, *strides, dw, index) if wanted[1] else None
-    return run_input, run_weight, *copies
+        if not needed or name not in plan.copies_in_gradients or not pixels_nearer(lies):
+            return None, lies
+        return bind_copy(problem, shape, lies, shape[1], plan.device, index), last_strides(shape)
+
+    copy_x, strides_x = copied("x", x, wanted[1])
+    copy_dy, strides_dy = copied("dy", dy, wanted[0] or wanted[1])
+    run_input = bind_input(plan, strides_dy, strides_of(weight), dx, index) if wanted[0] else None
+    run_weight = bind_weight(plan, strides_x, strides_dy, dw, index) if wanted[1] else None
+    return run_input, run_weight, copy_x, copy_dy
 
 
 # ---------------------------------------------------------------- the operator
@@ -383,3 +388,13 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple
         n, tile, plan.splits(part), given, packed, made, transposed=part == "input", activation=activation, index=0
     )
     return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords
+
+
+def example_copy(plan: ConvPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The same of the copy of a channels-first x."""
+    from .conv_layout import INTEGERS, copy_launch
+
+    n = plan.problem
+    x = torch.empty((n.batch, n.channels, n.high, n.wide), dtype=INTEGERS[n.itemsize], device="meta")
+    launch, scalars = copy_launch(n, tuple(x.shape), strides_of(x), padded(n), plan.device, 0)
+    return launch.fn, (x, x, *scalars), launch.keywords

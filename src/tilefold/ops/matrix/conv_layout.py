@@ -1,4 +1,4 @@
-"""Layouts of a convolution's tensors: what lies side by side, channels-last copies of activations, the weight as kernels read it."""
+"""Layouts of a convolution's tensors: what lies side by side, channels-last copies, the weight as kernels read it."""
 
 import math
 from collections.abc import Callable
@@ -128,8 +128,9 @@ def bind_copy(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, devi
 
 
 def bind_pack(plan: ConvPlan, shape: Numbers, strides: Numbers, width: int, index: int) -> tuple[Change, Numbers]:
-    """-> pack(weight), the weight as the kernels read it fast, and its strides; shape, strides: of the weight [K, C / groups, R, S];
-    width: channels a group that the kernel sees.  Channels next to one another; of few channels in one group, output channels."""
+    """-> pack(weight), the weight as the kernels read it fast, and its strides; shape, strides: of the weight
+    [K, C / groups, R, S]; width: channels a group that the kernel sees.  Channels lie next to one another; of few channels in one
+    group, output channels."""
     n = plan.problem
     if width == shape[1] and width < FEW and n.groups == 1 and n.taps != (1, 1) and plan.method != RELAYOUT:
         k, c, r, s = shape

@@ -19,7 +19,11 @@ WORKSPACE = 1 << 30  # bytes of columns that im2col writes at once
 STEPS_PER_SPLIT = 8  # at least: a shorter sum costs more to add up than it saves
 MAX_SPLITS = 256
 LONG = 48  # steps: where SMs would idle, longer sums are split, shorter ones take smaller and deeper tiles
-STEP_USE, COPY_USE, SUM_S = 0.85, 0.8, 3e-6  # of an SM's tensor cores, of the DRAM's rate; one more kernel, and its wait
+STEP_USE, COPY_USE = (
+    0.85,
+    0.8,
+)  # that a program reaches of an SM's tensor cores, and the sum over splits of the DRAM's rate
+SUM_S = 3e-6  # of one more kernel, and its wait
 MOST_SHARES = 8
 LARGEST_SECOND = 65535  # programs along the second axis of a grid
 LARGEST_SIDE = 256  # of a tile
@@ -326,7 +330,8 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
 
 def _shares(n: ConvProblem, device: Device, tile: ConvTile, programs: int, steps: int, results: int) -> int:
     """Of a long reduction: the splits that end first by waves of programs over the SMs, with the sum over them, which is read and
-    written in fp32; a twentieth must be won.  Measured: 512 @7 of one, two, three splits 34.5, 23.2, 32.5 us; this gives 31, 23, 29."""
+    written in fp32; a twentieth must be won.  Measured: 512 @7 of one, two, three splits 34.5, 23.2, 32.5 us; this gives 31,
+    23, 29."""
     rate = device.matmul_rate("tf32" if n.tf32 else n.dtype) / device.sms
     step_s = 2 * tile.rows * tile.columns * tile.depth / (STEP_USE * rate)
 

@@ -1,5 +1,5 @@
-"""Which layout a convolution's kernels read: channels-first tensors as they lie, or a channels-last copy of them.  The estimate that
-decides, and the copy's tile.
+"""Which layout a convolution's kernels read: channels-first tensors as they lie, or a channels-last copy of them.  The estimate
+that decides, and the copy's tile.
 
 A plain GEMM (one tap, every pixel) reads rows of pixels as wide as rows of channels, so nothing is copied.  Other
 filters shift those rows by a tap, off every alignment: elements come one by one.  So do the channels of an input with three of
