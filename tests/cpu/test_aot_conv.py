@@ -29,7 +29,7 @@ CHANNELS_FIRST = {
 }
 COPY = {
     ("copy", "sm_90"): Job(
-        "tilefold.ops.matrix.conv:example_copy", {"plan": plan_conv(FIRST["3x3"], device_named("h200"))}, "sm_90"
+        "tilefold.ops.matrix.conv_layout:example_copy", {"plan": plan_conv(FIRST["3x3"], device_named("h200"))}, "sm_90"
     )
 }
 TENSOR = {

@@ -61,7 +61,7 @@ def test_groups(channels, out_channels, groups, memory_format):
 @pytest.mark.parametrize("size", [(8, 8), (14, 14), (7, 7), (6, 9), (1, 16), (5, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_pixels(dtype, size):
-    """Channels-first, whole, cut out of wider lines, and off the alignment of 16 bytes: what is loaded at once lies side by side."""
+    """Channels-first, whole, cut out of wider lines, off the alignment of 16 bytes."""
     whole = rand(3, 48, size[0] + 1, size[1] + 8, dtype=dtype, device=DEVICE)
     for x in (
         whole[:, :, 1:, 8:].contiguous(),

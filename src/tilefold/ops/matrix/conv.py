@@ -7,7 +7,6 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, plan_conv
-from ...plan.matrix.conv_layout import padded
 from ..call import check_integer, keyed
 from ..device import device_of
 from ..operator import Operator
@@ -388,13 +387,3 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple
         n, tile, plan.splits(part), given, packed, made, transposed=part == "input", activation=activation, index=0
     )
     return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords
-
-
-def example_copy(plan: ConvPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The same of the copy of a channels-first x."""
-    from .conv_layout import INTEGERS, copy_launch
-
-    n = plan.problem
-    x = torch.empty((n.batch, n.channels, n.high, n.wide), dtype=INTEGERS[n.itemsize], device="meta")
-    launch, scalars = copy_launch(n, tuple(x.shape), strides_of(x), padded(n), plan.device, 0)
-    return launch.fn, (x, x, *scalars), launch.keywords

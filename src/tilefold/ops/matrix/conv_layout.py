@@ -15,6 +15,7 @@ __all__ = [
     "channels_run",
     "copy_launch",
     "dense",
+    "example_copy",
     "last_strides",
     "lies_channels_last",
     "order",
@@ -149,3 +150,11 @@ def width_of(plan: ConvPlan) -> int:
     """Channels a group that the forward kernel sees."""
     n = plan.problem
     return padded(n) if plan.method == RELAYOUT and n.groups == 1 else n.reduced
+
+
+def example_copy(plan: ConvPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of the copy of a channels-first x: to compile ahead of time."""
+    n = plan.problem
+    x = torch.empty((n.batch, n.channels, n.high, n.wide), dtype=INTEGERS[n.itemsize], device="meta")
+    launch, scalars = copy_launch(n, tuple(x.shape), strides_of(x), padded(n), plan.device, 0)
+    return launch.fn, (x, x, *scalars), launch.keywords
