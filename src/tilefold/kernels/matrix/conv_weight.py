@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import multiple, offset_of, offset_of_channels, place_of
+from ...device.convolution import live_of, multiple, offset_of, offset_of_channels, place_after, place_of
 from ...device.product import add_product
 from ...device.tile import narrow, widen
 
@@ -35,14 +35,15 @@ def load_rows_of(P, rows, cols, m_r, m_c, PIXELS: tl.constexpr):
 def conv_weight(
     X, DY, DW, total, high, wide, in_high, in_wide, taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
     reduced, columns, x_strides, y_strides, w_strides, split_stride, FOLD: tl.constexpr, INSIDE: tl.constexpr,
-    X_PIXELS: tl.constexpr, Y_PIXELS: tl.constexpr, X_RUN: tl.constexpr, Y_RUN: tl.constexpr, PRECISION: tl.constexpr,
-    EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_PIXELS: tl.constexpr, Y_PIXELS: tl.constexpr, X_RUN: tl.constexpr, Y_RUN: tl.constexpr, X_FLAT: tl.constexpr,
+    Y_FLAT: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X [images, in_high, in_wide, groups x reduced], DY [images, high, wide, groups x columns] by strides (image, line, column,
     channel); DW: strides (output channel, line, column, channel of the group), split_stride between the splits' results.
-    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap, which shifts none, or (FOLD) channels.  Rows are output
-    channels, columns the group's channels of one tap, or (FOLD) of all taps.  The grid's second axis is groups, with taps inside
-    unless FOLD."""
+    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap, which shifts none, or (FOLD) channels.  X_FLAT, Y_FLAT: all
+    pixels are equally far apart, and of X there is one for each of DY.  Rows are output channels, columns the group's channels
+    of one tap, or (FOLD) of all taps.  The grid's second axis is groups, with taps inside unless FOLD."""
     n_cols = reduced * taps_h * taps_w if FOLD else reduced
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
     o_m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,14 +73,22 @@ def conv_weight(
     begin, end = pixels_of_split(total, BLOCK_K)
     tl.assume(begin < end)  # as in conv_implicit
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    o_k = tl.arange(0, BLOCK_K).to(tl.int64) if WIDE else tl.arange(0, BLOCK_K)
+    image, line, column, _ = place_of((tl.cast(begin, tl.int64) if WIDE else begin) * BLOCK_K + o_k, total, high, wide)
     for i in range(begin, end):
-        pixel = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        if WIDE:
-            pixel = tl.cast(i, tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        image, y, x, live = place_of(pixel, total, high, wide, Y_RUN if FOLD else max(X_RUN, Y_RUN))
-        dy = load_rows_of(p_y, offset_of(image, y, x, y_strides, Y_RUN), o_y, live, m_m, Y_PIXELS)
-        y, x = y * stride_h, x * stride_w
-        rows = multiple(offset_of(image, y, x, x_strides, 1 if FOLD else X_RUN), X_RUN if FOLD else 1)
+        pixel = (tl.cast(i, tl.int64) if WIDE else i) * BLOCK_K + o_k
+        live = live_of(pixel, total, Y_RUN if FOLD else max(X_RUN, Y_RUN))
+        if Y_FLAT:
+            o_pixel = pixel * y_strides[2]
+        else:
+            o_pixel = offset_of(image, line, column, y_strides, Y_RUN)
+        dy = load_rows_of(p_y, o_pixel, o_y, live, m_m, Y_PIXELS)
+        image_of, y, x = image, line * stride_h, column * stride_w
+        image, line, column = place_after(image, line, column, high, wide, BLOCK_K)
+        if X_FLAT:
+            rows = pixel * x_strides[2]
+        else:
+            rows = multiple(offset_of(image_of, y, x, x_strides, 1 if FOLD else X_RUN), X_RUN if FOLD else 1)
         if FOLD and not INSIDE:
             y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
             inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[:, None] & m_n[None, :]

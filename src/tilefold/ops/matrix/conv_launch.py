@@ -75,6 +75,13 @@ def flat(high: int, wide: int, *strides: Numbers) -> bool:
     return all(s[2] == wide * s[3] or high == 1 for s in strides)
 
 
+def even(batch: int, high: int, wide: int, strides: Numbers) -> bool:
+    """Whether all pixels of all images follow one another at the same distance."""
+    return (
+        flat(high, wide, strides) and (wide > 1 or high == 1) and (batch == 1 or strides[0] == high * wide * strides[3])
+    )
+
+
 class Sides(NamedTuple):
     """What the kernels that make a result, or TRANSPOSED the input's gradient, are told of both: source and target (height,
     width), channels of a group that are summed and made, phases of the target's pixels along both axes, the target's height and
@@ -352,6 +359,8 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
     x_run = pixels_run(n.high, n.wide, x, n.itemsize) if n.pointwise and pixels_nearer(x) else 1
     constants["X_RUN"] = channels_run(n.reduced, (x[1], x[0], *x[2:]), n.itemsize) if fold else x_run
+    constants["X_FLAT"] = n.pointwise and even(n.batch, n.high, n.wide, x)
+    constants["Y_FLAT"] = even(n.batch, *n.out, dy)
     constants["Y_RUN"] = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
     return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
 
