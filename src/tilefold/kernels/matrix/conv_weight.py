@@ -41,9 +41,9 @@ def conv_weight(
 ):  # fmt: skip
     """X [images, in_high, in_wide, groups x reduced], DY [images, high, wide, groups x columns] by strides (image, line, column,
     channel); DW: strides (output channel, line, column, channel of the group), split_stride between the splits' results.
-    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap, which shifts none, or (FOLD) channels.  X_FLAT, Y_FLAT: all
-    pixels are equally far apart, and of X there is one for each of DY.  Rows are output channels, columns the group's channels
-    of one tap, or (FOLD) of all taps.  The grid's second axis is groups, with taps inside unless FOLD."""
+    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap, which shifts none, or (FOLD) channels.  X_FLAT, Y_FLAT:
+    all pixels are equally far apart, of X one for each of DY.  Rows are output channels, columns the group's channels of one
+    tap, or (FOLD) of all taps.  The grid's second axis is groups, with taps inside unless FOLD."""
     n_cols = reduced * taps_h * taps_w if FOLD else reduced
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
     o_m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
