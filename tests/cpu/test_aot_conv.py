@@ -17,6 +17,7 @@ PROBLEMS = {
 FIRST = {
     "1x1": ConvProblem(32, 64, 56, 56, 256, (1, 1), (56, 56), x_last=False, y_last=False),
     "3x3": ConvProblem(32, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1), x_last=False, y_last=False),
+    "odd": ConvProblem(32, 512, 7, 7, 2048, (1, 1), (7, 7), x_last=False, y_last=False),
     "7x7": ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), (2, 2), (3, 3), x_last=False, y_last=False),
 }
 CHANNELS_FIRST = {
@@ -25,7 +26,13 @@ CHANNELS_FIRST = {
         {"plan": plan_conv(FIRST[name], device_named("h200")), "part": part},
         "sm_90",
     )
-    for name, part in (("1x1", "forward"), ("1x1", "weight"), ("3x3", "forward"), ("7x7", "forward"))
+    for name, part in (
+        ("1x1", "forward"),
+        ("1x1", "weight"),
+        ("3x3", "forward"),
+        ("odd", "forward"),
+        ("7x7", "forward"),
+    )
 }
 COPY = {
     ("copy", "sm_90"): Job(
@@ -75,12 +82,15 @@ def test_products(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize(("name", "target"), CHANNELS_FIRST)
 def test_channels_first(results: Results, name: str, target: str) -> None:
-    """As above; x, weight and result are loaded and stored 16 bytes at a time, the four channels of a padded input 8."""
+    """As above; x, weight and result are loaded and stored 16 bytes at a time, the four channels of a padded input 8; of
+    planes of 49 pixels by element, lanes along pixels (along channels, every store had a division of its own and registers spilled)."""
     found = results.of(name, target)
     assert found.problems() == ()
     assert found.report is not None
     loads, stores = (found.report.opcodes.get(op, 0) for op in ("LDGSTS", "STG"))
-    assert found.report.opcodes.get("LDG", 0) == 0 and 12 <= loads <= 40 and 4 <= stores <= 16
+    assert (
+        found.report.opcodes.get("LDG", 0) == 0 and 12 <= loads <= 40 and 4 <= stores <= (64 if "odd" in name else 16)
+    )
 
 
 @pytest.mark.parametrize(("name", "target"), STREAMING | COPY)

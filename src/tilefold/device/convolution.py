@@ -88,7 +88,7 @@ def multiple(o, RUN: tl.constexpr):
 @triton.jit
 def folded(
     p_x, p_w, k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w, step_h, step_w, every_h, every_w,
-    x_strides, w_strides, INSIDE: tl.constexpr, X_PIXELS: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr,
+    x_strides, w_strides, INSIDE: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr,
 ):  # fmt: skip
     """-> the tiles [rows, k] of the input and [k, cols] of the weight, where taps and channels are one axis k.  RUN,
     W_RUN: channels that lie side by side in them."""
@@ -103,20 +103,13 @@ def folded(
     if W_RUN > 1:
         o_w = tl.max_contiguous(tl.multiple_of(o_w, W_RUN), W_RUN)
         m_b = tl.max_constancy(m_b, [W_RUN, 1])
-    if X_PIXELS:
-        inside = m_k[:, None] & live[None, :]
-        if not INSIDE:
-            y_k, x_k = y[None, :] + d_y[:, None], x[None, :] + d_x[:, None]
-            inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
-        a = tl.trans(tl.load(p_x + (o_x[:, None] + rows[None, :]), mask=inside, other=0.0))
-    else:
-        inside = live[:, None] & m_k[None, :]
-        if not INSIDE:
-            y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
-            inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
-        if RUN > 1:
-            inside = tl.max_constancy(inside, [1, RUN])
-        a = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
+    inside = live[:, None] & m_k[None, :]
+    if not INSIDE:
+        y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
+        inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
+    if RUN > 1:
+        inside = tl.max_constancy(inside, [1, RUN])
+    a = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
     return a, tl.load(p_w + (o_w[:, None] + cols[None, :]), mask=m_b, other=0.0)
 
 

@@ -38,11 +38,11 @@ def conv_implicit(
 ):  # fmt: skip
     """X, Out: strides (image, line, column, channel); Weight: (reduced channel, column channel, line, column), w_group between
     groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None, or for the result before its
-    activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring
-    pixels are nearer than neighbouring channels.  X_RUN: elements of X that lie side by side from a multiple of it on, channels
-    if FOLD, else pixels; W_RUN: channels of Weight, if FOLD; OUT_RUN: pixels of Out.  Grid (tiles, columns fastest; groups x
-    phases; splits of the reduction, each of which writes to Out + split * split_stride).  NEVER_EMPTY: every program has a
-    step.  WIDE: offsets take 64 bits."""
+    activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_RUN: elements of X that lie side
+    by side from a multiple of it on, channels if FOLD, else pixels; W_RUN: channels of Weight, if FOLD; OUT_RUN: pixels of Out.
+    X_PIXELS, OUT_PIXELS: those are pixels, and more than one (else lanes lie along the first axis, pixels, too: that is
+    Triton's choice where neither axis is contiguous).  Grid (tiles, columns fastest; groups x phases; splits of the reduction,
+    each of which writes to Out + split * split_stride). NEVER_EMPTY: every program has a step. WIDE: offsets take 64 bits."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     i_n = tl.program_id(0) % tiles_n
     i_m = tl.program_id(0) // tiles_n
@@ -87,7 +87,7 @@ def conv_implicit(
     for i in range(begin, end):
         if FOLD:
             a, b = folded(p_x, p_w, i * BLOCK_K + o_k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w,
-                          step_h, step_w, every_h, every_w, x_strides, w_strides, INSIDE, X_PIXELS, X_RUN, W_RUN)  # fmt: skip
+                          step_h, step_w, every_h, every_w, x_strides, w_strides, INSIDE, X_RUN, W_RUN)  # fmt: skip
         else:
             d_y, d_x = i_h * step_h, i_w * step_w
             inside = live

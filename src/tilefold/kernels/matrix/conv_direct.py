@@ -78,12 +78,12 @@ def conv_direct(
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "splits"])
 def conv_combine(
-    Parts, Bias, Out, Pre, total, high, wide, channels, splits, split_stride, o_strides, TURNED: tl.constexpr,
-    RUN: tl.constexpr, ACTIVATION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
+    Parts, Bias, Out, Pre, total, high, wide, channels, splits, split_stride, o_strides, RUN: tl.constexpr,
+    ACTIVATION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sum over splits, in their order: Parts [splits, images, high, wide, channels] fp32 -> Out, with the last step of a result.
-    SPLITS: how many are read at once.  TURNED: pixels of Out are nearer than channels, RUN of them side by side.  Grid (tiles,
+    SPLITS: how many are read at once.  RUN: pixels of Out that lie side by side.  Grid (tiles,
     channels fastest)."""
     tiles_n = tl.cdiv(channels, BLOCK_N)
     o_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,12 +100,12 @@ def conv_combine(
         acc += tl.sum(tl.load(p, mask=(i < splits)[:, None, None] & m[None, :, :], other=0.0), 0)
     pixels = offset_of(image, y, x, o_strides, RUN)
     o_c = offset_of_channels(o_n.to(tl.int64) if WIDE else o_n, o_strides[3], RUN)
-    if TURNED:
+    if RUN > 1:
         acc = tl.trans(acc)
         p, m = o_c[:, None] + pixels[None, :], (o_n < channels)[:, None] & live[None, :]
     else:
         p = pixels[:, None] + o_c[None, :]
-    finish_pixels(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE, TURNED)
+    finish_pixels(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE, RUN > 1)
 
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "in_high", "in_wide", "taps_h", "taps_w", "stride_h", "stride_w",

@@ -24,6 +24,11 @@ def channels_last(
     image, y, x, live = place_of(row, total, high, wide, RUN)
     rows = offset_of(image, y, x, x_strides, RUN)
     planes = offset_of_channels(o_n, x_strides[3], RUN)
-    b = tl.load(X + (planes[:, None] + rows[None, :]), mask=(o_n < channels)[:, None] & live[None, :], other=0)
+    if RUN > 1:
+        b = tl.trans(
+            tl.load(X + (planes[:, None] + rows[None, :]), mask=(o_n < channels)[:, None] & live[None, :], other=0)
+        )
+    else:  # of two axes without contiguity Triton takes the first for the lanes of a warp: pixels here, too
+        b = tl.load(X + (rows[:, None] + planes[None, :]), mask=live[:, None] & (o_n < channels)[None, :], other=0)
     p = Out + i_m.to(tl.int64) * BLOCK_M * width + ((o_m * width)[:, None] + o_n[None, :])
-    tl.store(p, tl.trans(b), mask=(o_m < total - i_m.to(tl.int64) * BLOCK_M)[:, None] & (o_n < width)[None, :])
+    tl.store(p, b, mask=(o_m < total - i_m.to(tl.int64) * BLOCK_M)[:, None] & (o_n < width)[None, :])

@@ -135,8 +135,6 @@ def launch_gemm(
         "INSIDE": n.pointwise if transposed else n.inside,
         "EVEN_K": reduced % tile.depth == 0,
         "NEVER_EMPTY": phases == (1, 1),
-        "X_PIXELS": pixels_nearer(x),
-        "OUT_PIXELS": pixels_nearer(out),
         **_runs(n, sides, x, n.columns * w[0], out, fold),
         "ACTIVATION": CODES[activation],
         "PRECISION": precision(n),
@@ -165,7 +163,9 @@ def _runs(n: ConvProblem, sides: Sides, x: Numbers, group: int, out: Numbers, fo
     elif not fold and n.pointwise and pixels_nearer(x):
         x_run = pixels_run(*sides.source, x, n.itemsize)
     whole = sides.phases == (1, 1) and pixels_nearer(out)
-    return {"X_RUN": x_run, "W_RUN": w_run, "OUT_RUN": pixels_run(*sides.target, out, n.itemsize) if whole else 1}
+    out_run = pixels_run(*sides.target, out, n.itemsize) if whole else 1
+    turned = {"X_PIXELS": x_run > 1 and not fold, "OUT_PIXELS": out_run > 1}
+    return {**turned, "X_RUN": x_run, "W_RUN": w_run, "OUT_RUN": out_run}
 
 
 def launch_direct(
@@ -212,10 +212,10 @@ def launch_combine(
     total = images * high * wide
     block_n = min(64, 1 << (channels - 1).bit_length())
     at_once = min(1 << (splits - 1).bit_length(), 32)
-    turned = pixels_nearer(out) and splits <= FEW_SPLITS  # more of them: the sums' reading is what takes time
-    if turned:
+    pixels = pixels_nearer(out) and splits <= FEW_SPLITS  # more of them: the sums' reading is what takes time
+    if pixels:
         block_n = min(32, block_n)
-    block_m = max(16 if turned else 1, (256 if interpreting() else 2048) // (block_n * at_once))
+    block_m = max(16 if pixels else 1, (256 if interpreting() else 2048) // (block_n * at_once))
     lines, line, strides = high, wide, order(out)
     one = (high * wide, 1, wide, 1)  # strides by channels, if the result is dense and channels are inside
     if channels > 1 and all(
@@ -223,8 +223,7 @@ def launch_combine(
     ):
         lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
     constants = {
-        "TURNED": turned,
-        "RUN": pixels_run(high, wide, out, n.itemsize) if turned else 1,
+        "RUN": pixels_run(high, wide, out, n.itemsize) if pixels else 1,
         "ACTIVATION": CODES[activation],
         "EMULATE": emulate(n),
         "WIDE": n.wide64 or total * channels >= 2**31,
@@ -355,13 +354,14 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     fold = n.reduced < FEW and taps > 1
     cols = n.reduced * taps if fold else n.reduced
     grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
-    constants |= {"FOLD": fold, "INSIDE": n.inside, "X_PIXELS": pixels_nearer(x), "Y_PIXELS": pixels_nearer(dy)}
+    constants |= {"FOLD": fold, "INSIDE": n.inside}
     constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
     x_run = pixels_run(n.high, n.wide, x, n.itemsize) if n.pointwise and pixels_nearer(x) else 1
     constants["X_RUN"] = channels_run(n.reduced, (x[1], x[0], *x[2:]), n.itemsize) if fold else x_run
     constants["X_FLAT"] = n.pointwise and even(n.batch, n.high, n.wide, x)
     constants["Y_FLAT"] = even(n.batch, *n.out, dy)
-    constants["Y_RUN"] = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
+    constants["Y_RUN"] = y_run = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
+    constants |= {"X_PIXELS": x_run > 1 and not fold, "Y_PIXELS": y_run > 1}
     return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
 
 
