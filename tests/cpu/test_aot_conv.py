@@ -82,7 +82,7 @@ def test_products(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize(("name", "target"), CHANNELS_FIRST)
 def test_channels_first(results: Results, name: str, target: str) -> None:
-    """As above; x, weight and result are loaded and stored 16 bytes at a time, the four channels of a padded input 8; planes of 49
+    """As above; x, weight and result are loaded and stored 16 bytes at a time, four channels of a padded input 8; planes of 49
     pixels by element, lanes along pixels (along channels every store had a division of its own, and registers spilled)."""
     found = results.of(name, target)
     assert found.problems() == ()

@@ -290,5 +290,9 @@ def test_plan_of_layouts():
             and plan.copy_bytes == 32 * 4 * 224 * 224 * 2
             and plan.relaid.problem.channels == 4
         )
+    many = ConvProblem(3000, 3, 448, 448, 8, (3, 3), (224, 224), (2, 2), (1, 1), x_last=False, y_last=False)
+    assert (
+        not many.wide64 and plan_conv(many, h200).relaid.problem.wide64
+    )  # 1.8e9 elements, with a fourth channel 2.4e9
     last = plan_conv(ConvProblem(32, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1)), h200)
     assert last.method == "implicit" and dict(last.rejected)["relayout"] == "nothing lies channels-first"

@@ -164,7 +164,7 @@ def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call, dy: torch.Tens
     last = result_last(x, weight) if dy is None else not pixels_nearer(strides_of(dy))
     result = x.shape[0] * weight.shape[0] * call.out[0] * call.out[1]
     read = (x, weight) if dy is None else (x, weight, dy)
-    wide = max(result, *(span(t.shape, t.stride()) for t in read)) >= 2**31
+    wide = max(result, x.numel(), *(span(t.shape, t.stride()) for t in read)) >= 2**31
     return ConvProblem(
         x.shape[0], x.shape[1], x.shape[2], x.shape[3], weight.shape[0], tuple(weight.shape[2:]), call.out, call.stride,  # type: ignore[arg-type]
         call.pad, call.dilation, call.groups, str(x.dtype).removeprefix("torch."), x.stride(1) == 1, last, call.tf32, wide,  # type: ignore[arg-type]

@@ -216,7 +216,9 @@ class ConvPlan:
     def relaid(self) -> "ConvPlan":
         """What the forward pass does with the copy of x."""
         n, last = self.problem, "x" in copied(self.problem)
-        made = replace(n, channels=padded(n) if self.method == RELAYOUT else n.channels, x_last=n.x_last or last)
+        channels = padded(n) if self.method == RELAYOUT else n.channels
+        wide = n.wide64 or n.batch * (channels + 64) * n.high * n.wide >= 2**31
+        made = replace(n, channels=channels, x_last=n.x_last or last, wide64=wide)
         return replace(self, problem=made, method=IMPLICIT if self.method == RELAYOUT else self.method)
 
     @property
