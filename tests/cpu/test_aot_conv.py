@@ -14,6 +14,31 @@ PROBLEMS = {
     "1x1": ConvProblem(32, 256, 56, 56, 64, (1, 1), (56, 56)),
     "first": ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), stride=(2, 2), pad=(3, 3)),
 }
+FIRST = {
+    "1x1": ConvProblem(32, 64, 56, 56, 256, (1, 1), (56, 56), x_last=False, y_last=False),
+    "3x3": ConvProblem(32, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1), x_last=False, y_last=False),
+    "odd": ConvProblem(32, 512, 7, 7, 2048, (1, 1), (7, 7), x_last=False, y_last=False),
+    "7x7": ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), (2, 2), (3, 3), x_last=False, y_last=False),
+}
+CHANNELS_FIRST = {
+    (f"{part} {name} channels-first", "sm_90"): Job(
+        "tilefold.ops.matrix.conv:example_launch",
+        {"plan": plan_conv(FIRST[name], device_named("h200")), "part": part},
+        "sm_90",
+    )
+    for name, part in (
+        ("1x1", "forward"),
+        ("1x1", "weight"),
+        ("3x3", "forward"),
+        ("odd", "forward"),
+        ("7x7", "forward"),
+    )
+}
+COPY = {
+    ("copy", "sm_90"): Job(
+        "tilefold.ops.matrix.conv_layout:example_copy", {"plan": plan_conv(FIRST["3x3"], device_named("h200"))}, "sm_90"
+    )
+}
 TENSOR = {
     (f"{part} {name}", target): Job(
         "tilefold.ops.matrix.conv:example_launch", {"plan": plan_conv(made, device_named(device)), "part": part}, target
@@ -44,7 +69,7 @@ pytestmark = pytest.mark.xdist_group("test_aot_conv")  # one process compiles, t
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(TENSOR | STREAMING, request.param, NEWEST)
+    return compiled(TENSOR | CHANNELS_FIRST | COPY | STREAMING, request.param, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), TENSOR)
@@ -55,7 +80,20 @@ def test_products(results: Results, name: str, target: str) -> None:
     assert results.of(name, target).problems(spills=spills) == ()
 
 
-@pytest.mark.parametrize(("name", "target"), STREAMING)
+@pytest.mark.parametrize(("name", "target"), CHANNELS_FIRST)
+def test_channels_first(results: Results, name: str, target: str) -> None:
+    """As above; x, weight and result are loaded and stored 16 bytes at a time, four channels of a padded input 8; planes of 49
+    pixels by element, lanes along pixels (along channels every store had a division of its own, and registers spilled)."""
+    found = results.of(name, target)
+    assert found.problems() == ()
+    assert found.report is not None
+    loads, stores = (found.report.opcodes.get(op, 0) for op in ("LDGSTS", "STG"))
+    assert (
+        found.report.opcodes.get("LDG", 0) == 0 and 12 <= loads <= 40 and 4 <= stores <= (64 if "odd" in name else 16)
+    )
+
+
+@pytest.mark.parametrize(("name", "target"), STREAMING | COPY)
 def test_streaming_kernels(results: Results, name: str, target: str) -> None:
     """Wide loads and stores: 16 bytes a thread, or a whole box; beside them the flat sum has its last block's, one by one."""
     found = results.of(name, target)

@@ -8,6 +8,7 @@ from conv_cases import held
 from tilefold import ops
 from tilefold.errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops.matrix.conv import conv_plan
+from tilefold.ops.matrix.conv_layout import channels_run, pixels_run, strides_of
 from tilefold.plan import device_named
 from tilefold.plan.matrix.conv import ConvProblem, plan_conv
 
@@ -67,6 +68,65 @@ def test_im2col(memory, groups, device):
         activation="silu",
         backward=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "dtype"), [(20, 1, torch.float32), (3, 1, torch.float32), (16, 2, torch.bfloat16)]
+)
+def test_relayout(channels, groups, dtype, device):
+    """Copies of x and of the result's gradient, few channels with zeros beside them; what a copy is of does not change."""
+    x, w = rand(2, channels, 5, 4, dtype=dtype, device=device), rand(16, channels // groups, 3, 3, device=device) / 12
+    options = {"padding": 1, "groups": groups, "activation": "relu"}
+    got = held(x, w.to(dtype), rand(16, dtype=dtype, device=device), method="relayout", **options)
+    assert got.is_contiguous()
+
+
+def test_relayout_of_strided_and_of_channels_last(device):
+    x = rand(2, 3, 12, 9, device=device)[:, :, ::2, 1:]
+    w = rand(8, 3, 3, 2, device=device) / 4
+    held(x, w, method="relayout", stride=2)
+    got = held(x.contiguous(memory_format=LAST), w, method="relayout", stride=2, backward=False)
+    assert got.is_contiguous(memory_format=LAST)
+
+
+def test_gradient_that_lies_channels_first_of_a_channels_last_result(device):
+    x, w = rand(1, 16, 4, 4, device=device).contiguous(memory_format=LAST), rand(8, 16, 3, 3, device=device) / 12
+    x.requires_grad_()
+    dout = rand(1, 8, 2, 2, device=device)
+    for method in ("implicit", "relayout"):
+        out = ops.conv2d(x, w, method=method)
+        first, last = (
+            torch.autograd.grad(out, x, dout.contiguous(memory_format=f), retain_graph=True)[0] for f in (FIRST, LAST)
+        )
+        assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (4, 6), (7, 8), (7, 7), (1, 16)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_runs_are_what_they_are_said_to_be(size, itemsize):
+    """The kernels' hints: that many pixels, or channels, follow one another from a multiple on, everywhere."""
+    for t in (
+        torch.empty(2, 6, *size),
+        torch.empty(2, 6, size[0] * 2, size[1])[:, ::2, ::2],
+        torch.empty(3, 6, size[0], size[1] + 8)[..., 4 : 4 + size[1]],
+        torch.empty(2, 8, *size).contiguous(memory_format=LAST)[:, :6],
+        torch.empty(2, 8, *size).contiguous(memory_format=LAST)[:, :4],
+    ):
+        strides = strides_of(t)
+        where = torch.arange(100_000).as_strided(t.shape, t.stride())
+        for run, rows in (
+            (pixels_run(*size, strides, itemsize), where.movedim(1, 0).reshape(t.shape[1], -1)),
+            (
+                channels_run(t.shape[1], (strides[1], strides[0], *strides[2:]), itemsize),
+                where.movedim(1, 3).reshape(-1, t.shape[1]),
+            ),
+        ):
+            assert 1 <= run * itemsize <= 16
+            pieces = rows.unflatten(1, (-1, run))
+            assert (pieces == pieces[..., :1] + torch.arange(run)).all() and not (pieces[..., 0] % run).any()
+    whole = torch.empty(2, 32, 8, 8)
+    assert pixels_run(8, 8, strides_of(whole), 2) == 8 and pixels_run(7, 7, strides_of(whole[..., :7, :7]), 2) == 1
+    assert channels_run(32, (1, 2048, 256, 32), 2) == 8 and channels_run(32, (64, 2048, 8, 1), 2) == 1
 
 
 def test_im2col_some_images_at_a_time(device, monkeypatch):
@@ -170,7 +230,7 @@ REFUSED = [
     ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
     ({"activation": "tanh"}, ValueRangeError,
      "activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got 'tanh'"),
-    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', got 'fft'"),
+    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', 'relayout', got 'fft'"),
     ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
     ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,
      "tf32 is for float32, but x has dtype float16"),
@@ -199,5 +259,40 @@ def test_plan():
     assert depthwise.method == "direct" and "tensor cores nothing to do" in depthwise.reason
     im2col = plan_conv(wide.problem, h200, "im2col")
     assert im2col.bytes > wide.bytes and im2col.images_at_once == 32
+    long = plan_conv(ConvProblem(8, 1280, 16, 16, 1280, (3, 3), (16, 16), pad=(1, 1)), h200)
+    assert long.forward.splits > 1  # 160 tiles on 132 SMs: two waves of whole sums
     with pytest.raises(Unsupported, match="more than one launch can make"):
         plan_conv(ConvProblem(1, 1024, 900, 900, 1024, (1, 1), (3, 3), stride=(300, 300)), h200)
+
+
+def test_plan_of_layouts():
+    """Copies where elements would be read one by one; none for plain GEMMs, channels-last, small images, or where refused."""
+    h200 = device_named("h200")
+    first = {"x_last": False, "y_last": False}
+    three = ConvProblem(32, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1), **first)
+    plan = plan_conv(three, h200)
+    assert plan.method == "relayout" and plan.copy_bytes == 32 * 64 * 56 * 56 * 2
+    assert plan.bytes == three.bytes + 2 * plan.copy_bytes and "12.85 MB for a channels-last copy of x" in str(plan)
+    assert plan.copies_in_gradients == ("x", "dy") and plan.relaid.problem.x_last
+    refused = plan_conv(three, h200, "implicit")
+    assert refused.method == "implicit" and not refused.copies_x and not refused.copies_in_gradients
+    one = plan_conv(ConvProblem(32, 64, 56, 56, 256, (1, 1), (56, 56), **first), h200)
+    assert one.method == "implicit" and "as wide as they lie" in dict(one.rejected)["relayout"]
+    odd = plan_conv(ConvProblem(32, 512, 7, 7, 2048, (1, 1), (7, 7), **first), h200)
+    assert odd.method == "relayout"  # lines of 7: nothing is aligned
+    small = plan_conv(ConvProblem(1, 16, 8, 8, 16, (3, 3), (8, 8), pad=(1, 1), **first), h200)
+    assert small.method == "implicit" and "a channels-last copy takes about" in dict(small.rejected)["relayout"]
+    for last in (False, True):
+        rgb = ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), (2, 2), (3, 3), x_last=last, y_last=last)
+        plan = plan_conv(rgb, h200)
+        assert (
+            plan.method == "relayout"
+            and plan.copy_bytes == 32 * 4 * 224 * 224 * 2
+            and plan.relaid.problem.channels == 4
+        )
+    many = ConvProblem(3000, 3, 448, 448, 8, (3, 3), (224, 224), (2, 2), (1, 1), x_last=False, y_last=False)
+    assert (
+        not many.wide64 and plan_conv(many, h200).relaid.problem.wide64
+    )  # 1.8e9 elements, with a fourth channel 2.4e9
+    last = plan_conv(ConvProblem(32, 64, 56, 56, 64, (3, 3), (56, 56), pad=(1, 1)), h200)
+    assert last.method == "implicit" and dict(last.rejected)["relayout"] == "nothing lies channels-first"

@@ -21,9 +21,10 @@ def exact():
     torch.backends.cudnn.allow_tf32 = before
 
 
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("name", RESNET50)
-def test_resnet_layers(name):
-    x, w, options = layer(name, batch=3)
+def test_resnet_layers(name, memory_format):
+    x, w, options = layer(name, batch=3, memory_format=memory_format)
     held(x, w, rand(w.shape[0], dtype=x.dtype, device=DEVICE), activation="relu", **options)
 
 
@@ -38,7 +39,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", ["implicit", "im2col"])
+@pytest.mark.parametrize("method", ["implicit", "relayout", "im2col"])
 def test_options(method, dtype, memory_format):
     x = rand(3, 40, 29, 23, dtype=dtype, device=DEVICE).contiguous(memory_format=memory_format)
     w = rand(72, 40, 3, 3, device=DEVICE).div(19).to(dtype)
@@ -55,6 +56,31 @@ def test_groups(channels, out_channels, groups, memory_format):
     w = rand(out_channels, channels // groups, 3, 5, device=DEVICE).div((15 * channels // groups) ** 0.5).half()
     for options in ({"padding": "same"}, {"stride": 2, "padding": 1, "activation": "relu"}):
         held(x, w, rand(out_channels, dtype=x.dtype, device=DEVICE), groups=groups, **options)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (14, 14), (7, 7), (6, 9), (1, 16), (5, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_pixels(dtype, size):
+    """Channels-first, whole, cut out of wider lines, off the alignment of 16 bytes."""
+    whole = rand(3, 48, size[0] + 1, size[1] + 8, dtype=dtype, device=DEVICE)
+    for x in (
+        whole[:, :, 1:, 8:].contiguous(),
+        whole[:, :, 1:, 8:],
+        whole[:, ::2, 1:, 1 : 1 + size[1]],
+        whole.flatten()[1 : 1 + 40 * size[0] * size[1]].view(2, 20, *size),
+    ):
+        for taps, options in ((1, {}), (3, {"padding": 1}), (3, {"padding": 1, "stride": 2})):
+            w = rand(40, x.shape[1], taps, taps, device=DEVICE).div(taps * x.shape[1] ** 0.5).to(dtype)
+            for method in ("implicit", "relayout"):
+                held(x, w, rand(40, dtype=dtype, device=DEVICE), method=method, activation="silu", **options)
+
+
+@pytest.mark.parametrize("channels", [8, 16])
+def test_channels_of_groups_are_loaded_at_once(channels):
+    x = rand(2, 4 * channels, 15, 16, dtype=torch.float16, device=DEVICE)
+    w = rand(4 * channels, channels, 3, 3, device=DEVICE).div(3 * channels**0.5).half()
+    for memory_format in FORMATS:
+        held(x.contiguous(memory_format=memory_format), w, groups=4, padding=1, method="relayout")
 
 
 def test_tf32():

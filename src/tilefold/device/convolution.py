@@ -1,4 +1,7 @@
-"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; the last step of a result."""
+"""Convolutions: where a tap of a pixel lies in the input, forwards and backwards; folded taps; the last step of a result.
+
+A RUN is a number of elements that lie side by side and begin at a multiple of it: what a thread may load or store at once where
+the compiler cannot see it for divisions.  Hints stand where a value is computed: on an argument they would be lost."""
 
 import triton
 import triton.language as tl
@@ -26,10 +29,88 @@ def taps_of(phase, taps, stride, pad, dilation, inverse, common, TRANSPOSED: tl.
 
 
 @triton.jit
-def place_of(row, total, high, wide):
-    """Row -> image, line, column of the places [., high, wide], and whether it is there."""
+def place_of(row, total, high, wide, RUN: tl.constexpr = 1):
+    """Row -> image, line, column of the places [., high, wide], and whether it is there, which RUN neighbours share."""
     line = row // wide
-    return line // high, line % high, row % wide, row < total
+    live = row < total
+    if RUN > 1:
+        live = tl.max_constancy(live, RUN)
+    return line // high, line % high, row % wide, live
+
+
+@triton.jit
+def live_of(row, total, RUN: tl.constexpr = 1):
+    """Whether a row is there, as place_of says it."""
+    live = row < total
+    if RUN > 1:
+        live = tl.max_constancy(live, RUN)
+    return live
+
+
+@triton.jit
+def place_after(image, y, x, high, wide, ROWS: tl.constexpr):
+    """The places ROWS rows on: sums with two carries in place of divisions."""
+    x += ROWS % wide
+    over = (x >= wide).to(tl.int32)
+    x -= over * wide
+    y += ROWS // wide % high + over
+    over = (y >= high).to(tl.int32)
+    y -= over * high
+    return image + (ROWS // wide // high + over), y, x
+
+
+@triton.jit
+def offset_of(image, y, x, strides, RUN: tl.constexpr = 1):
+    """Of pixels by strides (image, line, column, .)."""
+    o = image * strides[0] + y * strides[1] + x * strides[2]
+    if RUN > 1:
+        o = tl.max_contiguous(tl.multiple_of(o, RUN), RUN)
+    return o
+
+
+@triton.jit
+def offset_of_channels(o_c, stride, RUN: tl.constexpr = 1):
+    """Of channels, a scalar or a vector of them, whose planes begin at multiples of RUN."""
+    o = o_c * stride
+    if RUN > 1:
+        o = tl.multiple_of(o, RUN)
+    return o
+
+
+@triton.jit
+def multiple(o, RUN: tl.constexpr):
+    """o, a multiple of RUN, so that the compiler sees it."""
+    if RUN > 1:
+        o = o // RUN * RUN
+    return o
+
+
+@triton.jit
+def folded(
+    p_x, p_w, k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w, step_h, step_w, every_h, every_w,
+    x_strides, w_strides, INSIDE: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr,
+):  # fmt: skip
+    """-> the tiles [rows, k] of the input and [k, cols] of the weight, where taps and channels are one axis k.  RUN,
+    W_RUN: channels that lie side by side in them."""
+    k_c, k_w, k_h = k % reduced, k // reduced % count_w, k // reduced // count_w
+    m_k = k_h < count_h
+    d_y, d_x = k_h * step_h, k_w * step_w
+    o_x = k_c * x_strides[3] + d_y * x_strides[1] + d_x * x_strides[2]
+    o_w = k_c * w_strides[0] + k_h * every_h * w_strides[2] + k_w * every_w * w_strides[3]
+    m_b = m_k[:, None] & m_n[None, :]
+    if RUN > 1:
+        o_x = tl.max_contiguous(tl.multiple_of(o_x, RUN), RUN)
+    if W_RUN > 1:
+        o_w = tl.max_contiguous(tl.multiple_of(o_w, W_RUN), W_RUN)
+        m_b = tl.max_constancy(m_b, [W_RUN, 1])
+    inside = live[:, None] & m_k[None, :]
+    if not INSIDE:
+        y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
+        inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
+    if RUN > 1:
+        inside = tl.max_constancy(inside, [1, RUN])
+    a = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
+    return a, tl.load(p_w + (o_w[:, None] + cols[None, :]), mask=m_b, other=0.0)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ channels are one axis.  Result, weight and input lie anywhere: strides of all fo
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish_pixels, place_of, taps_of
+from ...device.convolution import finish_pixels, folded, multiple, offset_of, offset_of_channels, place_of, taps_of
 from ...device.product import add_product
 from ...device.tile import widen
 
@@ -32,14 +32,17 @@ def conv_implicit(
     pad_w, dilation_h, dilation_w, inverse_h, inverse_w, common_h, common_w, phases_w, groups, reduced, columns, x_strides,
     w_strides, o_strides, w_group, split_stride, TRANSPOSED: tl.constexpr, FOLD: tl.constexpr, INSIDE: tl.constexpr,
     EVEN_K: tl.constexpr, NEVER_EMPTY: tl.constexpr, X_PIXELS: tl.constexpr, OUT_PIXELS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_RUN: tl.constexpr, W_RUN: tl.constexpr, OUT_RUN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X, Out: strides (image, line, column, channel); Weight: (reduced channel, column channel, line, column), w_group between
     groups.  total: places [images, high, wide]; reduced, columns: channels a group.  Pre: None, or for the result before its
-    activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_PIXELS, OUT_PIXELS: neighbouring
-    pixels are nearer than neighbouring channels.  Grid (tiles, columns fastest; groups x phases; splits of the reduction, each
-    of which writes to Out + split * split_stride).  NEVER_EMPTY: every program has a step.  WIDE: offsets take 64 bits."""
+    activation.  INSIDE: no tap leaves the input.  EVEN_K: reduced is a multiple of BLOCK_K.  X_RUN: elements of X that lie side
+    by side from a multiple of it on, channels if FOLD, else pixels; W_RUN: channels of Weight, if FOLD; OUT_RUN: pixels of Out.
+    X_PIXELS, OUT_PIXELS: those are pixels, and more than one (else lanes lie along the first axis, pixels, too: that is
+    Triton's choice where neither axis is contiguous).  Grid (tiles, columns fastest; groups x phases; splits of the reduction,
+    each of which writes to Out + split * split_stride). NEVER_EMPTY: every program has a step. WIDE: offsets take 64 bits."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     i_n = tl.program_id(0) % tiles_n
     i_m = tl.program_id(0) // tiles_n
@@ -56,15 +59,16 @@ def conv_implicit(
     if WIDE:  # a plane of one channel may be so large that those of a tile lie 2^31 apart
         row = i_m.to(tl.int64) * BLOCK_M + o_m
         o_n, o_k = o_n.to(tl.int64), o_k.to(tl.int64)
-    image, y, x, live = place_of(row, total, high, wide)
+    PIXELS_RUN: tl.constexpr = 1 if FOLD else X_RUN
+    image, y, x, live = place_of(row, total, high, wide, PIXELS_RUN)
     y = y * scale_h + shift_h
     x = x * scale_w + shift_w
-    rows = image * x_strides[0] + y * x_strides[1] + x * x_strides[2]
-    p_x = X + i_g * reduced * x_strides[3]
-    p_w = Weight + i_g * w_group + (first_h * w_strides[2] + first_w * w_strides[3])
+    rows = multiple(offset_of(image, y, x, x_strides, PIXELS_RUN), X_RUN if FOLD else 1)
+    p_x = X + multiple(i_g * reduced * x_strides[3], X_RUN)
+    p_w = Weight + multiple(i_g * w_group + (first_h * w_strides[2] + first_w * w_strides[3]), W_RUN)
     o_n += i_n * BLOCK_N
     m_n = o_n < columns
-    cols = o_n * w_strides[1]
+    cols = multiple(o_n * w_strides[1], W_RUN)
     if FOLD:
         blocks = tl.cdiv(count_h * count_w * reduced, BLOCK_K)
     else:
@@ -82,39 +86,24 @@ def conv_implicit(
         tl.assume(begin < end)
     for i in range(begin, end):
         if FOLD:
-            k = i * BLOCK_K + o_k
-            k_c, k_w, k_h = k % reduced, k // reduced % count_w, k // reduced // count_w
-            m_k = k_h < count_h
-            d_y, d_x = k_h * step_h, k_w * step_w
-            o_x = k_c * x_strides[3] + d_y * x_strides[1] + d_x * x_strides[2]
-            o_w = k_c * w_strides[0] + k_h * every_h * w_strides[2] + k_w * every_w * w_strides[3]
-            if X_PIXELS:
-                inside = m_k[:, None] & live[None, :]
-                if not INSIDE:
-                    y_k, x_k = y[None, :] + d_y[:, None], x[None, :] + d_x[:, None]
-                    inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
-                a = tl.trans(tl.load(p_x + (o_x[:, None] + rows[None, :]), mask=inside, other=0.0))
-            else:
-                inside = live[:, None] & m_k[None, :]
-                if not INSIDE:
-                    y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
-                    inside = inside & (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide)
-                a = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
-            b = tl.load(p_w + (o_w[:, None] + cols[None, :]), mask=m_k[:, None] & m_n[None, :], other=0.0)
+            a, b = folded(p_x, p_w, i * BLOCK_K + o_k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w,
+                          step_h, step_w, every_h, every_w, x_strides, w_strides, INSIDE, X_RUN, W_RUN)  # fmt: skip
         else:
             d_y, d_x = i_h * step_h, i_w * step_w
             inside = live
             if not INSIDE:
                 inside = live & (y + d_y >= 0) & (y + d_y < in_high) & (x + d_x >= 0) & (x + d_x < in_wide)
-            p_tap = p_x + (
-                tl.cast(d_y, tl.int64) * x_strides[1] + d_x * x_strides[2] + tl.cast(c, tl.int64) * x_strides[3]
-            )
+            o_tap = tl.cast(d_y, tl.int64) * x_strides[1] + d_x * x_strides[2] + tl.cast(c, tl.int64) * x_strides[3]
+            if X_RUN > 1:  # there is one tap, which moves nothing
+                o_tap = tl.multiple_of(tl.cast(c, tl.int64) * x_strides[3], X_RUN)
+            p_tap = p_x + o_tap
+            o_c = offset_of_channels(o_k, x_strides[3], X_RUN)
             if X_PIXELS:
                 m_a = inside[None, :] if EVEN_K else inside[None, :] & (o_k < reduced - c)[:, None]
-                a = tl.trans(tl.load(p_tap + ((o_k * x_strides[3])[:, None] + rows[None, :]), mask=m_a, other=0.0))
+                a = tl.trans(tl.load(p_tap + (o_c[:, None] + rows[None, :]), mask=m_a, other=0.0))
             else:
                 m_a = inside[:, None] if EVEN_K else inside[:, None] & (o_k < reduced - c)[None, :]
-                a = tl.load(p_tap + (rows[:, None] + (o_k * x_strides[3])[None, :]), mask=m_a, other=0.0)
+                a = tl.load(p_tap + (rows[:, None] + o_c[None, :]), mask=m_a, other=0.0)
             p_b = p_w + (i_h * every_h * w_strides[2] + i_w * every_w * w_strides[3] + c * w_strides[0])
             m_b = m_n[None, :] if EVEN_K else m_n[None, :] & (o_k < reduced - c)[:, None]
             b = tl.load(p_b + ((o_k * w_strides[0])[:, None] + cols[None, :]), mask=m_b, other=0.0)
@@ -129,20 +118,22 @@ def conv_implicit(
     row = tl.program_id(0) // tiles_n * BLOCK_M + o_m
     if WIDE:
         row = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + o_m
-    image, y, x, live = place_of(row, total, high, wide)
+    image, y, x, live = place_of(row, total, high, wide, OUT_RUN)
     if TRANSPOSED:
         y, x = y * stride_h + phase_h, x * stride_w + phase_w
-        live = live & (y < out_high) & (x < out_wide)
-    o_out = image * o_strides[0] + y * o_strides[1] + x * o_strides[2]
-    far = i_g * columns * o_strides[3] + tl.program_id(2).to(tl.int64) * split_stride
+        if OUT_RUN == 1:  # else every place is a pixel
+            live = live & (y < out_high) & (x < out_wide)
+    o_out = offset_of(image, y, x, o_strides, OUT_RUN)
+    far = multiple(i_g * columns * o_strides[3], OUT_RUN) + tl.program_id(2).to(tl.int64) * split_stride
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if WIDE:
         o_n = o_n.to(tl.int64)
+    o_far = offset_of_channels(o_n, o_strides[3], OUT_RUN)
     if OUT_PIXELS:
         acc = tl.trans(acc)
-        p, m = (o_n * o_strides[3])[:, None] + o_out[None, :], (o_n < columns)[:, None] & live[None, :]
+        p, m = o_far[:, None] + o_out[None, :], (o_n < columns)[:, None] & live[None, :]
     else:
-        p, m = o_out[:, None] + (o_n * o_strides[3])[None, :], live[:, None] & (o_n < columns)[None, :]
+        p, m = o_out[:, None] + o_far[None, :], live[:, None] & (o_n < columns)[None, :]
     if Bias is not None:
         Bias += i_g * columns
     if Pre is not None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish_pixels, place_of, taps_of
+from ...device.convolution import finish_pixels, offset_of, offset_of_channels, place_of, taps_of
 from ...device.tile import widen
 
 GEOMETRY = [
@@ -78,17 +78,19 @@ def conv_direct(
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "splits"])
 def conv_combine(
-    Parts, Bias, Out, Pre, total, high, wide, channels, splits, split_stride, o_strides, ACTIVATION: tl.constexpr,
-    EMULATE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Parts, Bias, Out, Pre, total, high, wide, channels, splits, split_stride, o_strides, RUN: tl.constexpr,
+    ACTIVATION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sum over splits, in their order: Parts [splits, images, high, wide, channels] fp32 -> Out, with the last step of a result.
-    SPLITS: how many are read at once.  Grid (tiles, channels fastest)."""
+    SPLITS: how many are read at once.  RUN: pixels of Out that lie side by side.  Grid (tiles,
+    channels fastest)."""
     tiles_n = tl.cdiv(channels, BLOCK_N)
     o_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     if WIDE:
         row = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    image, y, x, live = place_of(row, total, high, wide)
+    image, y, x, live = place_of(row, total, high, wide, RUN)
     m = live[:, None] & (o_n < channels)[None, :]
     o = row[:, None] * channels + o_n[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -96,17 +98,21 @@ def conv_combine(
         i = first + tl.arange(0, SPLITS)
         p = Parts + (i.to(tl.int64) * split_stride)[:, None, None] + o[None, :, :]
         acc += tl.sum(tl.load(p, mask=(i < splits)[:, None, None] & m[None, :, :], other=0.0), 0)
-    p = image * o_strides[0] + y * o_strides[1] + x * o_strides[2]
-    o_c = o_n.to(tl.int64) if WIDE else o_n
-    p = p[:, None] + (o_c * o_strides[3])[None, :]
-    finish_pixels(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE)
+    pixels = offset_of(image, y, x, o_strides, RUN)
+    o_c = offset_of_channels(o_n.to(tl.int64) if WIDE else o_n, o_strides[3], RUN)
+    if RUN > 1:
+        acc = tl.trans(acc)
+        p, m = o_c[:, None] + pixels[None, :], (o_n < channels)[:, None] & live[None, :]
+    else:
+        p = pixels[:, None] + o_c[None, :]
+    finish_pixels(acc, Bias, o_n, o_n < channels, Out, Pre, p, m, ACTIVATION, EMULATE, RUN > 1)
 
 
 @triton.jit(do_not_specialize=["total", "high", "wide", "in_high", "in_wide", "taps_h", "taps_w", "stride_h", "stride_w",
                                "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"])  # fmt: skip
 def im2col(
     X, Columns, total, high, wide, in_high, in_wide, taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
-    groups, reduced, x_strides, width, X_PIXELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    groups, reduced, x_strides, width, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Columns [pixels of the result, width], contiguous: a row has, group by group, all taps x channels of its pixel; what lies
     outside the input, and what lies beyond the last of them, is 0.  Grid (cdiv(total, BLOCK_M), cdiv(width, BLOCK_K))."""
@@ -122,12 +128,7 @@ def im2col(
     )
     rows = image * x_strides[0] + y * x_strides[1] + x * x_strides[2]
     m_k = i_g < groups
-    if X_PIXELS:
-        y_k, x_k = y[None, :] + d_y[:, None], x[None, :] + d_x[:, None]
-        inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[None, :] & m_k[:, None]
-        b = tl.trans(tl.load(X + (o_k[:, None] + rows[None, :]), mask=inside, other=0.0))
-    else:
-        y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
-        inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[:, None] & m_k[None, :]
-        b = tl.load(X + (rows[:, None] + o_k[None, :]), mask=inside, other=0.0)
+    y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
+    inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[:, None] & m_k[None, :]
+    b = tl.load(X + (rows[:, None] + o_k[None, :]), mask=inside, other=0.0)
     tl.store(Columns + row[:, None] * width + k[None, :], b, mask=live[:, None] & (k < width)[None, :])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import place_of
+from ...device.convolution import live_of, multiple, offset_of, offset_of_channels, place_after, place_of
 from ...device.product import add_product
 from ...device.tile import narrow, widen
 
@@ -35,13 +35,15 @@ def load_rows_of(P, rows, cols, m_r, m_c, PIXELS: tl.constexpr):
 def conv_weight(
     X, DY, DW, total, high, wide, in_high, in_wide, taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
     reduced, columns, x_strides, y_strides, w_strides, split_stride, FOLD: tl.constexpr, INSIDE: tl.constexpr,
-    X_PIXELS: tl.constexpr, Y_PIXELS: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_PIXELS: tl.constexpr, Y_PIXELS: tl.constexpr, X_RUN: tl.constexpr, Y_RUN: tl.constexpr, X_FLAT: tl.constexpr,
+    Y_FLAT: tl.constexpr, PRECISION: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X [images, in_high, in_wide, groups x reduced], DY [images, high, wide, groups x columns] by strides (image, line, column,
     channel); DW: strides (output channel, line, column, channel of the group), split_stride between the splits' results.
-    Rows are output channels, columns the group's channels of one tap, or (FOLD) of all taps.  The grid's second axis is groups,
-    with taps inside unless FOLD."""
+    X_RUN, Y_RUN: pixels that lie side by side, of X if there is one tap, which shifts none, or (FOLD) channels.  X_FLAT, Y_FLAT:
+    all pixels are equally far apart, of X one for each of DY.  Rows are output channels, columns the group's channels of one
+    tap, or (FOLD) of all taps.  The grid's second axis is groups, with taps inside unless FOLD."""
     n_cols = reduced * taps_h * taps_w if FOLD else reduced
     tiles_n = tl.cdiv(n_cols, BLOCK_N)
     o_m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,25 +60,40 @@ def conv_weight(
     i_h, i_w = tap // taps_w, tap % taps_w
     d_y, d_x = i_h * dilation_h - pad_h, i_w * dilation_w - pad_w
     m_m, m_n = o_m < columns, o_n < n_cols
-    p_y = DY + tl.cast(i_g, tl.int64) * columns * y_strides[3]
-    p_x = X + tl.cast(i_g, tl.int64) * reduced * x_strides[3]
-    o_y = o_m.to(tl.int64) * y_strides[3] if WIDE else o_m * y_strides[3]
-    o_x = c.to(tl.int64) * x_strides[3] if WIDE else c * x_strides[3]
-    o_x += d_y * x_strides[1] + d_x * x_strides[2]
+    p_y = DY + multiple(tl.cast(i_g, tl.int64) * columns * y_strides[3], Y_RUN)
+    p_x = X + multiple(tl.cast(i_g, tl.int64) * reduced * x_strides[3], X_RUN)
+    o_y = offset_of_channels(o_m.to(tl.int64) if WIDE else o_m, y_strides[3], Y_RUN)
+    o_x = offset_of_channels(c.to(tl.int64) if WIDE else c, x_strides[3], 1 if FOLD else X_RUN)
+    if FOLD:
+        o_x += d_y * x_strides[1] + d_x * x_strides[2]
+        if X_RUN > 1:
+            o_x = tl.max_contiguous(tl.multiple_of(o_x, X_RUN), X_RUN)
+    elif X_RUN == 1:
+        o_x += d_y * x_strides[1] + d_x * x_strides[2]
     begin, end = pixels_of_split(total, BLOCK_K)
     tl.assume(begin < end)  # as in conv_implicit
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    o_k = tl.arange(0, BLOCK_K).to(tl.int64) if WIDE else tl.arange(0, BLOCK_K)
+    image, line, column, _ = place_of((tl.cast(begin, tl.int64) if WIDE else begin) * BLOCK_K + o_k, total, high, wide)
     for i in range(begin, end):
-        pixel = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        if WIDE:
-            pixel = tl.cast(i, tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-        image, y, x, live = place_of(pixel, total, high, wide)
-        dy = load_rows_of(p_y, image * y_strides[0] + y * y_strides[1] + x * y_strides[2], o_y, live, m_m, Y_PIXELS)
-        y, x = y * stride_h, x * stride_w
-        rows = image * x_strides[0] + y * x_strides[1] + x * x_strides[2]
+        pixel = (tl.cast(i, tl.int64) if WIDE else i) * BLOCK_K + o_k
+        live = live_of(pixel, total, Y_RUN if FOLD else max(X_RUN, Y_RUN))
+        if Y_FLAT:
+            o_pixel = pixel * y_strides[2]
+        else:
+            o_pixel = offset_of(image, line, column, y_strides, Y_RUN)
+        dy = load_rows_of(p_y, o_pixel, o_y, live, m_m, Y_PIXELS)
+        image_of, y, x = image, line * stride_h, column * stride_w
+        image, line, column = place_after(image, line, column, high, wide, BLOCK_K)
+        if X_FLAT:
+            rows = pixel * x_strides[2]
+        else:
+            rows = multiple(offset_of(image_of, y, x, x_strides, 1 if FOLD else X_RUN), X_RUN if FOLD else 1)
         if FOLD and not INSIDE:
             y_k, x_k = y[:, None] + d_y[None, :], x[:, None] + d_x[None, :]
             inside = (y_k >= 0) & (y_k < in_high) & (x_k >= 0) & (x_k < in_wide) & live[:, None] & m_n[None, :]
+            if X_RUN > 1:
+                inside = tl.max_constancy(inside, [1, X_RUN])
             seen = tl.load(p_x + (rows[:, None] + o_x[None, :]), mask=inside, other=0.0)
         else:
             if not INSIDE:

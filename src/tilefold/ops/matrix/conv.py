@@ -12,7 +12,8 @@ from ..device import device_of
 from ..operator import Operator
 from ..records import remember
 from ..watch import wants_gradient
-from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight, dense, repacked, strides_of
+from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
+from .conv_layout import bind_copy, dense, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
 from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
@@ -34,13 +35,15 @@ def conv2d(
     tf32: bool = False,
     plan: ConvPlan | None = None,
 ) -> torch.Tensor:
-    """activation(conv(x, weight) + bias), a cross-correlation as torch's, in one pass, with fp32 sums.
+    """activation(conv(x, weight) + bias), a cross-correlation as torch's, with fp32 sums.
 
-    x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides, read as
-    they lie (a weight with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
+    x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides (a weight
+    with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
     weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
-    method: "implicit" (no columns are written), "im2col" (columns, then a GEMM), "auto": by the plan; groups of few channels take
-    a kernel without tensor cores.  activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
+    method: "implicit" (x is read as it lies, no copy of it is made), "relayout" (channels-first tensors are first copied to
+    channels-last, and so are the gradients'), "im2col" (columns, then a GEMM), "auto": the plan's choice of the first two, by
+    time; groups of few channels take a kernel without tensor cores.
+    activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
     plan: of `conv_plan`, followed exactly; it was made for this problem, this device and, if given, this method.
     First derivatives of x, weight and bias.  The same bits in every run.
     Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported.
@@ -81,7 +84,7 @@ def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: A
         raise ValueRangeError(f"groups must be at least 1, got {groups}")
     check_activation(activation)
     if method not in ("auto", *METHODS):
-        raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
+        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
     if plan is not None and not isinstance(plan, ConvPlan):
         raise DtypeError(f"plan must be a ConvPlan or None, got {type(plan).__name__}")
     _check_tensors(x, weight, bias, groups)
@@ -102,8 +105,7 @@ def _settings(plan: ConvPlan, x: torch.Tensor, weight: torch.Tensor, call: Call)
     """Those of a caller's plan; PlanError unless it is one for this call."""
     if plan.problem != problem_of(x, weight, call):
         raise PlanError(f"plan is for another problem: {plan.problem}, this call is {problem_of(x, weight, call)}")
-    asked, made = (method == "im2col" for method in (call.method, plan.method))  # "direct" writes no columns either
-    if call.method != "auto" and asked != made:
+    if call.method != "auto" and plan.method not in (call.method, "direct"):
         raise PlanError(f"plan has method {plan.method!r}, this call asks for method={call.method!r}")
     if not torch.compiler.is_compiling() and not x.is_meta and plan.device != device_of(x.device):
         raise PlanError(f"plan is for {plan.device.name}, this call is on {device_of(x.device).name}")
@@ -153,33 +155,16 @@ def _padding(padding: Any, stride: Numbers, reach: list[int]) -> tuple[tuple[int
     return (top, left), (2 * top, 2 * left)
 
 
-def lies_channels_last(t: torch.Tensor) -> bool:
-    """Whether [N, C, H, W] ascends in memory as (C, W, H, N); a tensor that also ascends as (W, H, C, N) is channels-first."""
-    if 0 in t.shape or t.stride(1) == 0:
-        return False
-    least = 0
-    for i in (1, 3, 2, 0):
-        if t.stride(i) < least or (i == 0 and least == t.stride(1)):
-            return False
-        least = t.stride(i) * max(1, t.shape[i])
-    return True
-
-
-def result_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the result is channels-last."""
-    return lies_channels_last(x) or lies_channels_last(weight)
-
-
 def problem_of(x: torch.Tensor, weight: torch.Tensor, call: Call, dy: torch.Tensor | None = None) -> ConvProblem:
-    """The plan's problem; dy: the result's gradient, which may lie more widely than the result."""
+    """The plan's problem; dy: the result's gradient, which may lie otherwise, and more widely, than the result."""
 
     def span(shape: Any, strides: Any) -> int:
         return sum((n + 64) * abs(s) for n, s in zip(shape, strides, strict=True))
 
-    last = result_last(x, weight)
+    last = result_last(x, weight) if dy is None else not pixels_nearer(strides_of(dy))
     result = x.shape[0] * weight.shape[0] * call.out[0] * call.out[1]
     read = (x, weight) if dy is None else (x, weight, dy)
-    wide = max(result, *(span(t.shape, t.stride()) for t in read)) >= 2**31
+    wide = max(result, x.numel(), *(span(t.shape, t.stride()) for t in read)) >= 2**31
     return ConvProblem(
         x.shape[0], x.shape[1], x.shape[2], x.shape[3], weight.shape[0], tuple(weight.shape[2:]), call.out, call.stride,  # type: ignore[arg-type]
         call.pad, call.dilation, call.groups, str(x.dtype).removeprefix("torch."), x.stride(1) == 1, last, call.tf32, wide,  # type: ignore[arg-type]
@@ -216,27 +201,25 @@ def forward(
     found = None if key is None else _CACHE.get(key)
     if found is None:
         found = remember(_CACHE, key, _prepare(x, weight, call))
-    run, problem, last = found
+    run, last = found
     out = dense((x.shape[0], weight.shape[0], *call.out), last, x)
     pre = torch.empty_like(out) if call.keep else out.new_empty(0)
     if run is not None:
-        run(x, repacked(weight, problem), bias, out, pre if call.keep else None)
+        run(x, weight, bias, out, pre if call.keep else None)
     return out, pre
 
 
-def _prepare(x: torch.Tensor, weight: torch.Tensor, call: Call) -> tuple[Any, ConvProblem, bool]:
+def _prepare(x: torch.Tensor, weight: torch.Tensor, call: Call) -> tuple[Any, bool]:
     problem, last = problem_of(x, weight, call), result_last(x, weight)
     device = device_of(x.device)
     if x.shape[0] == 0:
-        return None, problem, last
+        return None, last
     plan = planned(problem, call, x.device)
     out = strides_of(
         dense((x.shape[0], weight.shape[0], *call.out), last, torch.empty(0, dtype=x.dtype, device="meta"))
     )
-    packed = strides_of(repacked(torch.empty_strided(weight.shape, weight.stride(), device="meta"), problem))
     assert plan.device == device
-    run = bind_forward(plan, strides_of(x), packed, out, call.activation, x.device.index or 0)
-    return run, problem, last
+    return bind_forward(plan, strides_of(x), strides_of(weight), out, call.activation, x.device.index or 0), last
 
 
 def gradients(
@@ -252,17 +235,18 @@ def gradients(
     dx = dw = None
     key = "backward", keyed((dy, x, weight, call)), wanted
     found = _CACHE.get(key) or remember(_CACHE, key, _prepare_backward(dy, x, weight, call, wanted))
-    run_input, run_weight, problem = found
+    run_input, run_weight, copy_x, copy_dy = found
+    read = dy if copy_dy is None else copy_dy(dy)
     if wanted[0]:
         dx = dense(tuple(x.shape), lies_channels_last(x), x)
         if run_input is not None:
-            run_input(dy, repacked(weight, problem), None, dx, None)
+            run_input(read, weight, dx)
     if wanted[1]:
         dw = dense(tuple(weight.shape), lies_channels_last(weight), weight)
         if run_weight is None:
             dw.zero_()
         else:
-            run_weight(x, dy, dw)
+            run_weight(x if copy_x is None else copy_x(x), read, dw)
     db = dy.sum((0, 2, 3), dtype=torch.float32).to(dy.dtype) if wanted[2] else None
     return dx, dw, db
 
@@ -283,18 +267,27 @@ def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Ten
 
 def _prepare_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool, bool]
-) -> tuple[Any, Any, ConvProblem]:
-    problem = problem_of(x, weight, call, dy)
+) -> tuple[Any, Any, Any, Any]:
+    """-> run(dy, weight, dx), run(x, dy, dw), and copy(x), copy(dy) that the plan has made first, each None where it is not."""
     if x.shape[0] == 0:
-        return None, None, problem
+        return None, None, None, None
+    problem = problem_of(x, weight, call, dy)
     plan, index = planned(problem, call, x.device), x.device.index or 0
     meta = torch.empty(0, device="meta")
     dx = strides_of(dense(tuple(x.shape), lies_channels_last(x), meta))
     dw = strides_of(dense(tuple(weight.shape), lies_channels_last(weight), meta))
-    packed = strides_of(repacked(torch.empty_strided(weight.shape, weight.stride(), device="meta"), problem))
-    run_input = bind_input(plan, strides_of(dy), packed, dx, index) if wanted[0] else None
-    run_weight = bind_weight(plan, strides_of(x), strides_of(dy), dw, index) if wanted[1] else None
-    return run_input, run_weight, problem
+
+    def copied(name: str, t: torch.Tensor, needed: bool) -> tuple[Any, tuple[int, ...]]:
+        lies, shape = strides_of(t), tuple(t.shape)
+        if not needed or name not in plan.copies_in_gradients or not pixels_nearer(lies):
+            return None, lies
+        return bind_copy(problem, shape, lies, shape[1], plan.device, index), last_strides(shape)
+
+    copy_x, strides_x = copied("x", x, wanted[1])
+    copy_dy, strides_dy = copied("dy", dy, wanted[0] or wanted[1])
+    run_input = bind_input(plan, strides_dy, strides_of(weight), dx, index) if wanted[0] else None
+    run_weight = bind_weight(plan, strides_x, strides_dy, dw, index) if wanted[1] else None
+    return run_input, run_weight, copy_x, copy_dy
 
 
 # ---------------------------------------------------------------- the operator
@@ -374,6 +367,7 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple
     """(kernel, args, kwargs) of the GEMM of one part of a plan, on tensors without memory: to compile ahead of time."""
     from .conv_launch import launch_gemm, weight_launch
 
+    plan = plan.relaid if plan.method == "relayout" and part == "forward" else plan
     n = plan.problem
     meta = torch.empty(0, dtype=getattr(torch, n.dtype), device="meta")
     x = dense((n.batch, n.channels, n.high, n.wide), n.x_last, meta)
@@ -386,8 +380,10 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple
         launch, scalars = weight_launch(plan, a, b, c, 0)
         return launch.fn, (x, y, w if parts is None else parts, *scalars), launch.keywords
     source, target = (x, y) if part == "forward" else (y, x)
-    strides = map(strides_of, (source, w, target))
+    given, packed, made = map(strides_of, (source, w, target))
+    if parts is not None:
+        made = last_strides(tuple(target.shape))
     launch, scalars = launch_gemm(
-        n, tile, plan.splits(part), *strides, transposed=part == "input", activation=activation, index=0
+        n, tile, plan.splits(part), given, packed, made, transposed=part == "input", activation=activation, index=0
     )
     return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan.matrix.conv import DIRECT, FEW, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
+from ...plan.matrix.conv import DIRECT, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
+from ...plan.matrix.conv_layout import FEW
 from ..device import interpreting
+from .conv_layout import bind_copy, bind_pack, channels_run, last_strides, order, pixels_nearer, pixels_run, width_of
 from .options import CODES
 
 __all__ = [
@@ -15,14 +17,11 @@ __all__ = [
     "bind_forward",
     "bind_input",
     "bind_weight",
-    "dense",
     "launch_gemm",
-    "pixels_nearer",
-    "repacked",
-    "strides_of",
     "weight_launch",
 ]
 
+FEW_SPLITS = 8  # up to which a program of the sum has at least 16 pixels, to store them side by side
 Numbers = tuple[int, ...]
 Run = Callable[..., None]
 
@@ -41,23 +40,6 @@ class Call(NamedTuple):
     tf32: bool
     keep: bool
     settings: Numbers
-
-
-def dense(shape: Numbers, channels_last: bool, like: torch.Tensor) -> torch.Tensor:
-    """Fresh memory for [N, C, H, W] in like's dtype, on its device."""
-    kind = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
-
-
-def pixels_nearer(strides: Numbers) -> bool:
-    """Whether neighbouring pixels lie closer together than neighbouring channels; strides of [N, C, H, W]."""
-    return strides[1] > strides[3] > 0
-
-
-def order(strides: Numbers) -> Numbers:
-    """Strides of [N, C, H, W] -> (image, line, column, channel)."""
-    n, c, h, w = strides
-    return n, h, w, c
 
 
 def rounded(n: int, multiple: int) -> int:
@@ -91,6 +73,13 @@ def axis_numbers(n: ConvProblem, transposed: bool) -> Numbers:
 def flat(high: int, wide: int, *strides: Numbers) -> bool:
     """Whether lines follow one another at a pixel's distance in all of them."""
     return all(s[2] == wide * s[3] or high == 1 for s in strides)
+
+
+def even(batch: int, high: int, wide: int, strides: Numbers) -> bool:
+    """Whether all pixels of all images follow one another at the same distance."""
+    return (
+        flat(high, wide, strides) and (wide > 1 or high == 1) and (batch == 1 or strides[0] == high * wide * strides[3])
+    )
 
 
 class Sides(NamedTuple):
@@ -131,7 +120,8 @@ def launch_gemm(
     from ...kernels.matrix.conv import conv_implicit
     from ..launch import Launch
 
-    source, (high, wide), reduced, columns, phases, (lines, line), w_strides = sides_of(n, w, transposed)
+    sides = sides_of(n, w, transposed)
+    source, (high, wide), reduced, columns, phases, (lines, line), w_strides = sides
     total = n.batch * lines * line
     if n.pointwise and flat(high, wide, x, out):
         lines, line = 1, high * wide
@@ -145,8 +135,7 @@ def launch_gemm(
         "INSIDE": n.pointwise if transposed else n.inside,
         "EVEN_K": reduced % tile.depth == 0,
         "NEVER_EMPTY": phases == (1, 1),
-        "X_PIXELS": pixels_nearer(x),
-        "OUT_PIXELS": pixels_nearer(out),
+        **_runs(n, sides, x, n.columns * w[0], out, fold),
         "ACTIVATION": CODES[activation],
         "PRECISION": precision(n),
         "EMULATE": emulate(n),
@@ -162,6 +151,21 @@ def launch_gemm(
         w_strides, order(out), n.columns * w[0], part,
     )  # fmt: skip
     return Launch(conv_implicit, grid, constants, options(tile), index), scalars
+
+
+def _runs(n: ConvProblem, sides: Sides, x: Numbers, group: int, out: Numbers, fold: bool) -> dict[str, int]:
+    """What lies side by side: of x and the weight channels if taps and channels are one axis, else pixels of x if no tap shifts
+    them; of the result pixels, where the kernel makes all of them in their order.  group: the weight's stride by groups."""
+    x_run = w_run = 1
+    if fold and not pixels_nearer(x):
+        x_run = channels_run(sides.reduced, (x[1], x[0], x[2], x[3]), n.itemsize)
+        w_run = channels_run(sides.reduced, (*sides.weight, group), n.itemsize)
+    elif not fold and n.pointwise and pixels_nearer(x):
+        x_run = pixels_run(*sides.source, x, n.itemsize)
+    whole = sides.phases == (1, 1) and pixels_nearer(out)
+    out_run = pixels_run(*sides.target, out, n.itemsize) if whole else 1
+    turned = {"X_PIXELS": x_run > 1 and not fold, "OUT_PIXELS": out_run > 1}
+    return {**turned, "X_RUN": x_run, "W_RUN": w_run, "OUT_RUN": out_run}
 
 
 def launch_direct(
@@ -208,7 +212,10 @@ def launch_combine(
     total = images * high * wide
     block_n = min(64, 1 << (channels - 1).bit_length())
     at_once = min(1 << (splits - 1).bit_length(), 32)
-    block_m = max(1, (256 if interpreting() else 2048) // (block_n * at_once))
+    pixels = pixels_nearer(out) and splits <= FEW_SPLITS  # more of them: the sums' reading is what takes time
+    if pixels:
+        block_n = min(32, block_n)
+    block_m = max(16 if pixels else 1, (256 if interpreting() else 2048) // (block_n * at_once))
     lines, line, strides = high, wide, order(out)
     one = (high * wide, 1, wide, 1)  # strides by channels, if the result is dense and channels are inside
     if channels > 1 and all(
@@ -216,6 +223,7 @@ def launch_combine(
     ):
         lines, line, strides = 1, total, (0, 0, channels, 1)  # rows of one matrix
     constants = {
+        "RUN": pixels_run(high, wide, out, n.itemsize) if pixels else 1,
         "ACTIVATION": CODES[activation],
         "EMULATE": emulate(n),
         "WIDE": n.wide64 or total * channels >= 2**31,
@@ -256,27 +264,23 @@ def bind_result(plan: ConvPlan, tile: ConvTile, x: Numbers, w: Numbers, shape: N
     return run
 
 
-def repacked(weight: torch.Tensor, n: ConvProblem) -> torch.Tensor:
-    """The weight as the kernels read it fast: channels next to one another; of few channels, output channels."""
-    if n.reduced < FEW and n.groups == 1 and n.taps != (1, 1):
-        return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
-    if weight.stride(1) == 1 or n.taps == (1, 1) or n.reduced == 1:
-        return weight
-    return weight.contiguous(memory_format=torch.channels_last)
-
-
-def strides_of(t: torch.Tensor) -> Numbers:
-    """0 where there is one element: any number is right there, and 0 spoils the alignment of no address."""
-    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
-
-
 def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activation: str, index: int) -> Run:
-    """-> run(x, weight, bias, out, pre); x, w, out: strides, w of the repacked weight."""
-    n = plan.problem
-    shape = (n.batch, n.out_channels, *n.out)
+    """-> run(x, weight, bias, out, pre); x, w, out: strides.  Copies of x and of the weight are made in it, as planned."""
+    n, width, copy_x = plan.problem, width_of(plan), None
+    shape, given = (n.batch, n.out_channels, *n.out), (n.batch, n.channels, n.high, n.wide)
+    pack, packed = bind_pack(plan, (n.out_channels, n.reduced, *n.taps), w, width, index)
+    if plan.copies_x and (pixels_nearer(x) or width * n.groups != n.channels):
+        copy_x = bind_copy(n, given, x, width * n.groups, plan.device, index)
+        x, plan = last_strides(given, width * n.groups), plan.relaid
     if plan.method == IM2COL:
-        return bind_columns(plan, x, out, activation, index)
-    return bind_result(plan, plan.forward, x, w, shape, out, activation, False, index)
+        made = bind_columns(plan, x, out, activation, index)
+    else:
+        made = bind_result(plan, plan.forward, x, packed, shape, out, activation, False, index)
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
+        made(x if copy_x is None else copy_x(x), pack(weight), bias, out, pre)
+
+    return run
 
 
 def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, index: int) -> Run:
@@ -290,8 +294,8 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
     steps = {}
     for images in {most, n.batch % most or most}:
         total = images * n.out[0] * n.out[1]
-        block_m, block_k = (64, 64) if interpreting() else ((128, 32) if pixels_nearer(x) else (32, 128))
-        constants = {"X_PIXELS": pixels_nearer(x), "BLOCK_M": block_m, "BLOCK_K": block_k}
+        block_m, block_k = (64, 64) if interpreting() else (32, 128)
+        constants = {"BLOCK_M": block_m, "BLOCK_K": block_k}
         grid = (-(-total // block_m), -(-width // block_k), 1)
         copy = Launch(im2col, grid, constants, {"num_warps": 4}, index)
         numbers = (
@@ -309,7 +313,7 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
         steps[images] = copy, numbers, gemm, (total, width)
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
-        taps_inside = weight.permute(0, 2, 3, 1).contiguous()  # [K, R, S, C / groups]
+        taps_inside = weight.permute(0, 2, 3, 1).contiguous()  # [K, R, S, C / groups]: a copy if it is not packed so
         for first in range(0, n.batch, most):
             last = min(first + most, n.batch)
             copy, numbers, gemm, room = steps[last - first]
@@ -321,9 +325,12 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
 
 
 def bind_input(plan: ConvPlan, dy: Numbers, w: Numbers, dx: Numbers, index: int) -> Run:
-    """-> run(dy, weight, None, dx, None)."""
+    """-> run(dy, weight, dx); w: strides of the weight."""
     n = plan.problem
-    return bind_result(plan, plan.input, dy, w, (n.batch, n.channels, n.high, n.wide), dx, "none", True, index)
+    pack, packed = bind_pack(plan, (n.out_channels, n.reduced, *n.taps), w, n.reduced, index)
+    shape = (n.batch, n.channels, n.high, n.wide)
+    made = bind_result(plan, plan.input, dy, packed, shape, dx, "none", True, index)
+    return lambda dy, weight, dx: made(dy, pack(weight), None, dx, None)
 
 
 def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> tuple[Any, tuple[Any, ...]]:
@@ -347,8 +354,14 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     fold = n.reduced < FEW and taps > 1
     cols = n.reduced * taps if fold else n.reduced
     grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
-    constants |= {"FOLD": fold, "INSIDE": n.inside, "X_PIXELS": pixels_nearer(x), "Y_PIXELS": pixels_nearer(dy)}
+    constants |= {"FOLD": fold, "INSIDE": n.inside}
     constants |= {"PRECISION": precision(n), "BLOCK_K": tile.depth}
+    x_run = pixels_run(n.high, n.wide, x, n.itemsize) if n.pointwise and pixels_nearer(x) else 1
+    constants["X_RUN"] = channels_run(n.reduced, (x[1], x[0], *x[2:]), n.itemsize) if fold else x_run
+    constants["X_FLAT"] = n.pointwise and even(n.batch, n.high, n.wide, x)
+    constants["Y_FLAT"] = even(n.batch, *n.out, dy)
+    constants["Y_RUN"] = y_run = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
+    constants |= {"X_PIXELS": x_run > 1 and not fold, "Y_PIXELS": y_run > 1}
     return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
 
 

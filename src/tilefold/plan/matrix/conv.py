@@ -7,20 +7,24 @@ from functools import lru_cache
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
+from tilefold.plan.matrix.conv_layout import FEW, copied, copied_bytes, copy_pays, padded
 
 __all__ = ["METHODS", "PARTS", "ConvPlan", "ConvProblem", "ConvTile", "plan_conv"]
 
-IMPLICIT, IM2COL, DIRECT = "implicit", "im2col", "direct"
-METHODS = (IMPLICIT, IM2COL)
+IMPLICIT, IM2COL, RELAYOUT, DIRECT = "implicit", "im2col", "relayout", "direct"
+METHODS = (IMPLICIT, IM2COL, RELAYOUT)
 PARTS = FORWARD, INPUT, WEIGHT = ("forward", "input", "weight")
-FEW = 16  # channels of a group below which taps and channels are one axis of the reduction
 NARROW = 4  # channels of several groups up to which tensor cores have nothing to do
 WORKSPACE = 1 << 30  # bytes of columns that im2col writes at once
 STEPS_PER_SPLIT = 8  # at least: a shorter sum costs more to add up than it saves
 MAX_SPLITS = 256
-LONG = (
-    48  # steps: where SMs would idle, two splits of longer sums are fastest, and smaller, deeper tiles of shorter ones
-)
+LONG = 48  # steps: where SMs would idle, longer sums are split, shorter ones take smaller and deeper tiles
+STEP_USE, COPY_USE = (
+    0.85,
+    0.8,
+)  # that a program reaches of an SM's tensor cores, and the sum over splits of the DRAM's rate
+SUM_S = 3e-6  # of one more kernel, and its wait
+MOST_SHARES = 8
 LARGEST_SECOND = 65535  # programs along the second axis of a grid
 LARGEST_SIDE = 256  # of a tile
 
@@ -129,8 +133,9 @@ class ConvTile:
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
-    """The decision; `print` it.  method: "implicit", "im2col" or "direct" (no tensor cores; narrow groups), of the forward pass:
-    the gradients are implicit, or direct.  reason, rejected: why, and the methods not taken with why not."""
+    """The decision; `print` it.  method: "implicit" (reads x as it lies), "relayout" (implicit, after channels-first tensors were
+    copied to channels-last), "im2col" or "direct" (no tensor cores; narrow groups), of the forward pass: the gradients are
+    implicit, relaid or direct.  reason, rejected: why, and the methods not taken with why not."""
 
     problem: ConvProblem
     device: Device
@@ -164,6 +169,8 @@ class ConvPlan:
             return 1
         else:
             channels, taps = n.columns if part == INPUT else n.reduced, n.taps[0] * n.taps[1]
+            if part == FORWARD and self.method == RELAYOUT:
+                channels = padded(n) // n.groups
             one_axis = self.method == IM2COL or (channels < FEW and taps > 1)
             steps = -(-channels * taps // tile.depth) if one_axis else -(-channels // tile.depth) * taps
         return -(-steps // -(-steps // tile.splits))
@@ -181,10 +188,38 @@ class ConvPlan:
 
     @property
     def bytes(self) -> int:
-        """To and from DRAM in the forward pass: im2col writes and reads the columns, too."""
+        """To and from DRAM in the forward pass: im2col writes and reads the columns, too, relayout a copy of x."""
         n = self.problem
         columns = n.pixels * n.channels * n.taps[0] * n.taps[1] * n.itemsize
-        return n.bytes + (2 * columns if self.method == IM2COL else 0)
+        return n.bytes + (2 * columns if self.method == IM2COL else 0) + 2 * self.copy_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of memory that the forward pass takes for a channels-last copy of x."""
+        n = self.problem
+        return copied_bytes(n, "x") if self.copies_x else 0
+
+    @property
+    def copies_x(self) -> bool:
+        """Whether the forward pass copies x: in a layout, or with a number of channels, that is read faster."""
+        n = self.problem
+        changes = "x" in copied(n)
+        return (self.method == RELAYOUT and (changes or padded(n) != n.channels)) or (self.method == IM2COL and changes)
+
+    @property
+    def copies_in_gradients(self) -> tuple[str, ...]:
+        """Which of "x" and "dy" the gradients' kernels read from channels-last copies."""
+        allowed = self.method == RELAYOUT or (self.method == IM2COL and copy_pays(self.problem, self.device)[0])
+        return copied(self.problem) if allowed else ()
+
+    @property
+    def relaid(self) -> "ConvPlan":
+        """What the forward pass does with the copy of x."""
+        n, last = self.problem, "x" in copied(self.problem)
+        channels = padded(n) if self.method == RELAYOUT else n.channels
+        wide = n.wide64 or n.batch * (channels + 64) * n.high * n.wide >= 2**31
+        made = replace(n, channels=channels, x_last=n.x_last or last, wide64=wide)
+        return replace(self, problem=made, method=IMPLICIT if self.method == RELAYOUT else self.method)
 
     @property
     def bound_s(self) -> float:
@@ -195,12 +230,14 @@ class ConvPlan:
     def __str__(self) -> str:
         n = self.problem
         others = "".join(f"\n  not {name}: {why}" for name, why in self.rejected)
+        memory = f"{self.copy_bytes / 1e6:.2f} MB for a channels-last copy of x"
+        copies = f"\n  takes     {memory}, freed when the call returns" if self.copies_x else ""
         return (
             f"Convolution plan for {self.device.title}: {self.method} ({self.reason})\n"
             f"  problem   {n.batch} x {n.channels} x {n.high} x {n.wide} -> {n.out_channels} x {n.out[0]} x {n.out[1]}, "
             f"{n.taps[0]} x {n.taps[1]} taps, stride {n.stride}, {n.groups} groups, {n.dtype}\n"
             f"  forward   {self.forward}\n  dx        {self.input}\n  dweight   {self.weight}\n"
-            f"  {n.flops / 1e9:.2f} GFLOP, {self.bytes / 1e6:.2f} MB, at least {self.bound_s * 1e6:.1f} us{others}"
+            f"  {n.flops / 1e9:.2f} GFLOP, {self.bytes / 1e6:.2f} MB, at least {self.bound_s * 1e6:.1f} us{copies}{others}"
         )
 
 
@@ -208,8 +245,8 @@ class ConvPlan:
 def plan_conv(problem: ConvProblem, device: Device, method: str = "auto") -> ConvPlan:
     """The plan: pure, the same every time.  ValueRangeError for an unknown method, Unsupported for too large a grid."""
     if method not in ("auto", *METHODS):
-        raise ValueRangeError(f"method must be one of 'auto', 'implicit', 'im2col', got {method!r}")
-    chosen, reason, rejected = _method(problem, method)
+        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
+    chosen, reason, rejected = _method(problem, method, device)
     if chosen == DIRECT:
         tile = ConvTile(32, 32, 1, 4, 1) if device.backend == "interpreter" else ConvTile(32, 64, 1, 4, 1)
         forward = backward = tile
@@ -225,20 +262,23 @@ def plan_conv(problem: ConvProblem, device: Device, method: str = "auto") -> Con
     return plan
 
 
-def _method(n: ConvProblem, method: str) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+def _method(n: ConvProblem, method: str, device: Device) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """-> method, reason, rejected."""
     if method == IM2COL:
         return IM2COL, "asked for", ()
     if n.groups > 1 and min(n.reduced, n.columns) <= NARROW:
         why = f"groups of {n.reduced} and {n.columns} channels leave tensor cores nothing to do"
         return DIRECT, why, tuple((name, why) for name in METHODS)
-    if method == IMPLICIT:
-        return IMPLICIT, "asked for", ()
+    if method in (IMPLICIT, RELAYOUT):
+        return method, "asked for", ()
     more = 2 * n.pixels * n.channels * n.taps[0] * n.taps[1] * n.itemsize
     why = f"writes and reads {more / 1e6:.1f} MB of columns beside {n.bytes / 1e6:.1f} MB"
     if n.pointwise:
         why = "its columns would be a copy of the input"
-    return IMPLICIT, "nothing but input, weight and result is moved", ((IM2COL, why),)
+    pays, layout = copy_pays(n, device)
+    if pays:
+        return RELAYOUT, layout, ((IMPLICIT, "x would be read element by element"), (IM2COL, why))
+    return IMPLICIT, "nothing but input, weight and result is moved", ((IM2COL, why), (RELAYOUT, layout))
 
 
 def _shape(n: ConvProblem, part: str) -> tuple[int, int, int, int]:
@@ -279,11 +319,30 @@ def _tile(n: ConvProblem, device: Device, part: str) -> ConvTile:
     steps = -(-depth // tile.depth)
     if part == WEIGHT:
         return replace(tile, splits=_splits(programs, steps, device))
-    if device.backend == "interpreter" or programs > 0.7 * device.sms or steps < 2 * STEPS_PER_SPLIT:
+    if device.backend == "interpreter" or steps < 2 * STEPS_PER_SPLIT:
         return tile
-    if steps < LONG and device.generation >= 90 and n.itemsize == 2 and columns >= 128:
+    if steps >= LONG:
+        return replace(tile, splits=_shares(n, device, tile, programs, steps, rows * columns * many))
+    if programs > 0.7 * device.sms:
+        return tile
+    if device.generation >= 90 and n.itemsize == 2 and columns >= 128:
         return ConvTile(64, 128, 128, 4, 3)
     return replace(tile, splits=2)
+
+
+def _shares(n: ConvProblem, device: Device, tile: ConvTile, programs: int, steps: int, results: int) -> int:
+    """Of a long reduction: the splits that end first by waves of programs over the SMs, with the sum over them, which is read and
+    written in fp32; a twentieth must be won.  Measured: 512 @7 of one, two, three splits 34.5, 23.2, 32.5 us; this gives 31,
+    23, 29."""
+    rate = device.matmul_rate("tf32" if n.tf32 else n.dtype) / device.sms
+    step_s = 2 * tile.rows * tile.columns * tile.depth / (STEP_USE * rate)
+
+    def seconds(splits: int) -> float:
+        summed = SUM_S + 2 * splits * results * 4 / (COPY_USE * device.dram_rate) if splits > 1 else 0.0
+        return -(-programs * splits // device.sms) * -(-steps // splits) * step_s + summed
+
+    best = min(range(1, min(MOST_SHARES, steps // STEPS_PER_SPLIT) + 1), key=seconds)
+    return best if seconds(best) < 0.95 * seconds(1) else 1
 
 
 def _tensor_tile(n: ConvProblem, device: Device, columns: int, few: bool) -> ConvTile:
