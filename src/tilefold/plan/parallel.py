@@ -37,7 +37,9 @@ class Links:
 
     ranks: int
     ranks_per_node: int = 1
-    inside: float = 290e9  # over NVLink 4 (450 by its data sheet) as NCCL sends on four H200: to all at once 409, to the next 288
+    inside: float = (
+        290e9  # over NVLink 4 (450 by its data sheet) as NCCL sends on four H200: to all at once 409, to the next 288
+    )
     across: float = 50e9  # one 400 Gb/s port a GPU
     latency: float = 10e-6
     flops: float = 450e12  # bfloat16 attention on an H200, about
