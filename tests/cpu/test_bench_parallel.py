@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 from typer.testing import CliRunner
 
 from tilefold.bench.parallel.run import HEAD, Line, Work, cells_of, to_json, to_markdown
-from tilefold.bench.parallel.trace import MARK, device_events, hidden_of, written
+from tilefold.bench.parallel.trace import MARK, device_events, exported, hidden_of, written
 from tilefold.cli.app import app
 
 
@@ -20,6 +22,13 @@ def test_hidden_is_the_time_of_both():
     assert "38%" in str(found)
     assert hidden_of([], [(0, 1)]).share == 1.0
     assert hidden_of([(0, 1)], []).share == 0.0
+
+
+def test_a_trace_that_torch_wrote_is_read():
+    """It writes beside the path and renames: who has opened the path before reads nothing."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(MARK):
+        torch.ones(3) + 1
+    assert MARK in [event.get("name") for event in exported(profiler)]
 
 
 def test_a_trace_holds_the_measured_call_alone(tmp_path):

@@ -108,7 +108,7 @@ def test_long_groups(options):
     """What the portable kernels served before: by itself in spans, in the memory that the plan names."""
     q, k, v = (t.requires_grad_() for t in qkv(1, 32768, 32768, 32, 8, 128, dtype=torch.bfloat16, device=DEVICE))
     plan = tilefold.attention_backward_plan(q, k, v, **options)
-    assert (plan.kernel, len(plan.spans)) == (KERNEL, 4)
+    assert (plan.kernel, len(plan.spans)) == (KERNEL, 3)
     out = tilefold.attention(q, k, v, **options)
     dout = torch.randn_like(out)
     torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

@@ -1,6 +1,7 @@
 """How much of the transfers is hidden: the share of communication during which the device also computes, from a trace."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Hidden", "device_events", "hidden_of", "traced", "written"]
@@ -65,9 +66,6 @@ def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool =
     ready: brings all ranks here.  The call is made twice: the first one under the profiler takes milliseconds longer, on each
     rank others, and NCCL's kernels of the faster ones would wait for the slower ones.
     NCCL's kernels are communication, every other kernel is computation (copies are neither: they are what pieces cost)."""
-    import json
-    import tempfile
-
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -90,10 +88,22 @@ def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool =
                 kinds[kind].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
     found: list[Any] = []
     if keep:
-        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-            profiler.export_chrome_trace(file.name)
-            found = device_events(json.load(file)["traceEvents"])
+        found = device_events(exported(profiler))
     return hidden_of(*kinds), found
+
+
+def exported(profiler: Any) -> list[dict[str, Any]]:
+    """The events of a trace, as torch writes them."""
+    import json
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = (
+            Path(folder) / "trace.json"
+        )  # opened when it is written: torch may put another file in the place of one there
+        profiler.export_chrome_trace(str(path))
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return found
 
 
 def device_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
