@@ -72,7 +72,7 @@ def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Dev
         *(f"            {line}" for line in LETTERS),
         f"  kernels   {scratch / 1e9:.3f} GB for themselves while they run on {device.title}: {most / 1e9:.3f} GB at the most",
         "",
-        "The same problem on other numbers of ranks, predicted, not yet measured over NCCL:",
+        "The same problem on other numbers of ranks, predicted:",
         str(scaled),
     ))  # fmt: skip
 
