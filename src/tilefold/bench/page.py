@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["Picture", "Rows", "Words", "new_figure", "save_png", "to_html"]
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .25em .8em; border-bottom: 1px solid #d0d7de; text-align: right; white-space: nowrap; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 84em; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
+table { border-collapse: collapse; margin: 1em 0; font-size: 14px; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+th, td { padding: .25em .6em; border-bottom: 1px solid #d0d7de; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
 p.note { color: #57606a; }
@@ -85,7 +86,7 @@ def _part(part: Words | Rows | Picture) -> str:
         return f'{_svg(part.figure)}<p class="note">{escape(part.caption)}</p>'
     head = "".join(f"<th>{escape(cell)}</th>" for cell in part.head)
     rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in part.rows)
-    return f"<table>\n<tr>{head}</tr>\n{rows}\n</table>"
+    return f'<div class="wide"><table>\n<tr>{head}</tr>\n{rows}\n</table></div>'
 
 
 def _svg(figure: "Figure") -> str:

@@ -193,7 +193,7 @@ def _us(seconds: float) -> str:
 
 
 def _scaled(value: float | None, scale: float) -> str:
-    return "" if not value else f"{value * scale:.4g}"
+    return "" if not value else f"{value * scale:.0f}" if value * scale >= 1000 else f"{value * scale:.4g}"
 
 
 # ---------------------------------------------------------------- measuring
