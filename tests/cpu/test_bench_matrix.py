@@ -189,10 +189,10 @@ def test_peers_say_why_not(monkeypatch):
     assert LOWBIT.peers["tinygemm"].refuses(case, "cuda") is None
     eight = EightCase(16)
     assert LOWBIT.peers["tinygemm"].refuses(eight, "cuda") == "multiplies 16-bit activations only"
-    assert LOWBIT.peers["eight"].refuses(case, "cuda") == "multiplies 8-bit activations only"
-    assert LOWBIT.peers["eight"].refuses(eight, "cuda") == "torch._int_mm takes more than 16 rows"
-    assert LOWBIT.peers["eight"].refuses(replace(eight, kind="e4m3"), "cuda") is None
-    assert "multiples of 16" in LOWBIT.peers["eight"].refuses(EightCase(64, 72, 100), "cuda")
+    assert LOWBIT.peers["scaled_mm"].refuses(case, "cuda") == "multiplies 8-bit activations only"
+    assert LOWBIT.peers["scaled_mm"].refuses(eight, "cuda") == "torch._int_mm takes more than 16 rows"
+    assert LOWBIT.peers["scaled_mm"].refuses(replace(eight, kind="e4m3"), "cuda") is None
+    assert "multiples of 16" in LOWBIT.peers["scaled_mm"].refuses(EightCase(64, 72, 100), "cuda")
 
 
 # ---------------------------------------------------------------- tables and commands

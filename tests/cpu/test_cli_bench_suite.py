@@ -65,7 +65,7 @@ def test_against_insists_and_does_not_go_with_peers():
     for options, message in (
         (
             ("--against", "torchao"),
-            "error: torchao needs torchao, which is not installed; installed here: cublas, tinygemm",
+            "error: torchao needs torchao, which is not installed; installed here: cublas, scaled_mm, tinygemm",
         ),
         (("--against", "cublas", "--peers", "none"), "error: give --against or --peers, not both"),
         (("--fail-slower", 5), "error: --fail-slower 5 needs --compare"),
@@ -142,7 +142,7 @@ def test_a_suite_refuses_what_none_of_its_families_has():
     for options, message in (
         (
             ("--peers", "fa4"),
-            "peers must be from torch, cublas, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
+            "peers must be from torch, cublas, scaled_mm, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
         ),
         (("--case", "b77"), "case filter 'b77' matches no case of the suite 'matrix'"),
     ):

@@ -165,7 +165,7 @@ PEERS = (
     Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", _always, each(by_tilefold)),
     Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", _always, prepare_cublas),
     Peer(
-        "eight",
+        "scaled_mm",
         "torch, 8 bits",
         "torch._scaled_mm, torch._int_mm of given codes",
         "torch",
