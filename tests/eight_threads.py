@@ -3,7 +3,7 @@
 import threading
 import types
 
-from gluon_threads import Anything, Barrier, Memory, Number, Panels, Streams, Tile, Turn, run_threads
+from gluon_threads import Anything, Barrier, Memory, Number, Panels, Streams, Tile, run_threads
 from tilefold.kernels.hopper import matmul_eight, matmul_eight_rows, matmul_parts
 
 
@@ -84,10 +84,10 @@ class _Slot:
 class Large(Both):
     """One launch of matmul_eight_hopper: `shape` in tiles (rows, columns, steps of the sum)."""
 
-    def __init__(self, seed, shape, splits=1, slots=3, halves=2, outside=True, group=2, turns=False):
+    def __init__(self, seed, shape, splits=1, slots=3, halves=2, outside=True, group=2):
         super().__init__(seed, slots)
         self.shape, self.splits, self.halves, self.outside, self.group = shape, splits, halves, outside, group
-        self.work, self.turns = shape[0] * shape[1] * splits, turns
+        self.work = shape[0] * shape[1] * splits
 
     def bytes_of(self, desc):
         return (self.halves * 128 if desc == "b" else 64) * 128
@@ -109,8 +109,6 @@ class Large(Both):
             ),
             "scaled_sums": Anything(), "finish_part": self.finish, "wait_for_stores": lambda: None,
         }  # fmt: skip
-        turns = [Turn(self.memory, f"turn {c}") for c in range(2)]
-        names |= {"turn_wait": lambda own: turns[own].sync(), "turn_pass": lambda to: turns[to].arrive()}
         rings = (
             self.ring("a", self.slots * 2, Tile),
             self.ring("b", self.slots, Tile),
@@ -123,7 +121,7 @@ class Large(Both):
         def consumer(c):
             self.local.sums, self.local.open = [], []
             names["_consume"](
-                "o", None, None, None, None, None, rings, (), sizes, (0,) * 6, c, None, self.outside, self.turns, True, 0, 0,
+                "o", None, None, None, None, None, rings, (), sizes, (0,) * 6, c, None, self.outside, True, 0, 0,
                 self.group, columns, self.slots,
             )  # fmt: skip
 

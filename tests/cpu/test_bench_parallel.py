@@ -10,7 +10,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from typer.testing import CliRunner
 
 from tilefold.bench.parallel.run import HEAD, Line, Work, cells_of, to_json, to_markdown
-from tilefold.bench.parallel.trace import MARK, device_events, exported, hidden_of, written
+from tilefold.bench.parallel.trace import MARK, device_events, hidden_of, written
+from tilefold.bench.torch_trace import exported
 from tilefold.cli.app import app
 
 
@@ -28,7 +29,7 @@ def test_a_trace_that_torch_wrote_is_read():
     """It writes beside the path and renames: who has opened the path before reads nothing."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(MARK):
         torch.ones(3) + 1
-    assert MARK in [event.get("name") for event in exported(profiler)]
+    assert MARK in [event.get("name") for event in exported(profiler)["traceEvents"]]
 
 
 def test_a_trace_holds_the_measured_call_alone(tmp_path):

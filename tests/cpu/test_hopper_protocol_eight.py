@@ -23,12 +23,6 @@ def test_many_rows(outside, halves):
     Large(4, (2, 2, 1), slots=4, halves=halves, outside=outside, group=1)(2)
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-def test_consumers_in_turn(halves):
-    Large(1, (3, 2, 4), halves=halves, turns=True)(2)
-    Large(2, (2, 3, 5), slots=2, halves=halves, turns=True, splits=2)(1)
-
-
 @pytest.mark.parametrize("kind", ["int8", "e4m3"])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_few_rows(kind, consumers):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from tilefold.bench.torch_trace import exported
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.profiling.counters import ROLE_VARIABLE, Measured
@@ -24,7 +25,6 @@ from tilefold.profiling.launches import (
 )
 from tilefold.profiling.report import Profile, Row
 from tilefold.profiling.roofs import Roofs, load_roofs, with_roofs
-from tilefold.profiling.timeline import exported
 from tilefold.profiling.verdict import judge, judge_region
 
 __all__ = ["FINISHED", "Declared", "Session", "evidence_of", "profile", "profile_of"]

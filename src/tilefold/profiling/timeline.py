@@ -1,17 +1,15 @@
 """The launches of calls in the order in which they ran: from a trace of torch's profiler, or as the interpreter makes them."""
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tilefold.bench import timers
+from tilefold.bench.torch_trace import exported
 from tilefold.profiling.launches import COPIES, Launched, product
 
-__all__ = ["Ran", "by_place", "exported", "interpreted", "ordered", "traced"]
+__all__ = ["Ran", "by_place", "interpreted", "ordered", "traced"]
 
 MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind
 Call = Callable[[], object]
@@ -28,15 +26,6 @@ class Ran:
     threads: int | None = None
     registers: int | None = None
     shared_bytes: int | None = None
-
-
-def exported(profiler: Any) -> dict[str, Any]:
-    """The Chrome trace of a profiler of torch's that has ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    return document
 
 
 def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:

@@ -1,8 +1,9 @@
 """How much of the transfers is hidden: the share of communication during which the device also computes, from a trace."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from tilefold.bench.torch_trace import exported
 
 __all__ = ["Hidden", "device_events", "hidden_of", "traced", "written"]
 
@@ -88,22 +89,8 @@ def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool =
                 kinds[kind].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
     found: list[Any] = []
     if keep:
-        found = device_events(exported(profiler))
+        found = device_events(exported(profiler)["traceEvents"])
     return hidden_of(*kinds), found
-
-
-def exported(profiler: Any) -> list[dict[str, Any]]:
-    """The events of a trace, as torch writes them."""
-    import json
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = (
-            Path(folder) / "trace.json"
-        )  # opened when it is written: torch may put another file in the place of one there
-        profiler.export_chrome_trace(str(path))
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return found
 
 
 def device_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Products of 8-bit numbers on sm_90 for many rows: activation((A B^T) scales + bias), over tiles of 128 x 256 or 128 x 128.
 
 Roles, ring and order of tiles are those of matmul_hopper, with 128 bytes of a row of A and of B at a time, here 128 numbers of
-the sum here.  wgmma takes bytes only with the sum's dimension side by side, so there is one layout.
+the sum.  wgmma takes bytes only with the sum's dimension side by side, so there is one layout.
 
     int8     sums are int32, exact; Triton has no product of int8 wider than 224 columns, so each is of 128
     e4m3     a wgmma of bytes adds with about 14 bits, so OUTSIDE: the products of 128 of the sum are added to fp32 registers.
@@ -22,8 +22,6 @@ from .gluon import (
     mbarrier,
     reinterpret,
     tma_load,
-    turn_pass,
-    turn_wait,
     wait_for_previous,
     wgmma,
     wgmma_wait,
@@ -84,20 +82,14 @@ def _sum_inside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, 
 
 
 @jit
-def _outside_product(a, b, nothing, CID: gl.constexpr, TURNS: gl.constexpr):
+def _outside_product(a, b, nothing):
     """a b^T, waited for."""
-    if TURNS:
-        turn_wait(CID)
     part = wgmma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    if TURNS:
-        turn_pass(1 - CID)
     return wgmma_wait(0, deps=(part,))
 
 
 @jit
-def _sum_outside(
-    rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr
-):
+def _sum_outside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
     """The same with sums of 128 added to fp32 registers."""
     a_tiles, b_tiles, full, empty = rings
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -108,13 +100,13 @@ def _sum_outside(
         slot = t % SLOTS
         mbarrier.wait(full.index(slot), (t // SLOTS) & 1)
         a = a_tiles.index(slot * 2 + CID)
-        part = _outside_product(a, b_tiles.index(slot * HALVES), nothing, CID, TURNS)
+        part = _outside_product(a, b_tiles.index(slot * HALVES), nothing)
         if HALVES == 1:
             mbarrier.arrive(empty.index(slot), count=1)
             left += part
         else:
             left += part
-            part = _outside_product(a, b_tiles.index(slot * 2 + 1), nothing, CID, TURNS)
+            part = _outside_product(a, b_tiles.index(slot * 2 + 1), nothing)
             mbarrier.arrive(empty.index(slot), count=1)
             right += part
         t += 1
@@ -123,7 +115,7 @@ def _sum_outside(
 
 @jit
 def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, CID: gl.constexpr, DTYPE: gl.constexpr,
-             OUTSIDE: gl.constexpr, TURNS: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+             OUTSIDE: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
              GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each tile of this program."""
     a_buf, b_buf, full, empty = rings
@@ -131,15 +123,13 @@ def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, step
     HALVES: gl.constexpr = BLOCK_N // 128
     b_tiles = reinterpret(b_buf, DTYPE, [SLOTS * HALVES, 128, 128], bytes_swizzled())
     tiles = (a_buf, b_tiles, full, empty)
-    if TURNS and CID == 1:
-        turn_pass(0)
     t = 0
     for item in range(gl.program_id(0), work, gl.num_programs(0)):
         i_m, i_n, i_b, i_s = place_of_work(item, tiles_m, tiles_n, splits, GROUP)
         first = steps * i_s // splits
         last = steps * (i_s + 1) // splits
         if OUTSIDE:
-            left, right, t = _sum_outside(tiles, first, last, t, CID, HALVES, SLOTS, TURNS)
+            left, right, t = _sum_outside(tiles, first, last, t, CID, HALVES, SLOTS)
         else:
             left, right, t = _sum_inside(tiles, first, last, t, CID, HALVES, SLOTS)
         row = i_m * 128 + CID * 64
@@ -149,8 +139,6 @@ def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, step
         if HALVES == 2:
             finish_part(scaled_sums(right, scales, row, column + 128, m, n), o_desc, p_desc, Out, Pre, Bias, staging, CID, i_s,
                         i_b, row, column + 128, m, n, steps_of, BOXES, BIAS, ACTIVATION)  # fmt: skip
-    if TURNS and CID == 0:
-        turn_wait(0)  # the last one passed on
     if BOXES:
         wait_for_stores()
 
@@ -159,14 +147,13 @@ def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, step
 def matmul_eight_hopper(
     a_desc, b_desc, o_desc, p_desc, Out, Pre, Bias, ScaleA, ScaleB, m, n, tiles_m, tiles_n, steps, splits, work, stride_sa,
     stride_sb, stride_cb, stride_cm, stride_cn, stride_os, stride_ob, stride_om,
-    OUTSIDE: gl.constexpr, TURNS: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    OUTSIDE: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     EARLY: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc [m, k] with boxes [64, 128], b_desc [n, k] with boxes [BLOCK_N, 128], int8 or e4m3.  ScaleA, ScaleB: fp32, a factor
     a row and a column by strides (sa, sb; 0: one for all), or None.  o_desc, p_desc, Out, Pre, Bias, BOXES, BIAS, splits and
-    strides as of matmul_hopper, of one batch entry.  steps: tiles of 128 of the sum.  EARLY: a dependent launch.  TURNS: with
-    OUTSIDE, the consumers begin their products in turn.
+    strides as of matmul_hopper, of one batch entry.  steps: tiles of 128 of the sum.  EARLY: a dependent launch.
     work = tiles_m * tiles_n * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
     wait_for_previous(EARLY)
@@ -183,9 +170,9 @@ def matmul_eight_hopper(
     scales = (ScaleA, ScaleB, stride_sa, stride_sb)
     steps_of = (stride_cb, stride_cm, stride_cn, stride_os, stride_ob, stride_om)
     gl.warp_specialize([
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 0, DTYPE, OUTSIDE, TURNS, BOXES,
+        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 0, DTYPE, OUTSIDE, BOXES,
                     BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, TURNS, BOXES,
+        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, BOXES,
                     BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
         (_produce, (a_desc, b_desc, rings, sizes, EARLY, GROUP, BLOCK_N, SLOTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -58,7 +58,6 @@ def constants_of(block_n: int, stages: int, group: int, outside: bool, boxes: bo
     """Constants of matmul_eight_hopper but for bias, activation and dependent launches."""
     return {
         "OUTSIDE": outside,
-        "TURNS": False,
         "BOXES": boxes,
         "GROUP": group,
         "BLOCK_N": block_n,
