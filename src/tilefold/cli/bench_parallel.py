@@ -44,10 +44,13 @@ torch.distributed.tensor.experimental.context_parallel with its two ways to rota
 
 **Method**: zigzag shards. First of all the links are measured. Sampled rows and keys of one head are compared with fp64 on
 every rank; what is wrong is not timed. Times are medians of the slowest rank, backward alone over a graph that is kept.
-*of one rank*: TFLOP/s a rank beside tilefold's attention on one rank with the same tokens, in the same run while the other
-ranks wait (fewer tokens, where a call would take more than 0.7 s): 100 % is linear scaling. *memory*: the peak of forward,
+*of rank 0*: TFLOP/s a rank beside tilefold's attention on rank 0 with the same tokens, in the same run while the other ranks
+wait (fewer tokens, where a call would take more than 0.7 s): 100 % is linear scaling. *of all*: beside what all ranks reach
+together that do the same at once and exchange nothing; GPUs of one host differ by several per cent under their power limits,
+and shares of equal size wait for the slowest of them. *memory*: the peak of forward,
 and backward, beyond q, k, v and dout, beside the plan's formula with the kernels' own scratch. *hidden*, with --trace: the
-share of NCCL's time during which other kernels run, and *exposed* what is left of it, of the worst rank.
+share of the transfers' time during which other kernels run, *exposed* what is left of it, and *waiting* how long a rank did
+nothing but wait for others to come to a transfer; of the worst rank.
 Exit code 1 if a result of tilefold is wrong or failed.
 """
 TOKENS = {True: (32768, 131072), False: (32,)}
@@ -159,7 +162,7 @@ def _on_rank(work: "Work") -> "list[Line] | None":
     import torch
     import torch.distributed as dist
 
-    from tilefold.bench.parallel.run import cells_of, measure
+    from tilefold.bench.parallel.run import measure
     from tilefold.bench.parallel.setup import links_of
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -169,8 +172,8 @@ def _on_rank(work: "Work") -> "list[Line] | None":
         return None
     console = Console()
 
-    def show(line: "Line") -> None:  # at once: a run that is cut short has shown what it had
-        console.print(Text("  ".join(filter(None, cells_of(line))), style="dim"), soft_wrap=True)
+    def show(text: str) -> None:  # at once: a run that is cut short has shown what it had
+        console.print(Text(text, style="dim"), soft_wrap=True)
 
     console.print(Text(str(links), style="dim"), soft_wrap=True)
     total = len(work.tokens) * len(work.ways) * len(work.backward)

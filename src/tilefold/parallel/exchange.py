@@ -89,7 +89,7 @@ class Ring:
             return []
         with guarded(self.group, f"{what} (to rank {target}, from rank {source})"):
             works: list[Any] = dist.batch_isend_irecv(operations)
-        give_way(operations[0].tensor)
+        give_way(operations[0].tensor, max(one.tensor.nbytes for one in operations))
         return works
 
     def wait(self, works: list[Any], what: str) -> None:
@@ -129,28 +129,25 @@ def begin(
         operations += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in receives[source] if t.numel()]
     with guarded(group, what):
         works = dist.batch_isend_irecv(operations) if operations else []
-    give_way(operations[0].tensor if operations else None)
+    if operations:
+        give_way(operations[0].tensor, sum(one.tensor.nbytes for one in operations) // 2)
     return Transfer(works, group, what, [sends, receives])
 
 
-_ASIDE: dict[torch.device, list[torch.cuda.Stream]] = {}
+WAIT_S, WAIT_CLOCKS = 25e-6, 45_000  # longer than a kernel of NCCL's takes to begin; at 1.8 GHz
+WORTH = 4  # what is hidden beside what is waited for, at least
+SLOWEST = 400e9  # bytes/s: no transfer takes less
 
 
-def give_way(t: torch.Tensor | None) -> None:
+def give_way(t: torch.Tensor, size: int) -> None:
     """Let what is launched next on t's GPU begin after the transfer that was launched last.
 
     Both wait for the same kernels.  A fold that begins first takes every SM until its end, and NCCL's kernel, which needs some,
-    waits for that: nothing is hidden.  So the fold waits for two streams one after the other, NCCL's kernel for one."""
-    if t is None or t.device.type != "cuda":
-        return
-    streams = _ASIDE.get(t.device)
-    if streams is None:
-        streams = _ASIDE[t.device] = [torch.cuda.Stream(t.device) for _ in range(2)]
-    before = current = torch.cuda.current_stream(t.device)
-    for stream in streams:
-        stream.wait_stream(before)
-        before = stream
-    current.wait_stream(before)
+    waits for that: nothing is hidden, and the rank at its other end waits, too.  So the fold waits a little, if as many bytes
+    as `size` are worth it."""
+    if t.device.type == "cuda" and size / SLOWEST > WORTH * WAIT_S:
+        with torch.cuda.device(t.device):
+            torch.cuda._sleep(WAIT_CLOCKS)
 
 
 def all_to_all(

@@ -8,20 +8,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tilefold import parallel as tp
-from tilefold.api import attention
 from tilefold.bench.parallel.check import Inputs, Results, inputs_of, judged
+from tilefold.bench.parallel.rates import Rates, flops_of, rates_of, step_of, timed, together
 from tilefold.bench.parallel.setup import barrier, warmed
-from tilefold.bench.parallel.trace import traced, written
+from tilefold.bench.parallel.trace import Trace, overlaps_of, traced, written
 from tilefold.errors import TilefoldError
 from tilefold.ops.device import device_of
-from tilefold.plan.parallel import BACKWARD_FLOPS, Links, ParallelPlan, ParallelProblem, plan_parallel
+from tilefold.plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
 from tilefold.plan.parallel_scratch import memory_on
 
 __all__ = ["HEAD", "PEERS", "SCHEMES", "Line", "Work", "cells_of", "measure", "rows_of", "to_json", "to_markdown"]
@@ -30,10 +29,7 @@ SCHEMES = ("ring", "all_gather", "heads", "two_level")
 PEERS = ("torch", "torch-alltoall")
 """torch.distributed.tensor.experimental.context_parallel, by its two ways to rotate K and V."""
 
-BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first one-rank line: enough to fill a GPU
-LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
-
-Traces = dict[str, dict[str, list[Any]]]  # way, line, events
+Traces = dict[str, dict[str, list[Trace]]]  # way, line, ranks
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,10 @@ class Work:
 @dataclass(frozen=True)
 class Line:
     """One way at one length.  ms: of the slowest rank.  status: "ok", "WRONG", "failed" or "not usable", note says why.
-    tflops: of one rank.  efficiency: beside what one rank alone reaches on alone_tokens, the same
-    where that takes less than LONG.  memory: bytes at the peak of forward,
-    and backward, beyond q, k, v and dout.  predicted_*: by the plan, with the measured FLOP/s.  hidden: share of the
-    transfers behind kernels, exposed_ms: what is left of them, both of the worst rank."""
+    tflops: of one rank, the mean.  efficiency: beside what rank 0 reaches alone; of_all: beside what all ranks reach at once
+    that exchange nothing; both as `rates` says.  memory: bytes at the peak of forward, and backward, beyond q, k, v and dout.
+    predicted_*: by the plan, with the FLOP/s of rank 0 alone.  hidden: share of the transfers behind kernels, exposed_ms: what
+    is left of them, waiting_ms: for others to come to a transfer with nothing else to do; all of the worst rank."""
 
     way: str
     ranks: int
@@ -83,14 +79,16 @@ class Line:
     predicted_memory: float = float("nan")
     hidden: float | None = None
     exposed_ms: float | None = None
-    alone_tokens: int = 0
+    waiting_ms: float | None = None
+    of_all: float = float("nan")
+    rates: Rates | None = None
 
 
 def measure(
-    work: Work, step: Callable[[str], None] = lambda what: None, done: Callable[[Line], None] = lambda line: None
+    work: Work, step: Callable[[str], None] = lambda what: None, said: Callable[[str], None] = lambda text: None
 ) -> list[Line]:
-    """The lines, the same on every rank; a collective of the default process group.  step: told what comes next; done: given
-    each line when it is there."""
+    """The lines, the same on every rank; a collective of the default process group.  step: told what comes next; said: what was
+    found, at once."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     began = time.monotonic()
     lines: list[Line] = []
@@ -98,14 +96,17 @@ def measure(
     for backward in work.backward:
         for tokens in work.tokens:
             what = f"{tokens} tokens, {'backward' if backward else 'forward'}"
-            rated: tuple[float, int] | None = None
+            rates: Rates | None = None
             for way in work.ways:
                 if not _agreed(work.budget is None or time.monotonic() - began < work.budget):
                     continue
-                rated = rated or _rate(work, tokens, backward, device)
+                if rates is None:
+                    step(f"without exchange, {what}")
+                    rates = rates_of(work.problem(tokens, backward), work.rounds, device)
+                    said(f"{what}: {rates}")
                 step(f"{way}, {what}")
-                lines.append(_line(work, way, tokens, backward, rated, device, traces))
-                done(lines[-1])
+                lines.append(_line(work, way, tokens, backward, rates, device, traces))
+                said("  ".join(filter(None, cells_of(lines[-1]))))
     if traces and dist.get_rank() == 0:
         written(work.trace, traces)
     return lines
@@ -118,55 +119,17 @@ def _agreed(value: bool) -> bool:
     return bool(said[0])
 
 
-def _together(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _rate(work: Work, tokens: int, backward: bool, device: torch.device) -> tuple[float, int]:
-    """(FLOP/s, tokens): of one rank that has all tokens, while the others wait; where that would take longer than LONG, of the
-    longest half, quarter, ... that does not."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        alone = min(BASE[device.type], tokens)
-        seconds = _alone(work, alone, backward, device)
-        most = tokens
-        while most > 2 * alone and seconds * (most / alone) ** 2 > LONG:
-            most //= 2
-        if most > alone:
-            alone, seconds = most, _alone(work, most, backward, device)
-        found = [(_flops(work, alone, backward) / seconds, alone)]
-    dist.broadcast_object_list(found, src=0)
-    rate, alone = found[0]
-    return float(rate), int(alone)
-
-
-def _alone(work: Work, tokens: int, backward: bool, device: torch.device) -> float:
-    inputs = inputs_of(tp.shard(tokens, 1), 0, work.heads, work.dim, getattr(torch, work.dtype), device)
-    return _timed(_one_rank(inputs, work.causal), inputs, backward, work.rounds, device, lambda: None)
-
-
-def _one_rank(inputs: Inputs, causal: bool) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v: attention(q, k, v, causal=causal)
-
-
-def _flops(work: Work, tokens: int, backward: bool) -> float:
-    return work.problem(tokens, backward).flops * (BACKWARD_FLOPS if backward else 1.0)
-
-
 def _line(
-    work: Work, way: str, tokens: int, backward: bool, rated: tuple[float, int], device: torch.device,
-    traces: Traces,
-) -> Line:  # fmt: skip
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    rate, alone = rated
-    line = Line(way, ranks, tokens, "backward" if backward else "forward", "not usable", alone_tokens=alone)
+    work: Work, way: str, tokens: int, backward: bool, rates: Rates, device: torch.device, traces: Traces
+) -> Line:
+    ranks, rank, rate = dist.get_world_size(), dist.get_rank(), rates.alone
+    line = Line(way, ranks, tokens, "backward" if backward else "forward", "not usable", rates=rates)
     sharding = tp.shard(tokens, ranks, "zigzag")
     plan, refusal = _plan(work, way, tokens, backward, ranks, rate)
     if refusal:
         return replace(line, note=refusal)
-    failure, hidden, seconds, memory = "", None, float("nan"), 0
+    trace: Trace | None = None
+    failure, seconds, memory = "", float("nan"), 0
     wrong: list[str] = []
     if plan is not None:
         warmed(plan, device)
@@ -175,11 +138,10 @@ def _line(
             inputs = inputs_of(sharding, rank, work.heads, work.dim, getattr(torch, work.dtype), device)
             seconds, memory, wrong = _checked(work, call, inputs, sharding, backward, device)
             if work.trace and device.type == "cuda" and not wrong:
-                hidden, events = traced(_step(call, inputs, backward), barrier, rank == 0)
-                traces.setdefault(way, {})[f"{tokens} tokens, {line.direction}"] = events
+                trace = traced(step_of(call, inputs, backward), barrier)
     except (TilefoldError, RuntimeError, NotImplementedError, ValueError) as error:
         failure = f"rank {rank}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    every = _together((failure, wrong, seconds, memory, hidden))
+    every = together((failure, wrong, seconds, memory, trace))
     failures = [one[0] for one in every if one[0]]
     if failures:
         unusable = way in PEERS and len(failures) == ranks
@@ -188,16 +150,21 @@ def _line(
     if wrongs:
         return replace(line, status="WRONG", note="; ".join(wrongs[:3]))
     slowest = max(one[2] for one in every)
-    reached = _flops(work, tokens, backward) / ranks / slowest
-    overlaps = [one[4] for one in every if one[4] is not None]
+    reached = flops_of(work.problem(tokens, backward)) / slowest
+    found = [one[4] for one in every if one[4] is not None]
+    if found:
+        traces.setdefault(way, {})[f"{tokens} tokens, {line.direction}"] = found
+    overlaps = overlaps_of(found, way == "ring")
     forward = plan and _plan(work, way, tokens, False, ranks, rate)[0]
     predicted = plan.cost.seconds - (forward.cost.seconds if backward and forward else 0.0) if plan else float("nan")
     return replace(
-        line, status="ok", ms=slowest * 1e3, tflops=reached / 1e12, efficiency=reached / rate,
+        line, status="ok", ms=slowest * 1e3, tflops=reached / ranks / 1e12, efficiency=reached / ranks / rate,
+        of_all=reached / rates.sum,
         memory=max(one[3] for one in every),
         predicted_ms=predicted * 1e3, predicted_memory=memory_on(plan, device_of(device))[0] if plan else float("nan"),
-        hidden=min((one.share for one in overlaps), default=None),
-        exposed_ms=max((one.exposed * 1e3 for one in overlaps), default=None),
+        hidden=min((one.share for one, _ in overlaps), default=None),
+        exposed_ms=max((one.exposed * 1e3 for one, _ in overlaps), default=None),
+        waiting_ms=max((seconds * 1e3 for _, seconds in overlaps), default=None),
     )  # fmt: skip
 
 
@@ -256,11 +223,11 @@ def _checked(
     out = call(*leaves)
     grads = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
     wrong = judged(inputs, Results(out.detach(), *grads), sharding, dist.get_rank(), work.causal)
-    if any(_together(bool(wrong))):
+    if any(together(bool(wrong))):
         return float("nan"), 0, wrong
     del out, grads, leaves
     memory = _memory(call, inputs, backward) if device.type == "cuda" else 0
-    return _timed(call, inputs, backward, work.rounds, device, barrier), memory, wrong
+    return timed(step_of(call, inputs, backward), work.rounds, device, barrier), memory, wrong
 
 
 def _memory(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> int:
@@ -276,33 +243,6 @@ def _memory(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -
     return int(torch.cuda.max_memory_allocated() - before)
 
 
-def _step(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> Callable[[], object]:
-    leaves = [t.detach().requires_grad_(backward) for t in inputs[:3]]
-    if not backward:
-        return lambda: call(*leaves)
-    out = call(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-
-
-def _timed(
-    call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool, rounds: int, device: torch.device,
-    ready: Callable[[], object],
-) -> float:  # fmt: skip
-    """Median seconds of forward, or of backward alone over a graph that is kept; ready: comes before each."""
-    step, seconds = _step(call, inputs, backward), []
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    if device.type == "cuda":
-        step()  # warm
-    for _ in range(rounds):
-        ready()
-        wait()
-        began = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
-
-
 # ---------------------------------------------------------------- what is written
 
 HEAD = (
@@ -313,11 +253,13 @@ HEAD = (
     "ms",
     "predicted",
     "TFLOP/s a rank",
-    "of one rank",
+    "of rank 0",
+    "of all",
     "memory",
     "predicted",
     "hidden",
     "exposed ms",
+    "waiting ms",
 )
 
 
@@ -325,12 +267,13 @@ def cells_of(line: Line) -> tuple[str, ...]:
     """A line of the table."""
     first = (line.way, str(line.ranks), str(line.tokens), line.direction)
     if line.status != "ok":
-        return (*first, line.status, *("",) * 7)
+        return (*first, line.status, *("",) * 9)
     return (
-        *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.0%}",
+        *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.1%}",
+        _number(line.of_all, ".1%"),
         f"{line.memory / 1e9:.3f} GB" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f", " GB"),
         "" if line.hidden is None else f"{line.hidden:.0%}",
-        "" if line.exposed_ms is None else f"{line.exposed_ms:.3f}",
+        *("" if one is None else f"{one:.3f}" for one in (line.exposed_ms, line.waiting_ms)),
     )  # fmt: skip
 
 

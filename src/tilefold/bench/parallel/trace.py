@@ -1,11 +1,11 @@
 """How much of the transfers is hidden: the share of communication during which the device also computes, from a trace."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tilefold.bench.torch_trace import exported
 
-__all__ = ["Hidden", "device_events", "hidden_of", "traced", "written"]
+__all__ = ["Hidden", "Trace", "device_events", "hidden_of", "overlaps_of", "traced", "written"]
 
 Span = tuple[float, float]
 
@@ -61,12 +61,26 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 MARK = "tilefold: the measured call"
 
 
-def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool = False) -> tuple[Hidden, list[Any]]:
-    """Of one call, by torch's profiler on the GPU, and with keep the events of the device, as a viewer reads them.
+class Trace(NamedTuple):
+    """Of one call on one rank.  began: nanoseconds of the host's clock; events: of the device, microseconds since then."""
+
+    began: int
+    host: str
+    events: list[Any]
+
+    def spans(self, kind: int) -> list[Span]:
+        """(start, end) in seconds of the host's clock, of one of `_kind`."""
+        chosen = (e for e in self.events if _kind(e) == kind)
+        return [(self.began * 1e-9 + e["ts"] * 1e-6, self.began * 1e-9 + (e["ts"] + e["dur"]) * 1e-6) for e in chosen]
+
+
+def traced(step: Callable[[], object], ready: Callable[[], object]) -> Trace:
+    """Of one call, by torch's profiler on the GPU.
 
     ready: brings all ranks here.  The call is made twice: the first one under the profiler takes milliseconds longer, on each
-    rank others, and NCCL's kernels of the faster ones would wait for the slower ones.
-    NCCL's kernels are communication, every other kernel is computation (copies are neither: they are what pieces cost)."""
+    rank others, and NCCL's kernels of the faster ones would wait for the slower ones."""
+    import socket
+
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -79,49 +93,68 @@ def traced(step: Callable[[], object], ready: Callable[[], object], keep: bool =
         with record_function(MARK):
             step()
             torch.cuda.synchronize()
-    events = list(profiler.events() or ())
-    began = max((e.time_range.start for e in events if e.name == MARK and e.device_type.name == "CPU"), default=0.0)
-    kinds: tuple[list[Span], list[Span]] = ([], [])
-    for event in events:
-        if event.device_type.name == "CUDA" and event.time_range.start >= began and not event.is_user_annotation:
-            kind = _kind(event)
-            if kind is not None:
-                kinds[kind].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
-    found: list[Any] = []
-    if keep:
-        found = device_events(exported(profiler)["traceEvents"])
-    return hidden_of(*kinds), found
+    began, events = device_events(exported(profiler))
+    return Trace(began, socket.gethostname(), events)
 
 
-def device_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of kernels and copies after the mark, from 0 on, in the order of time."""
-    every = list(events)
+def overlaps_of(ranks: Sequence[Trace], ring: bool) -> list[tuple[Hidden, float]]:
+    """Of each rank: what is hidden of its transfers, and seconds in which it did nothing but wait for others to come to them.
+
+    NCCL's kernels are communication, every other kernel is computation (copies are neither: they are what pieces cost).  A
+    transfer begins when NCCL's kernel has begun on both sides (ring: on the rank before and the one after, else on all): what is
+    before that is waiting.  Ranks on several hosts have no common clock; for them all of a kernel counts as transfer."""
+    every, work = [one.spans(0) for one in ranks], [one.spans(1) for one in ranks]
+    apart = len({one.host for one in ranks}) > 1 or len({len(one) for one in every}) > 1
+    found = []
+    for rank, spans in enumerate(every):
+        size = len(every)
+        sides = {rank} if apart else {(rank + step) % size for step in ((-1, 0, 1) if ring else range(size))}
+        moving = []
+        for i, (_, stop) in enumerate(spans):
+            began = max(every[side][i][0] for side in sides)
+            if began < stop:
+                moving.append((began, stop))
+        hidden = hidden_of(moving, work[rank])
+        found.append((hidden, hidden_of(spans, work[rank]).exposed - hidden.exposed))
+    return found
+
+
+def device_events(document: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """(nanoseconds of the host's clock at the mark, kernels and copies after it, from 0 on, in the order of time)."""
+    every = list(document["traceEvents"])
     began = max((e["ts"] for e in every if e.get("name") == MARK and e.get("cat") == "user_annotation"), default=0)
     kept = [e for e in every if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["ts"] >= began]
     kept.sort(key=lambda e: e["ts"])
-    return [{**e, "ts": e["ts"] - began} for e in kept]
+    base = int(document.get("baseTimeNanoseconds", 0))
+    return base + round(began * 1e3), [{**e, "ts": e["ts"] - began} for e in kept]
 
 
-def written(stem: str, traces: dict[str, dict[str, list[Any]]]) -> list[str]:
-    """One file for each way, STEM-way.json.gz, with all its lines one below the other; traces: way, line, events.  The paths."""
+def written(stem: str, traces: dict[str, dict[str, list[Trace]]]) -> list[str]:
+    """One file for each way, STEM-way.json.gz, as a viewer of Chrome traces reads it: its lines, and the ranks of each, one below
+    the other; traces: way, line, ranks.  Ranks of one host are on one clock, others begin at 0.  The paths."""
     import gzip
     import json
 
     paths = []
     for way, lines in traces.items():
-        every = []
-        for number, (line, events) in enumerate(lines.items()):
-            every.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"{way}, {line}"}})
-            every += [{**e, "pid": number} for e in events]
+        every, number = [], 0
+        for line, ranks in lines.items():
+            began = {host: min(one.began for one in ranks if one.host == host) for host in {one.host for one in ranks}}
+            for rank, one in enumerate(ranks):
+                late = (one.began - began[one.host]) * 1e-3
+                what = {"name": f"{way}, {line}, rank {rank}"}
+                every.append({"ph": "M", "name": "process_name", "pid": number, "args": what})
+                every += [{**e, "ts": e["ts"] + late, "pid": number} for e in one.events]
+                number += 1
         paths.append(f"{stem}-{way}.json.gz")
         with gzip.open(paths[-1], "wt") as file:
             json.dump({"traceEvents": every}, file)
     return paths
 
 
-def _kind(event: Any) -> int | None:
-    """0 communication, 1 computation, None neither."""
-    name = event.name.lower()
+def _kind(event: dict[str, Any]) -> int | None:
+    """0 communication, 1 computation, None neither: copies, and the kernel that lets a transfer begin."""
+    name = event["name"].lower()
     if "nccl" in name:
         return 0
-    return None if name.startswith(("memcpy", "memset")) else 1
+    return 1 if event["cat"] == "kernel" and "spin_kernel" not in name else None
