@@ -13,7 +13,8 @@ from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.bench.parallel.run import Work, measure
 from tilefold.bench.parallel.setup import links_of, warmed
-from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+from tilefold.plan.parallel import plan_parallel
+from tilefold.plan.parallel_problem import Links, ParallelProblem
 from tilefold.reference.tolerance import compare
 from tilefold.sparse import BlockIndex
 

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from tilefold import parallel as tp
 from tilefold.parallel import sums
-from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+from tilefold.plan.parallel import plan_parallel
+from tilefold.plan.parallel_problem import Links, ParallelProblem
 
 
 class Alive(TorchDispatchMode):

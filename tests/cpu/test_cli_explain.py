@@ -177,14 +177,15 @@ def test_what_does_not_go_with_a_cache(arguments, message):
 
 def test_context_parallelism_over_ranks_that_are_not_here():
     """The plan of tilefold.parallel, its formulas and a line for every number of ranks up to 64 and the one asked for."""
-    from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+    from tilefold.plan.parallel import plan_parallel
+    from tilefold.plan.parallel_problem import Links, ParallelProblem
     from tilefold.plan.parallel_scale import FORMULAS
 
     sizes = ("--heads", "64", "--kv-heads", "8", "--q", "1048576", "--dim", "128", "--causal", "--backward")
     result = run(*sizes, "--ranks", "96", "--per-node", "8", "--link", "400,25", "--tflops", "500", "--memory", "4")
     assert result.exit_code == 0, result.output
     problem = ParallelProblem(1, 1 << 20, 1 << 20, 64, 8, 128, 128, window=(-1, 0), kind="zigzag", backward=True)
-    plan = plan_parallel(problem, Links(96, 8, 400e9, 25e9, flops=500e12, memory=4e9))
+    plan = plan_parallel(problem, Links(96, 8, 400e9, 25e9, flops=500e12, flops_backward=500e12, memory=4e9))
     assert result.output.startswith(str(plan))
     assert all(text in result.output for text in FORMULAS[plan.scheme])
     assert "other numbers of ranks, predicted:" in result.output

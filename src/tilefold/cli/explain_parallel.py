@@ -41,7 +41,8 @@ def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
 
 def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
     """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
-    from tilefold.plan.parallel import Links, ParallelProblem, plan_parallel
+    from tilefold.plan.parallel import plan_parallel
+    from tilefold.plan.parallel_problem import Links, ParallelProblem
     from tilefold.plan.parallel_scale import FORMULAS, LETTERS, scaling
     from tilefold.plan.parallel_scratch import memory_on
     from tilefold.plan.sharding import KINDS
@@ -51,7 +52,7 @@ def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Dev
         raise ValueRangeError(f"--shards must be one of {', '.join(KINDS)}, got {kind!r}")
     rates = _rates(asked.link)
     if asked.tflops is not None:
-        rates["flops"] = asked.tflops * 1e12
+        rates["flops"] = rates["flops_backward"] = asked.tflops * 1e12
     memory = None if asked.memory is None else asked.memory * 1e9
     links = Links(asked.ranks or 1, asked.per_node or 1, memory=memory, **rates)
     window = (problem.window[0], 0) if problem.causal else problem.window

@@ -1,7 +1,8 @@
 """Context parallelism: one sequence's attention over several GPUs, by torch.distributed."""
 
 from ..errors import CommunicationError
-from ..plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from ..plan.parallel import ParallelPlan, plan_parallel
+from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding, shard
 from .calls import (
     all_gather_attention,

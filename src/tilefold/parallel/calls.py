@@ -7,7 +7,8 @@ import torch
 from ..errors import Unsupported
 from ..ops.call import window_of
 from ..ops.watch import is_transformed
-from ..plan.parallel import Links, ParallelPlan
+from ..plan.parallel import ParallelPlan
+from ..plan.parallel_problem import Links
 from ..plan.sharding import Sharding
 from ..types import Window
 from . import schemes

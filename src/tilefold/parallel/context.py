@@ -10,7 +10,8 @@ import torch
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops import route
 from ..ops.call import Call
-from ..plan.parallel import SCHEMES, Links
+from ..plan.parallel import SCHEMES
+from ..plan.parallel_problem import Links
 from ..plan.sharding import Sharding
 from .calls import eager_attention
 from .compiled import compiled_attention

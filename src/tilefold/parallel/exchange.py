@@ -135,17 +135,16 @@ def begin(
 
 
 WAIT_S, WAIT_CLOCKS = 25e-6, 45_000  # longer than a kernel of NCCL's takes to begin; at 1.8 GHz
-WORTH = 4  # what is hidden beside what is waited for, at least
-SLOWEST = 400e9  # bytes/s: no transfer takes less
+FASTEST = 400e9  # bytes/s: no transfer takes less
 
 
 def give_way(t: torch.Tensor, size: int) -> None:
     """Let what is launched next on t's GPU begin after the transfer that was launched last.
 
     Both wait for the same kernels.  A fold that begins first takes every SM until its end, and NCCL's kernel, which needs some,
-    waits for that: nothing is hidden, and the rank at its other end waits, too.  So the fold waits a little, if as many bytes
-    as `size` are worth it."""
-    if t.device.type == "cuda" and size / SLOWEST > WORTH * WAIT_S:
+    waits for that: nothing is hidden, and the rank at its other end waits, too.  So the fold waits a little, unless `size` bytes
+    take less than that."""
+    if t.device.type == "cuda" and size / FASTEST > WAIT_S:
         with torch.cuda.device(t.device):
             torch.cuda._sleep(WAIT_CLOCKS)
 

@@ -9,7 +9,8 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
 from ..ops.call import check_kinds, window_of
 from ..ops.watch import refuse_tangents
-from ..plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from ..plan.parallel import ParallelPlan, plan_parallel
+from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding
 from ..types import Window
 from .agree import agree, number_of, text_of

@@ -1,7 +1,7 @@
 """The memory that context parallelism takes on one rank: what is alive at the worst moment, tensor by tensor.
 
-Beyond the rank's own q, k and v and the gradient of its output; results are included.  What a kernel takes for itself while it
-runs is `scratch`, which is there at other moments than the transfers."""
+Beyond the rank's own q, k and v and the gradient of its output; results are included, and what kernels take for themselves while
+they run."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,24 @@ __all__ = ["Parts", "memory_of"]
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Bytes of one rank: q, kv (K and V together) and out in their dtype; lse; exact: how many times as large they are in fp32.
-    kv is that after KV heads were repeated, where they are."""
+    kv is that after KV heads were repeated, where they are.
+
+    own, others: what the backward kernels of own and of others' keys have while they run beyond the gradients that they return;
+    piece: such gradients of one other rank's keys together with that, at the most; None: the gradients alone."""
 
     q: float
     kv: float
     out: float
     lse: float
     exact: float
-    scratch: float = 0.0  # of the backward kernel, while it runs
+    own: float = 0.0
+    others: float = 0.0
+    piece: float | None = None
+
+    @property
+    def summand(self) -> float:
+        """While a backward kernel of one other rank's keys runs: half of the queries and all keys, or the other way round."""
+        return max(self.q + self.kv / 2, self.q / 2 + self.kv) if self.piece is None else self.piece
 
 
 def memory_of(scheme: str, p: Parts, ranks: int, steps: int, backward: bool) -> float:
@@ -36,15 +46,14 @@ def _ring(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     results and their merge.  Backward: the sums for this rank's queries, two for keys (arriving, leaving), and a piece's own
     gradients; of two steps, where the sums for queries need no fp32, the first summand and the result instead."""
     messages = min(2, steps - 1) * p.kv
-    piece = max(p.q + p.kv / 2, p.q / 2 + p.kv)
+    first = p.out + p.lse + max(1, steps > 1 and 2) * p.kv + p.exact * p.kv + p.q + p.kv + p.own
     if steps == 1:
-        return p.kv + p.out + p.lse, p.out + p.lse + (1 + p.exact) * p.kv + p.q + p.kv + p.scratch
+        return p.kv + p.out + p.lse, first
     if steps == 2:
         forward = max(2 * p.kv + p.out + p.lse, p.kv + 3 * p.out + 3 * p.lse)
-        running = p.out + p.lse + messages + p.q + 2 * p.exact * p.kv + piece
-        return forward, running + max(p.q, p.scratch)
+        return forward, max(first, p.out + p.lse + messages + 2 * p.q + 2 * p.exact * p.kv + p.summand)
     forward = messages + (p.exact + 2) * p.out + 3 * p.lse
-    return forward, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + piece + p.scratch
+    return forward, max(first, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + p.summand)
 
 
 def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
@@ -53,18 +62,19 @@ def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     others = (ranks - 1) * p.kv
     forward = others + 3 * p.out + 3 * p.lse
     adding = (2 + p.exact) * others
-    running = others + max(p.q / 2 + p.kv, p.q + p.kv / 2)
+    running = others + p.summand
     if ranks > 2:  # in the last piece, the sums have begun
-        running = (2 + p.exact) * others + 1.5 * p.q - p.kv / 2
+        running = (2 + p.exact) * others + 1.5 * p.q - p.kv / 2 + p.others
     sending = 2 * p.exact * others
-    return forward, p.out + p.lse + p.q + p.kv + max(adding, running + p.scratch, sending)
+    kept = p.out + p.lse + p.q + p.kv
+    return forward, max(kept + max(adding, running, sending), kept + others + p.own)
 
 
 def _heads(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     """Forward: q, k, v and out of a share of the heads, and out as it comes and is put together.  Backward: those, and the
     gradients of queries, or of keys, as they leave, come and are put together."""
     held = p.q + p.kv + p.out + p.lse
-    running = p.out + p.kv + p.scratch
+    running = p.out + p.kv + p.own
     return held + 2 * p.out, held + p.out + p.q + max(running, 2 * p.q + p.kv, 3 * p.kv)
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from tilefold.errors import PlanError
 
-from .parallel import BACKWARD_FLOPS, Links, ParallelPlan, ParallelProblem, plan_parallel
+from .parallel import ParallelPlan, plan_parallel
+from .parallel_problem import BACKWARD_FLOPS, Links, ParallelProblem
 
 __all__ = ["FORMULAS", "LETTERS", "Scaling", "scaling"]
 
@@ -43,8 +44,10 @@ class Scaling:
 
     def efficiency(self, plan: ParallelPlan) -> float:
         """Predicted: the time that the arithmetic alone takes, shared out evenly, beside the time of the plan."""
-        times = 1 + BACKWARD_FLOPS if self.problem.backward else 1.0
-        return self.problem.flops * times / plan.links.flops / plan.links.ranks / plan.cost.seconds
+        seconds = self.problem.flops / plan.links.flops
+        if self.problem.backward:
+            seconds += self.problem.flops * BACKWARD_FLOPS / plan.links.flops_backward
+        return seconds / plan.links.ranks / plan.cost.seconds
 
     def __str__(self) -> str:
         head = (

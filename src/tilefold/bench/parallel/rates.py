@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tilefold.api import attention
 from tilefold.bench.parallel.check import Inputs, inputs_of
 from tilefold.bench.parallel.setup import barrier
-from tilefold.plan.parallel import BACKWARD_FLOPS, ParallelProblem
+from tilefold.plan.parallel_problem import BACKWARD_FLOPS, ParallelProblem
 from tilefold.plan.sharding import shard
 
 __all__ = ["Rates", "flops_of", "rates_of", "step_of", "timed", "together"]

@@ -20,7 +20,8 @@ from tilefold.bench.parallel.setup import barrier, warmed
 from tilefold.bench.parallel.trace import Trace, overlaps_of, traced, written
 from tilefold.errors import TilefoldError
 from tilefold.ops.device import device_of
-from tilefold.plan.parallel import Links, ParallelPlan, ParallelProblem, plan_parallel
+from tilefold.plan.parallel import ParallelPlan, plan_parallel
+from tilefold.plan.parallel_problem import Links, ParallelProblem
 from tilefold.plan.parallel_scratch import memory_on
 
 __all__ = ["HEAD", "PEERS", "SCHEMES", "Line", "Work", "cells_of", "measure", "rows_of", "to_json", "to_markdown"]
@@ -62,8 +63,9 @@ class Line:
     """One way at one length.  ms: of the slowest rank.  status: "ok", "WRONG", "failed" or "not usable", note says why.
     tflops: of one rank, the mean.  efficiency: beside what rank 0 reaches alone; of_all: beside what all ranks reach at once
     that exchange nothing; both as `rates` says.  memory: bytes at the peak of forward, and backward, beyond q, k, v and dout.
-    predicted_*: by the plan, with the FLOP/s of rank 0 alone.  hidden: share of the transfers behind kernels, exposed_ms: what
-    is left of them, waiting_ms: for others to come to a transfer with nothing else to do; all of the worst rank."""
+    predicted_*: by the plan, with the FLOP/s of the slowest rank, all at once.  hidden: share of the transfers behind kernels,
+    exposed_ms: what is left of them, waiting_ms: for others to come to a transfer with nothing else to do; all of the worst
+    rank."""
 
     way: str
     ranks: int
@@ -125,7 +127,8 @@ def _line(
     ranks, rank, rate = dist.get_world_size(), dist.get_rank(), rates.alone
     line = Line(way, ranks, tokens, "backward" if backward else "forward", "not usable", rates=rates)
     sharding = tp.shard(tokens, ranks, "zigzag")
-    plan, refusal = _plan(work, way, tokens, backward, ranks, rate)
+    slowest_rate = min(rates.each)
+    plan, refusal = _plan(work, way, tokens, backward, ranks, slowest_rate)
     if refusal:
         return replace(line, note=refusal)
     trace: Trace | None = None
@@ -155,7 +158,7 @@ def _line(
     if found:
         traces.setdefault(way, {})[f"{tokens} tokens, {line.direction}"] = found
     overlaps = overlaps_of(found, way == "ring")
-    forward = plan and _plan(work, way, tokens, False, ranks, rate)[0]
+    forward = plan and _plan(work, way, tokens, False, ranks, slowest_rate)[0]
     predicted = plan.cost.seconds - (forward.cost.seconds if backward and forward else 0.0) if plan else float("nan")
     return replace(
         line, status="ok", ms=slowest * 1e3, tflops=reached / ranks / 1e12, efficiency=reached / ranks / rate,
@@ -171,11 +174,11 @@ def _line(
 def _plan(
     work: Work, way: str, tokens: int, backward: bool, ranks: int, rate: float
 ) -> tuple[ParallelPlan | None, str]:
-    """The prediction for one of ours, with the FLOP/s that one rank had; or why it is impossible."""
+    """The prediction for one of ours, with so many FLOP/s a rank; or why it is impossible."""
     if way in PEERS:
         return None, "" if tokens % (2 * ranks) == 0 else f"tokens must be a multiple of {2 * ranks}"
     try:
-        links = Links(ranks, work.per_node, flops=rate)
+        links = Links(ranks, work.per_node, flops=rate, flops_backward=rate)
         return plan_parallel(work.problem(tokens, backward), links, way), ""
     except TilefoldError as error:
         return None, str(error)

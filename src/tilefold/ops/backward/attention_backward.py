@@ -172,7 +172,8 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k, v, bias and sinks, each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v,
     out, lse of the forward pass; dout like out, dlse like lse or None.  whole: False if out and lse are those of more keys than k
-    and v hold: the gradients are then these keys' summands, and their probabilities do not add up to 1."""
+    and v hold: the gradients are then summands, dk and dv in fp32 where the kernel adds them up in fp32, and the probabilities
+    of these keys do not add up to 1."""
     q, k, v, out, lse = saved
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
@@ -187,7 +188,8 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     if not isinstance(bound, DenseBound):
-        dq, dk, dv = _gluon(call, bound.plan).run(bound, (q, k, v, out), dout, lse, dlse, call)
+        module, given = _gluon(call, bound.plan), (bound, (q, k, v, out), dout, lse, dlse)
+        dq, dk, dv = module.run(*given, call) if whole or not bound.plan.queries_at_once else module.sums(*given)
         keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
         return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)

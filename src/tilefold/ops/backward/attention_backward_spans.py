@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
     from ..launch import Box
 
-__all__ = ["SpansBound", "bind", "bound_launches", "cut", "example_launch", "run", "unseen"]
+__all__ = ["SpansBound", "bind", "bound_launches", "cut", "example_launch", "run", "sums", "unseen"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -87,19 +87,27 @@ def run(
     bound: SpansBound, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
 ) -> Tensors:
     """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
+    dq, dk, dv = sums(bound, tensors, dout, lse, dlse)
+    return dq, dk.to(tensors[1].dtype), dv.to(tensors[2].dtype)
+
+
+def sums(
+    bound: SpansBound, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> Tensors:
+    """(dq, dk, dv), dk and dv in fp32."""
     made = scratch(bound, tensors, tensors[0].device)
     bound.statistics(statistics_arguments(bound, tensors, dout, lse, dlse, made))
     for one in bound.launches:
         one.main(arguments(bound, one, tensors, dout, made))
     dq, dk, dv = made[4:]
-    del made  # the room for dS, before dk and dv are made once more
+    del made  # the room for dS, before anything else is made room for
     for rows, gradients in zip(
         unseen(bound.plan.spans, tensors[1].shape[_rows(bound.layout)]), ((dq,), (dk, dv)), strict=True
     ):
         for low, high in rows:
             for gradient in gradients:
                 cut(gradient, bound.layout, low, high).zero_()
-    return dq, dk.to(tensors[1].dtype), dv.to(tensors[2].dtype)
+    return dq, dk, dv
 
 
 def scratch(bound: SpansBound, tensors: Tensors, device: Any) -> Tensors:
