@@ -6,9 +6,10 @@
 
 Each rank holds some of the tokens (zigzag shards), with their queries, keys and values; `tilefold.attention` inside
 `context_parallel` sees all of them.  Everything else of a decoder works on one token at a time, so nothing else changes but three
-things: positions (rotary embedding), labels (shifted before they are cut) and the mean of the loss.  The task: the second half of
-every sequence repeats the first, so only attention over half of the sequence can predict it.  --check trains the same model
-with all tokens on one rank beside it and compares the losses.  Exit code 1 if they differ."""
+things: positions (rotary embedding), labels (shifted before they are cut) and the mean of the loss.  The task: tokens as common
+as words are (Zipf), and the second half of every sequence repeats the first.  How common they are is learnt in a few steps, the
+repetition, which only attention over half of the sequence can see, in many more.  --check trains the same model with all tokens
+on one rank beside it and compares the losses.  Exit code 1 if they differ."""
 
 import argparse
 import json
@@ -117,9 +118,10 @@ def build(options: argparse.Namespace, device: torch.device) -> Decoder:
 
 
 def tokens_of(options: argparse.Namespace, step: int, device: torch.device) -> Tensor:
-    """[1, tokens]: random ones, twice; the same on every rank."""
+    """[1, tokens]: random ones, the n-th as common as 1 / n, twice; the same on every rank."""
     random = torch.Generator().manual_seed(step)
-    half = torch.randint(options.vocabulary, (1, -(-options.tokens // 2)), generator=random)
+    common = 1.0 / torch.arange(1, options.vocabulary + 1)
+    half = torch.multinomial(common, -(-options.tokens // 2), replacement=True, generator=random)[None]
     return torch.cat([half, half], 1)[:, : options.tokens].to(device)
 
 

@@ -11,7 +11,8 @@ from parallel_cases import SCHEMES, check
 from parallel_model_cases import transformer
 from tilefold import parallel as tp
 from tilefold import reference
-from tilefold.bench.parallel.run import Work, measure
+from tilefold.bench.parallel.loads import Work
+from tilefold.bench.parallel.run import measure
 from tilefold.bench.parallel.setup import links_of, warmed
 from tilefold.plan.parallel import plan_parallel
 from tilefold.plan.parallel_problem import Links, ParallelProblem

@@ -244,7 +244,8 @@ def bench():
     """The command on ranks that are there: outputs are checked, PyTorch's refusal is a line, a wrong result is found."""
     from typer.testing import CliRunner
 
-    from tilefold.bench.parallel import run as parallel
+    from tilefold.bench.parallel.loads import Work
+    from tilefold.bench.parallel.run import measure
     from tilefold.cli.app import app
 
     options = ("--tokens", "12", "--ways", "heads,torch", "--heads", "2,1", "--dim", "16", "--direction", "backward")
@@ -254,15 +255,18 @@ def bench():
         assert "does not have a sharding strategy" in result.output
         assert "not usable" in result.output
         assert "2 heads on 1, D=16, float32, causal" in result.output
-    work = parallel.Work((12,), (2, 1), 16, "float32", backward=(False,), ways=("ring", "two_level"), rounds=1)
-    kept = parallel.tp.attention
-    parallel.tp.attention = lambda *tensors, **options: kept(*tensors, **(options | {"causal": False}))
+    work = Work((12,), (2, 1), 16, "float32", backward=(False,), ways=("ring", "two_level"), rounds=1)
+    kept = tp.attention
+    tp.attention = lambda *tensors, **options: kept(*tensors, **(options | {"causal": False}))
     try:
-        wrong, impossible = parallel.measure(work)
+        wrong, impossible = measure(work)
     finally:
-        parallel.tp.attention = kept
+        tp.attention = kept
     assert wrong.status == "WRONG"
     assert "out" in wrong.note
     assert impossible.status == "not usable"
     assert "ranks of a node" in impossible.note
-    assert parallel.measure(parallel.Work((12,), (1, 1), 16, "float32", budget=0.0, backward=(False,))) == []
+    assert measure(Work((12,), (1, 1), 16, "float32", budget=0.0, backward=(False,))) == []
+    lists = measure(Work((100,), (2, 1), 16, "float32", ways=("sparse",), rounds=1, density=0.4, block=16))
+    assert [line.status for line in lists] == ["ok", "ok"], lists
+    assert "of the blocks; a rank receives at most" in lists[0].note

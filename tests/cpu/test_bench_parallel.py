@@ -9,7 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from typer.testing import CliRunner
 
-from tilefold.bench.parallel.run import HEAD, Line, Work, cells_of, to_json, to_markdown
+from tilefold.bench.parallel.loads import Work
+from tilefold.bench.parallel.table import HEAD, Line, cells_of, to_json, to_markdown
 from tilefold.bench.parallel.trace import MARK, Trace, device_events, hidden_of, overlaps_of, written
 from tilefold.bench.torch_trace import exported
 from tilefold.cli.app import app

@@ -26,7 +26,8 @@ from tilefold.cli.runtime import (
 from tilefold.errors import CommunicationError, ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.parallel.run import Line, Work
+    from tilefold.bench.parallel.loads import Work
+    from tilefold.bench.parallel.table import Line
 
 __all__ = ["EPILOG", "parallel"]
 
@@ -41,6 +42,8 @@ EPILOG = """
 
 **Ways**: ring, all_gather, heads and two_level (with --per-node) are tilefold's; torch and torch-alltoall are
 torch.distributed.tensor.experimental.context_parallel with its two ways to rotate K and V, over cuDNN's or Flash's attention.
+sparse is attention over lists of blocks in contiguous shards: of each block's nearest ones and some all over the sequence, a
+tenth of all; only the K/V blocks that a rank's lists name travel, and how much that is is said below the table.
 
 **Method**: zigzag shards. First of all the links are measured. Sampled rows and keys of one head are compared with fp64 on
 every rank; what is wrong is not timed. Times are medians of the slowest rank, backward alone over a graph that is kept.
@@ -71,7 +74,8 @@ def parallel(
     dim: Annotated[int | None, typer.Option(help="Head dimension.", show_default="128")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="bf16")] = None,
     ways: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Comma-separated, see below.", show_default="all but two_level")
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated, see below.", show_default="all but two_level and sparse"),
     ] = None,
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "both",
     full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
@@ -94,7 +98,8 @@ def parallel(
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime()
-    from tilefold.bench.parallel.run import PEERS, SCHEMES, Work
+    from tilefold.bench.parallel.loads import SCHEMES, Work
+    from tilefold.bench.parallel.ways import PEERS
 
     small = not runtime.gpu
     lengths = (QUICK if quick else TOKENS)[runtime.gpu]
@@ -107,7 +112,7 @@ def parallel(
         dtype=dtype_named(dtype or ("fp32" if small else "bf16")),
         causal=not full,
         backward={"forward": (False,), "backward": (True,), "both": (False, True)}[direction],
-        ways=names_from(ways, "--ways", (*SCHEMES, *PEERS)) if ways else (*SCHEMES[:3], *PEERS),
+        ways=names_from(ways, "--ways", (*SCHEMES, "sparse", *PEERS)) if ways else (*SCHEMES[:3], *PEERS),
         rounds=1 if small else rounds,
         budget=budget,
         per_node=per_node,
@@ -202,7 +207,8 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str, Path | None]) -> None:
     from dataclasses import asdict
 
-    from tilefold.bench.parallel.run import HEAD, PEERS, rows_of, to_json, to_markdown
+    from tilefold.bench.parallel.table import HEAD, rows_of, to_json, to_markdown
+    from tilefold.bench.parallel.ways import PEERS
     from tilefold.bench.setting import setting_of
 
     console = Console()

@@ -10,12 +10,13 @@ import torch
 
 from tilefold import parallel as tp
 from tilefold import reference
+from tilefold.bench.parallel.loads import Mask
 from tilefold.plan.sharding import Sharding
 from tilefold.reference.tolerance import compare
 
 __all__ = ["Inputs", "Results", "inputs_of", "judged"]
 
-ROWS = 8  # queries and keys that a rank looks at
+ROWS = 32  # queries and keys that a rank looks at
 
 
 class Inputs(NamedTuple):
@@ -51,27 +52,35 @@ def inputs_of(
     return Inputs(*made)
 
 
-def judged(inputs: Inputs, results: Results, sharding: Sharding, rank: int, causal: bool) -> list[str]:
-    """What is wrong, [] if nothing is: a collective of all ranks.  KV head 0 and its query heads are looked at."""
+def judged(inputs: Inputs, results: Results, sharding: Sharding, rank: int, seen: Mask | None) -> list[str]:
+    """What is wrong, [] if nothing is: a collective of all ranks.  KV head 0 and its query heads are looked at;
+    seen: as of `Load`."""
     whole = [tp.gather_sequence(t[:, :, :1], sharding)[0, :, 0] for t in (inputs.k, inputs.v)]
     where = tp.positions(sharding, rank, inputs.q.device)
     chosen = torch.linspace(0, max(0, len(where) - 1), min(ROWS, len(where)), device=where.device).long()
-    wrong = _rows(inputs, results, whole, where[chosen], chosen, causal) if len(where) else []
+    wrong = _rows(inputs, results, whole, where[chosen], chosen, seen) if len(where) else []
     if results.dk is None or results.dv is None:
         return wrong
-    return wrong + _keys(inputs, results, whole, sharding, (where, where[chosen], chosen), causal)
+    return wrong + _keys(inputs, results, whole, sharding, (where, where[chosen], chosen), seen)
 
 
 def _rows(
-    inputs: Inputs, results: Results, whole: list[torch.Tensor], where: torch.Tensor, chosen: torch.Tensor, causal: bool
+    inputs: Inputs,
+    results: Results,
+    whole: list[torch.Tensor],
+    where: torch.Tensor,
+    chosen: torch.Tensor,
+    seen: Mask | None,
 ) -> list[str]:
     """out and dq of some queries of head 0: they depend on no other query."""
     found = []
     for dtype in (torch.float64, inputs.q.dtype):
         q = inputs.q[:, chosen, :1].to(dtype).requires_grad_()
         k, v = (t.to(dtype)[None, :, None] for t in whole)
-        seen = torch.arange(k.shape[1], device=k.device) <= where[:, None]
-        out, _ = reference.attention(q, k, v, mask=seen[None, None] if causal else None, dtype=dtype)
+        mask = (
+            None if seen is None else seen(where[:, None], torch.arange(k.shape[1], device=k.device)[None])[None, None]
+        )
+        out, _ = reference.attention(q, k, v, mask=mask, dtype=dtype)
         out.backward(inputs.dout[:, chosen, :1].to(out.dtype))
         assert q.grad is not None
         found.append((out.detach(), q.grad))
@@ -81,24 +90,26 @@ def _rows(
 
 def _keys(
     inputs: Inputs, results: Results, whole: list[torch.Tensor], sharding: Sharding, places: tuple[torch.Tensor, ...],
-    causal: bool,
+    seen: Mask | None,
 ) -> list[str]:  # fmt: skip
     """dk and dv of some keys of KV head 0, over all queries of head 0; places: of own tokens, of the chosen ones, and which."""
     positions, where, chosen = places
     scale = 1 / math.sqrt(inputs.q.shape[3])
     own = inputs.q[0, :, 0]
     row = (inputs.dout[0, :, 0].double() * results.out[0, :, 0].double()).sum(1)
-    numbers = torch.stack([_lse(own, whole[0], positions, scale, causal), row], 1)[None]
-    lse, row = tp.gather_sequence(numbers, sharding)[0].unbind(1)
+    exactly = torch.float64 if own.dtype == torch.float32 else torch.float32  # products of 16 bits fit into fp32
+    sums = {dtype: _lse(own, whole[0], positions, scale, seen, dtype) for dtype in {exactly, torch.float32}}
+    every = tp.gather_sequence(torch.stack([sums[exactly], sums[torch.float32], row], 1)[None], sharding)[0].unbind(1)
     q, dout = (tp.gather_sequence(t[:, :, :1], sharding)[0, :, 0] for t in (inputs.q, inputs.dout))
     found = []
-    for dtype in (torch.float64, inputs.q.dtype):
+    for dtype, lse in zip((torch.float64, inputs.q.dtype), every, strict=False):
         keys, values = whole[0][where].to(dtype), whole[1][where].to(dtype)
-        score = (q.to(dtype) @ keys.mT).double() * scale
-        if causal:
-            score = score.masked_fill(torch.arange(len(q), device=q.device)[:, None] < where, float("-inf"))
-        p = torch.exp(score - lse[:, None])
-        ds = p * ((dout.to(dtype) @ values.mT).double() - row[:, None]) * scale
+        between = torch.float64 if dtype == torch.float64 else torch.float32  # scores and weights, as in kernels
+        score = (q.to(dtype) @ keys.mT).to(between) * scale
+        if seen is not None:
+            score = score.masked_fill(~seen(torch.arange(len(q), device=q.device)[:, None], where[None]), float("-inf"))
+        p = torch.exp(score - lse.to(between)[:, None])
+        ds = p * ((dout.to(dtype) @ values.mT).to(between) - every[2].to(between)[:, None]) * scale
         found.append((ds.to(dtype).mT @ q.to(dtype), p.to(dtype).mT @ dout.to(dtype)))
     assert results.dk is not None
     assert results.dv is not None
@@ -106,16 +117,17 @@ def _keys(
     return _compared([(name, got[0, chosen, 0], exact, plain) for name, got, exact, plain in both])
 
 
-def _lse(q: torch.Tensor, k: torch.Tensor, where: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """fp64 [queries] of own queries over all keys, from fp32 products; as many queries at a time as 1 GiB of scores holds."""
+def _lse(
+    q: torch.Tensor, k: torch.Tensor, where: torch.Tensor, scale: float, seen: Mask | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """fp64 [queries] of own queries over all keys, made in dtype; as many queries at a time as 1 to 2 GiB of scores hold."""
     found = [q.new_empty(0, dtype=torch.float64)]
     rows = max(1, (1 << 28) // max(1, len(k)))
     for low in range(0, len(q), rows):
-        score = (q[low : low + rows].float() @ k.float().mT) * scale
-        if causal:
-            score = score.masked_fill(
-                torch.arange(len(k), device=q.device) > where[low : low + rows, None], float("-inf")
-            )
+        score = (q[low : low + rows].to(dtype) @ k.to(dtype).mT) * scale
+        if seen is not None:
+            keys = torch.arange(len(k), device=q.device)[None]
+            score = score.masked_fill(~seen(where[low : low + rows, None], keys), float("-inf"))
         found.append(score.logsumexp(1).double())
     return torch.cat(found)
 

@@ -2,20 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tilefold.api import attention
 from tilefold.bench.parallel.check import Inputs, inputs_of
+from tilefold.bench.parallel.loads import Load, Work, dense, sparse
 from tilefold.bench.parallel.setup import barrier
-from tilefold.plan.parallel_problem import BACKWARD_FLOPS, ParallelProblem
 from tilefold.plan.sharding import shard
 
-__all__ = ["Rates", "flops_of", "rates_of", "step_of", "timed", "together"]
+__all__ = ["Rates", "rates_of", "step_of", "timed", "together"]
 
 LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
 BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first call: enough to fill a GPU
@@ -41,11 +39,6 @@ class Rates(NamedTuple):
         )
 
 
-def flops_of(n: ParallelProblem) -> float:
-    """Of forward, or of backward without forward."""
-    return n.flops * (BACKWARD_FLOPS if n.backward else 1.0)
-
-
 def together(value: Any) -> list[Any]:
     """The value of every rank of the default group."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -53,43 +46,35 @@ def together(value: Any) -> list[Any]:
     return found
 
 
-def rates_of(n: ParallelProblem, rounds: int, device: torch.device) -> Rates:
+def rates_of(work: Work, tokens: int, backward: bool, blocks: bool, device: torch.device) -> Rates:
     """A collective of the default group.  Of all tokens; where a call would take longer than LONG, of the longest half, quarter,
-    ... that does not."""
+    ... that does not.  blocks: over lists of blocks, else dense."""
+
+    def load_of(tokens: int) -> Load:
+        return sparse(work, tokens, backward, device) if blocks else dense(work, tokens, backward)
+
+    def seconds_of(tokens: int, ready: Callable[[], object]) -> float:
+        inputs = inputs_of(shard(tokens, 1), 0, work.heads, work.dim, getattr(torch, work.dtype), device)
+        return timed(step_of(load_of(tokens).alone, inputs, backward), work.rounds, device, ready)
+
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        tokens = min(BASE[device.type], n.seq_q)
-        seconds = _alone(n, tokens, rounds, device, _nobody)
-        most = n.seq_q
-        while most > 2 * tokens and seconds * (most / tokens) ** 2 > LONG:
+        least = min(BASE[device.type], tokens)
+        seconds, most = seconds_of(least, _nobody), tokens
+        while most > 2 * least and seconds * (most / least) ** 2 > LONG:
             most //= 2
-        if most > tokens:
-            tokens, seconds = most, _alone(n, most, rounds, device, _nobody)
-        found = [(seconds, tokens)]
+        if most > least:
+            least, seconds = most, seconds_of(most, _nobody)
+        found = [(seconds, least)]
     dist.broadcast_object_list(found, src=0)
-    seconds, tokens = found[0]
-    flops = flops_of(_of(n, tokens))
-    if dist.get_world_size() == 1:
-        return Rates(flops / seconds, tokens, (flops / seconds,))
-    each = together(_alone(n, tokens, rounds, device, barrier))
-    return Rates(flops / seconds, tokens, tuple(flops / one for one in each))
+    seconds, alone = found[0]
+    flops = load_of(alone).flops
+    each = together(seconds_of(alone, barrier)) if dist.get_world_size() > 1 else [seconds]
+    return Rates(flops / seconds, alone, tuple(flops / one for one in each))
 
 
 def _nobody() -> None:
     pass
-
-
-def _of(n: ParallelProblem, tokens: int) -> ParallelProblem:
-    return replace(n, seq_q=tokens, seq_k=tokens)
-
-
-def _alone(n: ParallelProblem, tokens: int, rounds: int, device: torch.device, ready: Callable[[], object]) -> float:
-    """Seconds of a call on this rank."""
-    heads = n.heads, n.kv_heads
-    inputs = inputs_of(shard(tokens, 1), 0, heads, n.dim_qk, getattr(torch, n.dtype), device)
-    causal = n.window == (-1, 0)
-    step = step_of(lambda q, k, v: attention(q, k, v, causal=causal), inputs, n.backward)
-    return timed(step, rounds, device, ready)
 
 
 def step_of(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> Callable[[], object]:

@@ -1,0 +1,88 @@
+"""What `tilefold bench parallel` found, as values and as text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilefold.bench.parallel.loads import Work
+from tilefold.bench.parallel.rates import Rates
+
+__all__ = ["HEAD", "Line", "cells_of", "rows_of", "to_json", "to_markdown"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way at one length.  ms: of the slowest rank.  status: "ok", "WRONG", "failed" or "not usable", note says why.
+    tflops: of one rank, the mean.  efficiency: beside what rank 0 reaches alone; of_all: beside what all ranks reach at once
+    that exchange nothing; both as `rates` says.  memory: bytes at the peak of forward, and backward, beyond q, k, v and dout.
+    predicted_*: by the plan, with the FLOP/s of the slowest rank, all at once.  hidden: share of the transfers behind kernels,
+    exposed_ms: what is left of them, waiting_ms: for others to come to a transfer with nothing else to do; all of the worst
+    rank."""
+
+    way: str
+    ranks: int
+    tokens: int
+    direction: str
+    status: str
+    note: str = ""
+    ms: float = float("nan")
+    tflops: float = float("nan")
+    efficiency: float = float("nan")
+    memory: int = 0
+    predicted_ms: float = float("nan")
+    predicted_memory: float = float("nan")
+    hidden: float | None = None
+    exposed_ms: float | None = None
+    waiting_ms: float | None = None
+    of_all: float = float("nan")
+    rates: Rates | None = None
+
+
+HEAD = (
+    "way",
+    "ranks",
+    "tokens",
+    "direction",
+    "ms",
+    "predicted",
+    "TFLOP/s a rank",
+    "of rank 0",
+    "of all",
+    "memory",
+    "predicted",
+    "hidden",
+    "exposed ms",
+    "waiting ms",
+)
+
+
+def cells_of(line: Line) -> tuple[str, ...]:
+    """A line of the table."""
+    first = (line.way, str(line.ranks), str(line.tokens), line.direction)
+    if line.status != "ok":
+        return (*first, line.status, *("",) * 9)
+    return (
+        *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.1%}",
+        _number(line.of_all, ".1%"),
+        f"{line.memory / 1e9:.3f} GB" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f", " GB"),
+        "" if line.hidden is None else f"{line.hidden:.0%}",
+        *("" if one is None else f"{one:.3f}" for one in (line.exposed_ms, line.waiting_ms)),
+    )  # fmt: skip
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return "" if value != value else f"{value:{form}}{unit}"
+
+
+def rows_of(lines: Sequence[Line]) -> list[tuple[str, ...]]:
+    return [cells_of(line) for line in lines]
+
+
+def to_json(lines: Sequence[Line], setting: dict[str, Any], work: Work) -> str:
+    return json.dumps({"setting": setting, "work": asdict(work), "lines": [asdict(line) for line in lines]}, indent=1)
+
+
+def to_markdown(lines: Sequence[Line]) -> str:
+    rows = [HEAD, tuple("---" for _ in HEAD), *rows_of(lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
