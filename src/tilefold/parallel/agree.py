@@ -12,11 +12,12 @@ from ..errors import ShapeError
 from .exchange import gather_flat, guarded
 from .group import Ranks
 
-__all__ = ["agree", "forget", "number_of", "real_of", "text_of"]
+__all__ = ["agree", "forget", "keep", "known", "number_of", "real_of", "text_of"]
 
 _AGREED: dict[
     int, tuple[Any, set[tuple[int, ...]]]
 ] = {}  # by id of the group, which is kept so that the id stays its own
+KNOWN: dict[Any, Any] = {}  # what calls of a kind that was compared came to, by all that decides it
 MOST = 4096
 WIDTH = 24  # of what travels, whichever function was called: ranks in different functions must not differ in size
 
@@ -92,3 +93,16 @@ def _difference(
 def forget() -> None:
     """Compare everything again, for tests and after a process group was destroyed."""
     _AGREED.clear()
+    KNOWN.clear()
+
+
+def known(key: Any) -> Any:
+    """What was kept under it; None if nothing was, or if every call is to be compared."""
+    return None if os.environ.get("TILEFOLD_PARALLEL_CHECK") == "always" else KNOWN.get(key)
+
+
+def keep(key: Any, value: Any) -> None:
+    """Of a call that all ranks have agreed on."""
+    if len(KNOWN) >= MOST:
+        KNOWN.clear()
+    KNOWN[key] = value

@@ -66,7 +66,7 @@ def _(
 def _exchanged(job: Job, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
     """Tokens of queries and keys, heads and KV heads of this rank between two head exchanges."""
     ranks = job.ranks.size // job.nodes
-    rows, cols = (sum(b - a for a, b in job.spans(tokens, job.node)) for tokens in (job.q_tokens, job.k_tokens))
+    rows, cols = (sum(b - a for a, b in spans) for spans in (job.mine, job.held[job.node]))
     return rows, cols, q.shape[2] // ranks, k.shape[2] * spread_of(k.shape[2], ranks) // ranks
 
 

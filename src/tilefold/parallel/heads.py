@@ -1,7 +1,9 @@
 """Head exchange (Ulysses): from all heads of a rank's tokens to a share of the heads of all the node's tokens, and back."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -11,7 +13,8 @@ from .places import Places
 __all__ = ["HeadExchange", "spread", "spread_of", "unspread"]
 
 
-class HeadExchange(NamedTuple):
+@dataclass(frozen=True)
+class HeadExchange:
     """The exchange within one node.  spans: the tokens of each of its ranks.
 
     Tensors are [batch, seq, heads, dim], several of one dtype and with the same tokens to a message; afterwards tokens are in
@@ -22,17 +25,21 @@ class HeadExchange(NamedTuple):
     group: Any
     spans: tuple[Spans, ...]
 
+    @cached_property
+    def places(self) -> Places:
+        """Where the rows of each rank lie among the node's."""
+        return Places(self.group, self.spans)
+
     def gather(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
         """[batch, own tokens, heads, dim] to [batch, the node's tokens, heads / ranks, dim]."""
-        places = Places(self.group, self.spans)
-        size, rank = len(self.spans), places.rank
+        places, size, rank = self.places, len(self.spans), self.places.rank
         shares = [t.unflatten(2, (size, t.shape[2] // size)) for t in tensors]
         mine = [[s[:, :, r] if r == rank else s[:, :, r].contiguous() for s in shares] for r in range(size)]
         return places.gather(mine, f"gathering {what} for its share of the heads").wait()
 
     def scatter(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
         """Back: [batch, the node's tokens, heads / ranks, dim] to [batch, own tokens, heads, dim]."""
-        places = Places(self.group, self.spans)
+        places = self.places
         joint = [t.contiguous() for t in tensors]
         got = places.scatter(joint, f"returning {what} to the tokens' ranks")
         found = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -33,63 +33,83 @@ class Job:
     k_tokens: Sharding
     pair: Pair
 
-    @property
+    @cached_property
     def inner(self) -> Any:
         """The group that exchanges heads, None if none does."""
         return {"heads": self.ranks.flat, "two_level": self.ranks.inner}.get(self.scheme)
 
-    @property
+    @cached_property
     def outer(self) -> Any:
         """The group in which K and V travel, None if none does."""
         return {"heads": None, "two_level": self.ranks.outer}.get(self.scheme, self.ranks.flat)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return 1 if self.outer is None else dist.get_world_size(self.outer)
 
-    @property
+    @cached_property
     def node(self) -> int:
         """The number of this rank's node (of this rank, where heads are not exchanged)."""
         return 0 if self.outer is None else dist.get_rank(self.outer)
 
-    def members(self, tokens: Sharding, node: int) -> tuple[Spans, ...]:
-        """The tokens of each rank of a node."""
-        size = self.ranks.size // self.nodes
-        return tuple(tokens.spans(rank) for rank in range(node * size, (node + 1) * size))
+    @cached_property
+    def queries(self) -> tuple[tuple[Spans, ...], ...]:
+        """The tokens of the queries of each rank of each node."""
+        return self._members(self.q_tokens)
 
-    def spans(self, tokens: Sharding, node: int) -> Spans:
-        """The tokens of a node."""
-        return union([span for spans in self.members(tokens, node) for span in spans])
+    @cached_property
+    def keys(self) -> tuple[tuple[Spans, ...], ...]:
+        """Of the keys."""
+        return self._members(self.k_tokens)
 
-    @property
+    def _members(self, tokens: Sharding) -> tuple[tuple[Spans, ...], ...]:
+        size = tokens.ranks // self.nodes
+        return tuple(tuple(tokens.spans(n * size + place) for place in range(size)) for n in range(self.nodes))
+
+    @cached_property
+    def held(self) -> tuple[Spans, ...]:
+        """The tokens of each node whose keys it holds."""
+        return tuple(map(_together, self.keys))
+
+    @cached_property
+    def mine(self) -> Spans:
+        """The tokens of this node's queries."""
+        return _together(self.queries[self.node])
+
+    @cached_property
     def turns(self) -> int:
         """Steps of the ring that anyone needs."""
-        queries, keys = (
-            tuple(self.spans(tokens, node) for node in range(self.nodes)) for tokens in (self.q_tokens, self.k_tokens)
-        )
-        return turns_of(queries, keys, *self.pair[:3])
+        return turns_of(tuple(map(_together, self.queries)), self.held, *self.pair[:3])
 
-    def steps(self) -> list[Spans]:
+    @cached_property
+    def steps(self) -> tuple[Spans, ...]:
         """The tokens whose keys this rank's queries meet, one call after the other: its own first."""
         if self.nodes == 1:
-            return [self.spans(self.k_tokens, 0)]
+            return (self.held[0],)
         if self.scheme == "all_gather":
-            own = [self.spans(self.k_tokens, node) for node in range(self.nodes)]
-            return [own[self.node], union([s for n, spans in enumerate(own) if n != self.node for s in spans])]
-        return [self.spans(self.k_tokens, (self.node - step) % self.nodes) for step in range(self.turns)]
+            return self.held[self.node], _together([one for n, one in enumerate(self.held) if n != self.node])
+        return tuple(self.held[(self.node - step) % self.nodes] for step in range(self.turns))
 
+    @cached_property
     def exchanges(self) -> tuple[HeadExchange, HeadExchange]:
         """Of queries, and of keys."""
-        return tuple(  # type: ignore[return-value]
-            HeadExchange(self.inner, self.members(tokens, self.node)) for tokens in (self.q_tokens, self.k_tokens)
-        )
+        return HeadExchange(self.inner, self.queries[self.node]), HeadExchange(self.inner, self.keys[self.node])
+
+    @cached_property
+    def others(self) -> Places:
+        """The keys of the other nodes, in ascending order of tokens."""
+        return Places(self.outer, self.held, own=False)
+
+
+def _together(members: Sequence[Spans]) -> Spans:
+    return union([span for spans in members for span in spans])
 
 
 class Keys:
     """Shapes and sizes of the messages that carry K and V, or their gradients, of each node."""
 
     def __init__(self, job: Job, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.spans = [job.spans(job.k_tokens, node) for node in range(job.nodes)]
+        self.spans = job.held
         lengths = [sum(stop - start for start, stop in spans) for spans in self.spans]
         self.shapes = [[(t.shape[0], n, *t.shape[2:]) for t in (k, v)] for n in lengths]
         self.sizes = [sum(map(prod, each)) for each in self.shapes]
@@ -99,10 +119,10 @@ def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
     """((out, lse) of this rank's queries, what the backward pass needs: q, k, v, out and lse after the head exchange)."""
     if job.inner is not None:
         size = dist.get_world_size(job.inner)
-        for_q, for_k = job.exchanges()
+        for_q, for_k = job.exchanges
         (q,) = for_q.gather([q], "queries")
         k, v = for_k.gather([spread(k, size), spread(v, size)], "keys and values")
-    mine, steps = job.spans(job.q_tokens, job.node), job.steps()
+    mine, steps = job.mine, job.steps
     state = State(q, v.shape[3], job.pair.rows(mine, steps, q.shape[0]))
     if job.nodes > 1 and job.scheme != "all_gather":
         _fold_ring(state, job, mine, q, k, v)
@@ -126,19 +146,19 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
     """dq, dk, dv of this rank's tokens, in the dtypes of q, k and v; kv_heads: of the call, before they were repeated."""
     q, k, v, _, _ = saved
     if job.inner is not None:
-        for_q, for_k = job.exchanges()
+        for_q, for_k = job.exchanges
         (dout,) = for_q.gather([dout], "gradients of outputs")
         if dlse is not None:
             (rows,) = for_q.gather([dlse.transpose(1, 2)[..., None]], "gradients of lse")
             dlse = rows[..., 0].transpose(1, 2)
-    mine = job.spans(job.q_tokens, job.node)
-    queries = Sum(q, job.pair.rows(mine, job.steps(), q.shape[0]))
+    mine = job.mine
+    queries = Sum(q, job.pair.rows(mine, job.steps, q.shape[0]))
     if job.nodes > 1:
         work = _gradients_gathered if job.scheme == "all_gather" else _gradients_ring
         dk, dv = work(job, mine, saved, queries, dout, dlse)
     else:
         both = _own_keys(job, mine, k, v)
-        add_gradients(Gradients(queries, lambda: both), job.pair, (mine, job.steps()[0]), saved, dout, dlse)
+        add_gradients(Gradients(queries, lambda: both), job.pair, (mine, job.steps[0]), saved, dout, dlse)
         dk, dv = (one.result() for one in both)
         del both
     dq = queries.result()
@@ -227,19 +247,14 @@ def _awaited(
 
 def _own_keys(job: Job, mine: Spans, k: torch.Tensor, v: torch.Tensor) -> tuple[Sum, Sum]:
     """The sums of the gradients of the keys of the first step."""
-    rows = job.pair.keys(mine, job.steps()[0], k.shape[0])
+    rows = job.pair.keys(mine, job.steps[0], k.shape[0])
     return Sum(k, rows), Sum(v, rows)
-
-
-def _others(job: Job) -> Places:
-    """The keys of the other nodes, in ascending order of tokens."""
-    return Places(job.outer, [job.spans(job.k_tokens, node) for node in range(job.nodes)], own=False)
 
 
 def _gather(job: Job, k: torch.Tensor, v: torch.Tensor) -> Arriving:
     """Begin to fetch the others' keys, which own ones are folded meanwhile."""
     mine = [k.contiguous(), v.contiguous()]
-    return _others(job).gather([mine] * job.nodes, "gathering keys and values")
+    return job.others.gather([mine] * job.nodes, "gathering keys and values")
 
 
 def _gradients_gathered(
@@ -248,7 +263,7 @@ def _gradients_gathered(
     """K and V are gathered once more; each rank gets what all have for its keys, and adds it in the order of the ranks: the same
     bits every run."""
     q, k, v, out, lse = saved
-    arriving, (near, far) = _gather(job, k, v), job.steps()
+    arriving, (near, far) = _gather(job, k, v), job.steps
     own = _own_keys(job, mine, k, v)
     add_gradients(Gradients(queries, lambda: own), job.pair, (mine, near), saved, dout, dlse)
     every = arriving.wait()
@@ -265,7 +280,7 @@ def _gradients_gathered(
     parts = [one.result() for one in sums.both]
     every.clear()
     del sums, others
-    got = _others(job).scatter(parts, "adding up the gradients of keys")
+    got = job.others.scatter(parts, "adding up the gradients of keys")
     parts.clear()
     return [_total(own[i].result(), [one[i] for one in got if one]) for i in (0, 1)]
 
