@@ -1,8 +1,11 @@
 """What runs on several GPUs over NCCL."""
 
+import os
 import tempfile
+import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -47,6 +50,36 @@ def gpus():
     yield "bench", bench
     yield "transformers", lambda: transformer("mistral", "zigzag", [0, 9, 16], "cuda", None)
     yield "train-long", train  # FSDP2, checkpoints, compiled layers
+
+
+def dying():
+    """The last rank dies between two calls; the next call of the others is of another kind, which ranks compare first."""
+    yield "before", lambda: check("ring", "zigzag", 300, dtype=torch.bfloat16, causal=True, kernels=None, dims=(64, 64))
+    yield "death", lambda: death(1024)
+
+
+def dying_late():
+    """The next call is one that was compared before: nothing on the host waits for the others."""
+    sharding = tp.shard(300, dist.get_world_size(), "zigzag")
+    x = torch.zeros(1, sharding.length(dist.get_rank()), 4, 64, device="cuda", dtype=torch.bfloat16)
+    yield "before", lambda: torch.cuda.synchronize(tp.attention(x, x, x, sharding, causal=True, scheme="ring").device)
+    yield "death", lambda: death(300)
+
+
+def death(tokens):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(7)
+    sharding = tp.shard(tokens, dist.get_world_size(), "zigzag")
+    x = torch.zeros(1, sharding.length(dist.get_rank()), 4, 64, device="cuda", dtype=torch.bfloat16)
+    began = time.monotonic()
+
+    def call():
+        tp.attention(x, x, x, sharding, causal=True, scheme="ring")
+        torch.cuda.synchronize()  # until the watchdog ends the process
+
+    with pytest.raises(tp.CommunicationError, match=r"rank 0 of 2 failed while .*a rank has died"):
+        call()
+    assert time.monotonic() - began < 20
 
 
 def warm():

@@ -18,3 +18,13 @@ def test_every_scheme_over_nccl(ranks):
     assert not broken, "\n".join(broken[:4])
     assert all(len(texts) == ranks for texts in found.values())
     assert len(found) > 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("suite", "after"), [("dying", {0: None}), ("dying_late", {})])
+def test_a_rank_that_dies_over_nccl(suite, after):
+    """A call of a kind that ranks compare first raises on the others; in one that is under way torch's watchdog ends them."""
+    found = run_ranks("parallel_gpu_cases", suite, 2, 10.0, 150.0, "nccl")
+    assert found["before"] == dict.fromkeys(range(2))
+    assert "hung" not in found
+    assert found.get("death", {}) == after

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ShapeError
-from .exchange import gather_flat, guarded
+from .exchange import arrived, gather_flat, guarded
 from .group import Ranks
 
 __all__ = ["agree", "forget", "keep", "known", "number_of", "real_of", "text_of"]
@@ -58,6 +58,7 @@ def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | N
     every = torch.zeros(ranks.size * mine.numel(), dtype=torch.int64, device=where)
     with guarded(ranks.flat, "comparing the call with those of the other ranks"):
         gather_flat(every, mine, group=ranks.flat)
+        arrived(where, ranks.flat, ranks.timeout)
     table = every.view(ranks.size, -1).tolist()
     if error is not None:
         raise error

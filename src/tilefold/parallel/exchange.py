@@ -3,6 +3,8 @@
 Over NCCL every operation runs on a stream of the group's own, which waits for what was launched before the call; the caller's
 stream goes on, and waits for the transfer only in `wait`: what is launched between `start` and `wait` overlaps the transfer."""
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 
-__all__ = ["Ring", "Transfer", "all_to_all", "begin", "gather_flat", "guarded", "pack", "unpack"]
+__all__ = ["Ring", "Transfer", "all_to_all", "arrived", "begin", "gather_flat", "guarded", "pack", "unpack"]
 
 # Newer torch has another name for it, and warns of the old one.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,6 +38,20 @@ def guarded(group: Any, what: str) -> Iterator[None]:
             f"rank {rank} of {size} failed while {what}: a rank has died, or has not come to the same call within the group's "
             f"timeout. Look at the other ranks' first errors; destroy the process group before going on. The backend: {error}"
         ) from error
+
+
+def arrived(device: torch.device, group: Any, timeout: float | None) -> None:
+    """The host waits for what was launched on the device, at most for the group's timeout: to read a number from a GPU would wait
+    for a dead rank as long as NCCL's watchdog lets it, and keep other threads from saying so.  Raises RuntimeError."""
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    end = time.monotonic() + (timeout or math.inf)
+    while not event.query():
+        if time.monotonic() > end:
+            raise RuntimeError(f"nothing came for {timeout:.0f} s, the timeout of the group")
+        time.sleep(20e-6)
 
 
 def pack(tensors: Iterable[torch.Tensor], count: int | None = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local
 from .agree import agree, text_of
-from .exchange import all_to_all, gather_flat, guarded, unpack
+from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
 from .group import Ranks, ranks_of
 from .job import wanted
 
@@ -140,6 +140,7 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
     every = torch.empty((ranks.size, *need.shape), dtype=torch.uint8, device=need.device)
     with guarded(ranks.flat, "telling which blocks of keys its lists name"):
         gather_flat(every.view(-1), need.to(torch.uint8).view(-1), group=ranks.flat)
+        arrived(need.device, ranks.flat, ranks.timeout)
     own = torch.tensor(blocks[ranks.rank], dtype=torch.int64, device=need.device)
     give = tuple(_places(every[r].index_select(2, own)) for r in range(ranks.size))
     slot = need.cumsum(2) - 1

@@ -92,9 +92,10 @@ def batch_of(problem: AttentionProblem, heads: int, keys: int) -> tuple[int, int
 
 
 def queries_at_once(problem: AttentionProblem, device: Device) -> int:
-    """Queries of a span, 0 if all are made at once: where there is room for dS of enough keys of all queries.  Else so many that
-    HELD key items (HELD_IN_MANY of MANY spans or more) have room for each running program, in spans of one size, whole pairs of
-    tiles."""
+    """Queries of a span, 0 if all are made at once: where there is room for dS of enough keys of all queries (`why`).
+
+    Else so many that HELD key items (HELD_IN_MANY of MANY spans or more) have room for each running program, in spans of one
+    size, whole pairs of tiles."""
     n = problem
     if not why(n, device):
         return 0
@@ -110,9 +111,17 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
 
 
 def why(problem: AttentionProblem, device: Device) -> str:
-    """What is wrong with all queries at once, as a sentence; "" if nothing is."""
-    fault = dense.kept_violation(problem, device, *dense.kept_at_once(problem, device))
-    return fault[1] if fault else ""
+    """What is wrong with all queries at once, as a sentence; "" if nothing is.
+
+    Several query heads to a KV head whose keys come in stripes are faster in spans, each with all keys, but for few queries."""
+    n, at_once = problem, dense.kept_at_once(problem, device)
+    fault = dense.kept_violation(n, device, *at_once)
+    if fault:
+        return fault[1]
+    if n.group > 1 and n.sides in ((-1, -1), (-1, 0)) and 2 * n.seq_q >= n.seq_k and at_once[1] < n.seq_k:
+        limit = f"{KEPT_LIMIT / 2**30:.0f} GiB"
+        return f"{limit} hold dS of {at_once[1]} of {n.seq_k} keys at a time, in stripes that wait for each other"
+    return ""
 
 
 def batches_at_once(problem: AttentionProblem, device: Device, queries: int) -> tuple[int, int]:
