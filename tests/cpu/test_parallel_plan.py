@@ -67,7 +67,7 @@ def test_of_those_that_are_as_fast_the_smallest():
         plan = plan_parallel(dataclasses.replace(LONG, heads=60, kv_heads=4, backward=backward), Links(8))
         found = {one.scheme: one for one in (plan.cost, *plan.rejected) if not one.refusal}
         assert set(found) == {"ring", "all_gather"}
-        assert max(one.seconds for one in found.values()) < 1.02 * min(one.seconds for one in found.values())
+        assert max(one.seconds for one in found.values()) < 1.005 * min(one.seconds for one in found.values())
         assert plan.scheme == scheme == min(found.values(), key=lambda one: one.memory).scheme
     assert "within 0." in plan.reason, plan.reason
 

@@ -14,7 +14,7 @@ __all__ = ["SCHEMES", "ParallelPlan", "memory_with", "plan_parallel"]
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
 """In the order of preference where predictions are equal."""
 
-CLOSE = 1.02
+CLOSE = 1.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ParallelPlan:
 @lru_cache(maxsize=4096)
 def plan_parallel(problem: ParallelProblem, links: Links, scheme: str = "auto") -> ParallelPlan:
     """The scheme for a problem on a machine: the fastest by prediction of those that are possible and fit the memory; of several
-    that are as fast within CLOSE, what predictions are good for, the one that takes least memory.
+    that are as fast within CLOSE the one that takes least memory.
 
     scheme: one of SCHEMES to ask for it; then Unsupported says why it is impossible, whatever the memory.  Pure, for any number
     of ranks, here or not.  Raises PlanError if nothing fits, ValueRangeError for another scheme."""
