@@ -117,7 +117,7 @@ def _key(setting: Setting, tensors: tuple[object, ...], scores: Scores, needs: b
     if not all(type(t) is torch.Tensor for t in tensors):
         return None
     shapes = tuple((t.shape, t.stride(-1) if t.dim() else 0, t.dtype, t.device) for t in tensors)  # type: ignore[attr-defined]
-    key = setting, shapes, scores, tuple(map(type, scores)), needs, return_lse
+    key = setting, shapes, scores, needs, return_lse, tuple(map(type, (*scores, return_lse)))  # 1 is not True
     try:
         hash(key)
     except TypeError:
