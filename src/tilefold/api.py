@@ -7,6 +7,7 @@ import torch
 from .errors import Unsupported
 from .ops.call import Call, Packed, args_of, check_kinds
 from .ops.dense import attention as _ops
+from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
 from .ops.quantise import quantize_fp8
@@ -270,7 +271,7 @@ def attention_backward_plan(
 
 def _prepared(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
-) -> tuple[_ops.Prepared, Call]:
+) -> tuple[Prepared, Call]:
     """The record of a call given by keywords, which has a plan, and the call."""
     options.pop("return_lse", None)
     check_kinds(False, deterministic=options.get("deterministic", True))

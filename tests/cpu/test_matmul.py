@@ -8,7 +8,8 @@ from matmul_cases import ACTIVATIONS, check, matrix
 from tilefold import ops
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
-from tilefold.ops.matrix.product import Epilogue, bind_portable, operands, problem_of
+from tilefold.ops.matrix.operands import operands
+from tilefold.ops.matrix.product import Epilogue, bind_portable, problem_of
 from tilefold.plan.device import device_named
 from tilefold.plan.matrix.matmul import plan_matmul
 

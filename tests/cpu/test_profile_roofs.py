@@ -10,6 +10,7 @@ import torch
 from tilefold.plan import device_named
 from tilefold.profiling import roofs
 from tilefold.profiling.roof_launches import FMA_BLOCK, Work
+from tilefold.profiling.roof_sizes import sizes_of
 
 pytestmark = pytest.mark.interpreter
 INTERPRETER = device_named("interpreter")
@@ -17,7 +18,7 @@ INTERPRETER = device_named("interpreter")
 
 @pytest.fixture
 def work(device):
-    return Work(INTERPRETER, device, roofs.sizes_of(INTERPRETER))
+    return Work(INTERPRETER, device, sizes_of(INTERPRETER))
 
 
 def every(numbers):
@@ -112,7 +113,7 @@ def test_bounds_use_what_was_measured(measured):
 def test_sizes_of_a_device():
     for name in ("h200", "a100", "l4", "mi300x"):
         device = device_named(name)
-        sizes = roofs.sizes_of(device)
+        sizes = sizes_of(device)
         assert sizes.elements * 4 >= 4 * device.l2_bytes, "DRAM buffers must not fit L2"
         assert device.l2_bytes / 8 <= sizes.l2_elements * 4 <= device.l2_bytes / 4
         assert sizes.l2_elements % sizes.block == sizes.elements % sizes.block == 0

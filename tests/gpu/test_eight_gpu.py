@@ -158,7 +158,8 @@ def test_matmul_of_e4m3(columns):
     """By the kernel for sm_90: scales, bias, activations, dtypes of the result, odd N, shares of the sum."""
     if not IS_HOPPER:
         pytest.skip("written for sm_90")
-    from tilefold.ops.matrix.product import Epilogue, operands, problem_of
+    from tilefold.ops.matrix.operands import operands
+    from tilefold.ops.matrix.product import Epilogue, problem_of
     from tilefold.plan.matrix.matmul import plan_matmul
 
     for m, n, k in ((500, 392, 1008), (1000, 333, 4096), (257, 1032, 128)):

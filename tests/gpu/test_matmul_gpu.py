@@ -7,7 +7,8 @@ from cases import judge, rand
 from matmul_cases import ACTIVATIONS, check, check_gradients, matrix
 from tilefold import constant, ops, reference
 from tilefold.ops.device import device_of
-from tilefold.ops.matrix.product import Epilogue, operands, problem_of
+from tilefold.ops.matrix.operands import operands
+from tilefold.ops.matrix.product import Epilogue, problem_of
 from tilefold.plan.matrix.matmul import plan_matmul
 
 DEVICE = torch.device("cuda")

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import Unsupported
 from ..types import Layout
-from .dense.attention import describe_box, head_strides
+from .dense.attention_parts import describe_box, head_strides
 
 if TYPE_CHECKING:
     from .launch import Box

@@ -10,7 +10,7 @@ from tilefold.bench import timers
 from tilefold.kernels import roofs as kernels
 from tilefold.ops.launch import Launch
 from tilefold.plan.device import Device
-from tilefold.profiling.roofs import Sizes
+from tilefold.profiling.roof_sizes import Sizes
 
 __all__ = ["Work", "example_launch", "launch_on_device", "launch_on_host", "timer"]
 
@@ -154,7 +154,7 @@ def launch_on_host(call: Call, where: torch.device) -> float:
 def example_launch(part: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a measurement as an H200 runs it, on tensors without memory, to compile."""
     from tilefold.plan.device import device_named
-    from tilefold.profiling.roofs import sizes_of
+    from tilefold.profiling.roof_sizes import sizes_of
 
     device = device_named("h200")
     work = Work(device, torch.device("meta"), sizes_of(device))

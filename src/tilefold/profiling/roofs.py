@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.plan.device import Device, Rates
+from tilefold.profiling.roof_sizes import Sizes, sizes_of
 
 __all__ = [
     "FOLDER_VARIABLE",
     "Roofs",
-    "Sizes",
     "load_roofs",
     "measure_roofs",
     "roofs_folder",
@@ -85,23 +85,6 @@ class Roofs:
         """The record that `to_json` wrote; ValueError, KeyError or TypeError if it did not."""
         fields = json.loads(text)
         return cls(**{**fields, "flops": tuple((str(name), float(rate)) for name, rate in fields["flops"])})
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much each measurement does. elements: int32 of the DRAM buffers; l2_elements: of the one in L2, read l2_turns times;
-    block: of a program at a time. turns: of the loops in registers and on tensor cores. programs: of those, an SM.
-    tile: M, N of the products; k_bytes: bytes of a row of their tiles. warps. Defaults are for a data-centre GPU."""
-
-    elements: int = 1 << 29
-    l2_elements: int = 1 << 21
-    l2_turns: int = 4
-    block: int = 8192
-    turns: int = 4096
-    programs: int = 8
-    tile: tuple[int, int] = (128, 256)
-    k_bytes: int = 128
-    warps: int = 8
 
 
 def with_roofs(device: Device, roofs: Roofs | None) -> Device:
@@ -199,13 +182,3 @@ def measure_roofs(device: Device, torch_device: Any, sizes: Sizes | None = None)
         launch_device=run.launch_on_device(work.nothing(), torch_device),
         launch_host=run.launch_on_host(work.nothing(), torch_device),
     )  # fmt: skip
-
-
-def sizes_of(device: Device) -> Sizes:
-    """Sizes for a device: buffers far beyond its L2 cache and within a quarter of it; next to nothing for the interpreter."""
-    if device.backend == "interpreter":
-        return Sizes(
-            elements=1 << 12, l2_elements=1 << 10, l2_turns=3, block=256, turns=2, programs=2, tile=(16, 16), k_bytes=64, warps=4
-        )  # fmt: skip
-    quarter = 1 << (device.l2_bytes // 16).bit_length() - 1  # elements of 4 bytes
-    return Sizes(elements=max(1 << 28, 128 * quarter), l2_elements=quarter)

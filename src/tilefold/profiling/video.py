@@ -244,7 +244,7 @@ def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     import torch
 
     from tilefold.profiling.roof_launches import Work
-    from tilefold.profiling.roofs import sizes_of
+    from tilefold.profiling.roof_sizes import sizes_of
 
     launch = Work(device, torch.device("cuda", torch.cuda.current_device()), sizes_of(device)).nothing()
 

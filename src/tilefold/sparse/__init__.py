@@ -3,9 +3,10 @@
 from .coarse import CoarseResult, attend_rows, coarse, project
 from .fuse import fuse
 from .index import BlockIndex
-from .pipeline import CoarseOptions, SelectOptions, Stages, sparse_video_attention
+from .pipeline import sparse_video_attention
 from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 from .select import Selection, gini, index, select
+from .stages import CoarseOptions, SelectOptions, Stages
 from .streaming import VideoCache
 from .tiling import GridTiling
 from .tree import register

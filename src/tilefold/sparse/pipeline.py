@@ -1,8 +1,6 @@
 """The stages of sparse video attention composed: coarse, select, fine, fuse."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -16,85 +14,12 @@ from .coarse import coarse as coarse_stage
 from .fuse import fuse
 from .index import BlockIndex
 from .select import select as select_stage
+from .stages import CoarseOptions, SelectOptions, Stages
 from .streaming import VideoCache, attend_cache, refuse_gradients
 
-__all__ = ["CoarseOptions", "SelectOptions", "Stages", "sparse_video_attention"]
+__all__ = ["sparse_video_attention"]
 
-CoarseKind = Literal["block", "dense", "pooled"]
-Setting: TypeAlias = float | torch.Tensor
-
-
-@dataclass(frozen=True)
-class CoarseOptions:
-    """How the coarse branch reduces keys and values to one row a block; see `tilefold.sparse.coarse`.
-
-    kind: "block" (a weight for each slot of a block), "dense" (a matrix over all tokens, as Linformer) or "pooled" (queries
-    averaged, too).  reduction: a query block's score is the "mean" or the "max" over its queries."""
-
-    kind: CoarseKind = "block"
-    reduction: Literal["mean", "max"] = "mean"
-
-    def __post_init__(self) -> None:
-        for name, accepted in (("kind", ("block", "dense", "pooled")), ("reduction", ("mean", "max"))):
-            if getattr(self, name) not in accepted:
-                raise ValueRangeError(f"{name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class SelectOptions:
-    """Which blocks of the highest scores are attended: arguments of `tilefold.sparse.select`, which describes them.
-
-    method: "gini" (as much of a row's mass as tau, which follows from how concentrated the row is), "top_p" (mass top_p) or
-    "top_k" (top_k blocks, or what `sparsity`, 0 to 1, leaves).  Settings are numbers, or tensors on the device: [heads]
-    gives each head its own."""
-
-    method: Literal["gini", "top_p", "top_k"] = "gini"
-    tau_min: Setting | None = None
-    tau_max: Setting | None = None
-    tau: Callable[[torch.Tensor], Any] | None = None
-    top_p: Setting | None = None
-    top_k: Setting | None = None
-    sparsity: Setting | None = None
-    min_blocks: Setting = 1
-    max_blocks: Setting | None = None
-    capacity: int | None = None
-    force_self: bool = False
-    force_first: int = 0
-    local_window: int | None = None
-    force: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in ("gini", "top_p", "top_k"):
-            raise ValueRangeError(f"method must be one of gini, top_p, top_k, got {self.method!r}")
-
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `select`."""
-        return {name: getattr(self, name) for name in _SELECT_FIELDS}
-
-
-_SELECT_FIELDS = tuple(one.name for one in fields(SelectOptions))
-
-
-@dataclass(frozen=True, eq=False)
-class Stages:
-    """What each stage of a call made; without a coarse branch everything but index, fine_out and fine_lse is None.
-
-    coarse_out: like out, the coarse branch before its gate.
-    scores: fp32 [batch, heads, Q blocks, KV blocks], the probability that a query block puts on a KV block.
-    gini: fp32 [batch, heads, Q blocks], how concentrated a row of scores is, 0 to 1.
-    tau: fp32 [batch, heads, Q blocks], the mass that was asked for (None for the method "top_k"); mass: that of the
-        blocks which were listed.
-    index: the lists that were attended.
-    fine_out: like out, the fine branch before its gate; fine_lse: fp32 [batch, heads, seq], natural log."""
-
-    coarse_out: torch.Tensor | None
-    scores: torch.Tensor | None
-    gini: torch.Tensor | None
-    tau: torch.Tensor | None
-    mass: torch.Tensor | None
-    index: BlockIndex
-    fine_out: torch.Tensor
-    fine_lse: torch.Tensor
+_BLOCKS = CoarseOptions()
 
 
 def sparse_video_attention(
@@ -102,7 +27,7 @@ def sparse_video_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    coarse: CoarseOptions | None = CoarseOptions(),
+    coarse: CoarseOptions | None = _BLOCKS,
     select: SelectOptions | None = None,
     weight_k: torch.Tensor | None = None,
     weight_v: torch.Tensor | None = None,

@@ -16,7 +16,7 @@ from .fuse import fuse
 from .select import select as select_blocks
 
 if TYPE_CHECKING:
-    from .pipeline import CoarseOptions, SelectOptions
+    from .stages import CoarseOptions, SelectOptions
 
 __all__ = ["VideoCache", "attend_cache", "refuse_gradients"]
 
@@ -204,7 +204,7 @@ def attend_cache(
     """(out, stages) of the newest tokens over everything that the cache holds; see `sparse_video_attention`.
 
     q: [batch, seq_q, heads, dim], the last seq_q tokens that were appended.  Forward only."""
-    from .pipeline import Stages
+    from .stages import Stages
 
     queries = q.shape[1 if layout == "bshd" else 2]
     if queries > cache.tokens:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tilefold.bench.attention.cases import Case
     from tilefold.plan.device import Device
-    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions, Stages
+    from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
     "PEERS",

@@ -29,7 +29,7 @@ from tilefold.plan.video import STAGES, VideoShape, stage_costs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
+    from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
 __all__ = [
     "FINE",
@@ -210,7 +210,7 @@ def measure_point(
     its launches."""
     import torch
 
-    from tilefold.sparse.pipeline import CoarseOptions, SelectOptions
+    from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
     coarse, select = CoarseOptions(), SelectOptions(method="top_k", sparsity=point.sparsity / 100)
     replays = where == "cuda" and (graph or point.queries is not None)

@@ -10,7 +10,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention import kind_of
+from ..dense.attention_parts import dropout_of, kind_of, mods_of
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
@@ -183,7 +183,7 @@ def backward(
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
-    exact, drop = q.dtype == torch.float32, attention.dropout_of(call)
+    exact, drop = q.dtype == torch.float32, dropout_of(call)
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
@@ -195,7 +195,7 @@ def backward(
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     if exact and whole:
         rows = q, k, dout, lse2, delta
@@ -383,8 +383,8 @@ def example_launch(
     ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
-    exact, drop = problem.dtype == "float32", attention.dropout_of(call)
-    score, masks = attention.mods_of(prepared.mods, prepared.softcap, call, exact)
+    exact, drop = problem.dtype == "float32", dropout_of(call)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     offsets = (None, None) if call.packed is None else call.packed[:2]
     plain = (q, k, v, out, lse, lse)

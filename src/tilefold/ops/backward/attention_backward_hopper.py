@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call import UNBOUNDED, Call
-from ..dense.attention import example_call, head_strides, kind_of
+from ..dense.attention import example_call
+from ..dense.attention_parts import head_strides, kind_of
 from ..hopper import chosen_or_none
 from ..startup import beside
 from .hopper_backward import (

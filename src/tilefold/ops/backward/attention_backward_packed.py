@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention import example_call, head_strides, kind_of
+from ..dense.attention import example_call
+from ..dense.attention_parts import head_strides, kind_of
 from ..hopper import chosen_or_none
 from .attention_backward_hopper import FENCED, HOLDING
 from .hopper_backward import STATISTICS, UNIT, kept_box, side_boxes, statistics_box

@@ -7,7 +7,7 @@ import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..dense.attention import boxable, describe_box, head_strides
+from ..dense.attention_parts import boxable, describe_box, head_strides
 
 if TYPE_CHECKING:
     from ...plan.limits import Tile

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...types import Layout
-from ..dense.attention import head_strides
+from ..dense.attention_parts import head_strides
 from ..hopper import box_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import torch
 
 from ...errors import Unsupported
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention import head_strides, kind_of, mods_of, problem_of
+from ..dense.attention import problem_of
+from ..dense.attention_parts import head_strides, kind_of, mods_of
 from ..device import interpreting
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters

@@ -13,7 +13,7 @@ from ...types import Constant, Layout, Window
 from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, result_shapes, window_of
 from ..device import device_of
 from ..records import remember
-from .attention import boxable, describe_box, head_strides, kind_of
+from .attention_parts import boxable, describe_box, head_strides, kind_of
 from .fp8 import E4M3
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import torch
 
 from ..call import UNBOUNDED, Call
 from ..hopper import box_of, require, tickets
-from .attention import Prepared, head_strides, hooks_of, kind_of
+from .attention_parts import Prepared, head_strides, hooks_of, kind_of
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:

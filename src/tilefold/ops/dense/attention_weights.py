@@ -9,7 +9,7 @@ from ...errors import Unsupported
 from ..call import UNBOUNDED, Call, Packed, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operator
-from .attention import dropout_of, head_strides, kind_of, mods_of
+from .attention_parts import dropout_of, head_strides, kind_of, mods_of
 
 __all__ = ["attention_weights", "example_launch"]
 

@@ -102,7 +102,7 @@ def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bia
 def _plan_of(m: int, weight: torch.Tensor, device: Any) -> "EightPlan":
     from ...plan.matrix.eight import EightProblem, plan_eight
     from ..hopper import disabled
-    from .product import boxable
+    from .operands import boxable
 
     kind = str(weight.dtype).removeprefix("torch.")
     problem = EightProblem(m, weight.shape[0], weight.shape[1], kind, boxable(weight.unsqueeze(0)))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
     from ...plan.matrix.matmul import MatmulPlan
     from ..launch import Box
-    from .product import Operands
+    from .operands import Operands
 
 __all__ = ["Boxes", "bind", "bind_product", "boxes_of", "constants_of", "panel_box", "product_arguments"]
 
@@ -114,7 +114,7 @@ def _bind_large(
 ) -> tuple[Any, Any]:
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
     from ..launch import Launch
-    from .product import BIAS
+    from .operands import BIAS
 
     p, early = plan.problem, plan.device.dependent_launches
     stored = p.n % 8 == 0
@@ -145,8 +145,8 @@ def bind_product(
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
     from ..launch import Launch
+    from .operands import BIAS
     from .options import CODES
-    from .product import BIAS
 
     problem, tile = plan.problem, plan.tile
     m, n, _ = x.sizes

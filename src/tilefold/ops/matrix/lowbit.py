@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...check import FLOATS, TensorSpec, bind
-from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ...errors import DtypeError, Unsupported, ValueRangeError
 from ...quant import QuantizedTensor
 from ..operator import Operator
 from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
-from .lowbit_launch import call, dequantise, plain_product
+from .lowbit_launch import call, check, dequantise, plain_product
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan
@@ -76,21 +75,6 @@ def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
 
         if not isinstance(plan, LowbitPlan):
             raise DtypeError(f"plan must be a LowbitPlan or None, got {type(plan).__name__}")
-
-
-def check(x: Any, weight: QuantizedTensor, bias: Any) -> None:
-    """Raise unless x and bias fit the weight."""
-    n, k = weight.shape
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() < 1 or x.shape[-1] != k:
-        raise ShapeError(f"x must be [..., K] with K = {k} like weight, got {list(x.shape)}")
-    names = " ".join([*(f"d{i}" for i in range(x.dim() - 1)), "K"])
-    bind((TensorSpec("x", names, FLOATS, contiguous_last=True),), {"x": x})
-    spec = TensorSpec("bias", "N", FLOATS, optional=True, same_dtype_as="x", contiguous_last=True)
-    bind((spec,), {"x": x, "bias": bias}, known={"N": n}, beside=("x", x))
-    if weight.device != x.device:
-        bind((TensorSpec("weight", "a b c", (torch.int32,)),), {"weight": weight.packed}, beside=("x", x))
 
 
 def lowbit_matmul_plan(

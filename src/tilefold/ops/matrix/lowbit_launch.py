@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import PlanError
+from ...check import FLOATS, TensorSpec, bind
+from ...errors import DtypeError, PlanError, ShapeError
 from ...quant import QuantizedTensor
 from ..cache.decode_counters import counters
 from ..call import facts_of
@@ -16,7 +17,22 @@ from ..records import remember
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
 
-__all__ = ["call", "dequantise", "example_launch", "plain_product", "plan_of"]
+__all__ = ["call", "check", "dequantise", "example_launch", "plain_product", "plan_of"]
+
+
+def check(x: Any, weight: QuantizedTensor, bias: Any) -> None:
+    """Raise unless x and bias fit the weight."""
+    n, k = weight.shape
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() < 1 or x.shape[-1] != k:
+        raise ShapeError(f"x must be [..., K] with K = {k} like weight, got {list(x.shape)}")
+    names = " ".join([*(f"d{i}" for i in range(x.dim() - 1)), "K"])
+    bind((TensorSpec("x", names, FLOATS, contiguous_last=True),), {"x": x})
+    spec = TensorSpec("bias", "N", FLOATS, optional=True, same_dtype_as="x", contiguous_last=True)
+    bind((spec,), {"x": x, "bias": bias}, known={"N": n}, beside=("x", x))
+    if weight.device != x.device:
+        bind((TensorSpec("weight", "a b c", (torch.int32,)),), {"weight": weight.packed}, beside=("x", x))
 
 
 def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,8 +136,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
     """The function that makes calls like this one, after all checks."""
-    from .lowbit import check
-
     check(x, weight, bias)
     device_of(x.device)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)

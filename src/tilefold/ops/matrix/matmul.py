@@ -280,7 +280,8 @@ def _meta(plan: "MatmulPlan") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor 
 
 def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of the plan's first launch on tensors without memory: to compile ahead of time."""
-    from .product import bind_portable, operands
+    from .operands import operands
+    from .product import bind_portable
 
     n = plan.problem
     a, b, bias = _meta(plan)
@@ -303,7 +304,8 @@ def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
 
 def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The same of the launch that adds the shares of the sum up."""
-    from .product import bind_finish, operands
+    from .operands import operands
+    from .product import bind_finish
 
     n = plan.problem
     a, b, bias = _meta(plan)

@@ -6,8 +6,8 @@ import torch
 
 from ..hopper import require
 from .eight_hopper import Boxes, bind_product, product_arguments
+from .operands import BIAS, Operands
 from .options import CODES
-from .product import BIAS, Operands
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan

@@ -1,19 +1,20 @@
 """Coarse attention over projected rows, with scores for every query block: check, plan, allocate, launch, and its operator."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
 from ..call import SPECS, check_heads
-from ..dense.attention import boxable, describe_box, head_strides
-from ..device import device_of, interpreting
+from ..dense.attention_parts import boxable, describe_box, head_strides
+from ..device import device_of
 from ..operator import Operator
 from ..records import remember
 from . import coarse_backward
+from .coarse_parts import CoarseCall, Prepared, constants_of
 from .project import SIZES, facts, size_strides
 
 if TYPE_CHECKING:
@@ -27,37 +28,6 @@ _SIZES = (
     TensorSpec("query_sizes", SIZES.format("heads", "q_blocks"), (torch.int32,), contiguous_last=True, optional=True),
 )
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class CoarseCall(NamedTuple):
-    """Everything but q and the rows of k and v.
-
-    reduction: "mean", "max", or "each" if every query is a block of its own (query_sizes then says which are live).
-    finite: dead rows of k and v hold finite numbers.  names: of the rows of k and v, for errors."""
-
-    block_sizes: torch.Tensor | None
-    query_sizes: torch.Tensor | None
-    block: int
-    scale: float | None
-    reduction: str
-    layout: str
-    finite: bool
-    names: str = "k v"
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key; plan None: nothing to compute."""
-
-    plan: "CoarsePlan | None"
-    out_shape: tuple[int, ...]
-    scores_shape: tuple[int, ...]  # with the parts in front
-    lse_shape: tuple[int, ...]
-    scale: float = 1.0
-    boxes: tuple[Any, ...] = ()
-    launch: Any = None
-    tail: tuple[Any, ...] = ()
-    backward: dict[Any, Any] = field(default_factory=dict)
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -170,20 +140,6 @@ def bind_forward(
         tail=(scale, n.seq_q, n.seq_k, n.heads, n.group, n.batch, *(one for s in strides for one in s),
               *size_strides(call.block_sizes), *size_strides(call.query_sizes)),
     )  # fmt: skip
-
-
-def constants_of(plan: "CoarsePlan", dtype: torch.dtype, wide: bool) -> dict[str, Any]:
-    """Compile-time constants that the three kernels share; wide: rows of one tile lie 2^31 elements or more apart."""
-    n = plan.problem.attention
-    return {
-        "EMULATE": interpreting() and dtype == torch.bfloat16,
-        "WIDE": wide,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
-        "Q_BLOCK": plan.problem.block,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
-    }
 
 
 # ---------------------------------------------------------------- the operator

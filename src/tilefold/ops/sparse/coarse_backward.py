@@ -7,12 +7,12 @@ import torch
 
 from ..backward.backward_parts import ROWS, delta_launch, readable, tiled
 from ..call import facts_of
-from ..dense.attention import boxable, describe_box, head_strides
+from ..dense.attention_parts import boxable, describe_box, head_strides
 from .project import size_strides
 
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan
-    from .coarse import CoarseCall, Prepared
+    from .coarse_parts import CoarseCall, Prepared
 
 __all__ = ["Bound", "backward", "bind"]
 
@@ -86,7 +86,7 @@ def bind(
 ) -> Bound:
     """tensors: q, k, v, out."""
     from ...kernels import coarse_backward as kernels
-    from .coarse import constants_of
+    from .coarse_parts import constants_of
 
     q, k, v, out = tensors
     n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0

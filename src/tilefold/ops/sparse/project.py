@@ -8,7 +8,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
 from ..call import MAX_HEAD_DIM, check_integer, facts_of
-from ..dense.attention import head_strides
+from ..dense.attention_parts import head_strides
 from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import remember

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
-from ..dense.attention import boxable, describe_box, head_strides, mods_of, problem_of
+from ..dense.attention import problem_of
+from ..dense.attention_parts import boxable, describe_box, head_strides, mods_of
 from ..device import device_of, interpreting
 from ..records import remember
 from ..startup import uncollected

@@ -13,7 +13,7 @@ from ..backward.hopper_backward import (
     statistics_box,
     statistics_launch,
 )
-from ..dense.attention import head_strides
+from ..dense.attention_parts import head_strides
 from ..hopper import chosen_or_none
 from .sparse import list_strides
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dense.attention import head_strides
+from ..dense.attention_parts import head_strides
 from ..hopper import box_of, require, tickets
 from .sparse import Prepared, SparseCall, list_strides
 

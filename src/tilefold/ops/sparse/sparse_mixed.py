@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..dense.attention import boxable
+from ..dense.attention_parts import boxable
 from . import fuse, sparse
 from .project import facts
 from .sparse import HOPPER_KERNEL, Prepared, SparseCall

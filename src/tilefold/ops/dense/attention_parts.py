@@ -1,0 +1,112 @@
+"""What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...types import Layout
+from ..call import Call
+
+if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
+    from ...plan import AttentionPlan
+    from ..launch import Box
+
+__all__ = ["Prepared", "boxable", "describe_box", "dropout_of", "head_strides", "hooks_of", "kind_of", "mods_of"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
+
+    plan: "AttentionPlan | None"  # None: nothing to compute
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    scalars: tuple[Any, ...] = ()
+    strides: tuple[int, ...] = ()
+    extras: tuple[Any, ...] = ()  # what follows the strides, where that is the same each time
+    softcap: float = 0.0
+    boxes: "tuple[Box, ...]" = ()
+    plain: bool = True  # no mods and no packed offsets among the arguments
+    launch: Any = None
+    mods: Any = None  # the module device.mods, which `import tilefold` does not load
+    keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
+    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+
+
+def boxable(t: torch.Tensor) -> bool:
+    """Can the copy engine read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
+    step = 16 // t.element_size()
+    outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
+    return (
+        t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s % step == 0 and s * t.element_size() < 1 << 40 for _, s in outer)
+    )
+
+
+def hooks_of(call: Call) -> tuple[Any, ...]:
+    """The objects whose ids are part of the call's key."""
+    return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
+
+
+def kind_of(window: tuple[int, int]) -> int:
+    """Which band of device.ranges a window is."""
+    from ...device import ranges
+
+    kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
+    return int(kind.value)
+
+
+def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), or (row, head) of a packed tensor."""
+    if t.dim() == 3:
+        return t.stride(0), t.stride(1)
+    return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
+
+
+def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
+    """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
+    use one row's."""
+    from ..launch import Box
+
+    stride_b, stride_n, stride_h = head_strides(t, layout)
+    length, heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
+    shape = [t.shape[0], heads, length, t.shape[-1]]
+    step = 16 // t.element_size()
+    row = -(-t.shape[-1] // step) * step
+    strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
+    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
+
+
+def dropout_of(call: Call) -> tuple[Any, ...]:
+    """(seed, p, factor of what is kept) for the kernels, () without dropout."""
+    p = call.dropout_p
+    return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
+
+
+def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
+    score: list[Any] = []
+    masks: list[Any] = []
+    if softcap:
+        score.append((mods.softcap_exact if exact else mods.softcap, (softcap,)))
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes
+        score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))
+    if call.bias is not None:
+        score.append((mods.bias, (call.bias, *_broadcast_strides(call.bias))))
+    if call.score_mod is not None:
+        score.append((call.score_mod, call.score_args))
+    if call.mask is not None:
+        masks.append((mods.keep, (call.mask, *_broadcast_strides(call.mask))))
+    if call.mask_mod is not None:
+        masks.append((call.mask_mod, call.mask_args))
+    return tuple(score), tuple(masks)
+
+
+def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The four strides of a bias or mask, 0 where a dimension of size 1 is broadcast."""
+    b, h, q, k = t.stride()
+    shape = t.shape
+    return b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, q if shape[2] > 1 else 0, k
