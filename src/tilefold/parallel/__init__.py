@@ -4,6 +4,7 @@ from ..errors import CommunicationError
 from ..plan.parallel import ParallelPlan, plan_parallel
 from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding, shard
+from .blocks import shard_blocks, shard_index
 from .calls import (
     all_gather_attention,
     attention,
@@ -16,7 +17,7 @@ from .context import context_parallel
 from .decode import attention_kvcache, cache_lengths, merge_ranks
 from .group import Ranks, ranks_of
 from .local import Kernels
-from .sparse import BlockExchange, block_exchange, shard_blocks, shard_index, sparse_attention
+from .sparse import BlockExchange, block_exchange, sparse_attention
 from .tokens import causal_batch, gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
 
 __all__ = [

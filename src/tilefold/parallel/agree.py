@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import ShapeError
 from .exchange import gather_flat, guarded
-from .group import Ranks
+from .group import Ranks, carried_by
 
 __all__ = ["agree", "forget", "keep", "known", "number_of", "real_of", "text_of"]
 
@@ -52,7 +52,7 @@ def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | N
     key = tuple(number for number, _ in fields.values())
     if error is None and kept is ranks.flat and key in seen and os.environ.get("TILEFOLD_PARALLEL_CHECK") != "always":
         return
-    where = torch.device("cpu") if dist.get_backend(ranks.flat) == "gloo" else device
+    where = _carrier(ranks.flat, device)
     row = [int(error is not None), *key]
     mine = torch.tensor(row + [0] * (WIDTH - len(row)), dtype=torch.int64, device=where)
     every = torch.zeros(ranks.size * mine.numel(), dtype=torch.int64, device=where)
@@ -68,11 +68,21 @@ def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | N
             f"{', '.join(map(str, refused))} were refused there; its error says why"
         )
     differing = [(name, i + 1) for i, name in enumerate(fields) if len({row[i + 1] for row in table}) > 1]
+    if differing and differing[0][0] == "function":
+        differing = differing[:1]  # another function's fields have other meanings
     if differing:
         raise ShapeError(_difference(ranks, fields, table, differing))
     if len(seen) >= MOST:
         seen.clear()
     seen.add(key)
+
+
+def _carrier(group: Any, device: torch.device) -> torch.device:
+    """Where what is compared lies: on the call's device, unless the group does not carry tensors from there."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    carried = carried_by(group)
+    return device if carried is None or device.type in carried else torch.device(carried[0])
 
 
 def _difference(
