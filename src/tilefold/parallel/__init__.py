@@ -1,4 +1,13 @@
-"""Context parallelism: one sequence's attention over several GPUs, by torch.distributed."""
+"""Context parallelism: one sequence's attention over several GPUs, by torch.distributed.
+
+In processes that torchrun started, after `torch.distributed.init_process_group`:
+
+    sharding = shard(tokens, ranks, "zigzag")                            # which tokens lie on which rank
+    q, k, v = (shard_sequence(x, sharding, rank) for x in (q, k, v))     # this rank's
+    out = attention(q, k, v, sharding, causal=True)                      # its rows of what one process would compute
+
+or, around a model whose attention is `tilefold.attention`, `with context_parallel(mesh["cp"], sharding):`.  Wherever there is a
+group: a ProcessGroup, DeviceMesh or `Ranks`, None for all processes."""
 
 from ..errors import CommunicationError
 from ..plan.parallel import ParallelPlan, plan_parallel

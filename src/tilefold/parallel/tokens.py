@@ -79,7 +79,7 @@ def assemble(parts: Sequence[torch.Tensor], spans: Sequence[Spans], dim: int) ->
 def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, dim: int = 1) -> torch.Tensor:
     """All tokens on every rank, in their order: a collective, for results and tests.  No gradient passes it.
 
-    x: this rank's tensor; sizes but that of dim are the same on all ranks.
+    x: this rank's tensor; sizes but that of dim are the same on all ranks.  sharding: over the ranks of group.
     Raises ShapeError, DtypeError, DeviceError, on every rank if the ranks' arguments differ; CommunicationError."""
     group_ranks = ranks_of(group)
     flat, rank, ranks = group_ranks.flat, group_ranks.rank, group_ranks.size
@@ -145,7 +145,8 @@ def causal_batch(
     """What a causal language model of transformers takes on this rank, `model(**causal_batch(...), use_cache=False)`: input_ids,
     position_ids, and labels that were shifted before they were cut.
 
-    input_ids: [batch, tokens] of all tokens, the same on every rank; labels: likewise, not shifted, default input_ids.
+    input_ids: [batch, tokens] of all tokens, the same on every rank; labels: likewise, not shifted, default input_ids; ignore:
+    what a label is that does not count.  sharding: over the ranks of group, default all processes.
     The model's loss is then this rank's summand of the mean over all ranks' labels: sum losses, and parameters' gradients, over
     the ranks (where something averages the gradients, multiply the loss by the number of ranks).
 
