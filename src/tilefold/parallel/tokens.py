@@ -103,13 +103,15 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
     agree(group_ranks, fields, error, getattr(x, "device", torch.device("cpu")))
     most = max(sharding.length(r) for r in range(ranks))
     rows = x.detach().movedim(dim, 0)
+    if rows.is_floating_point() and rows.element_size() == 1:
+        rows = rows.view(torch.uint8)  # gloo does not know fp8
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     every = rows.new_zeros((ranks * most, *rows.shape[1:]))
     with guarded(flat, "gathering a sequence"):
         gather_flat(every, padded, group=flat)
     parts = [every[r * most : r * most + sharding.length(r)] for r in range(ranks)]
-    return unshard_sequence(parts, sharding, 0).movedim(0, dim)
+    return unshard_sequence(parts, sharding, 0).movedim(0, dim).view(x.dtype)
 
 
 def positions(sharding: Sharding, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
