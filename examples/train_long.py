@@ -195,8 +195,9 @@ def run(options: argparse.Namespace) -> int:
     from rich.progress import Progress, TextColumn
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = planned(options, ranks)  # on every rank: what is impossible is refused by all
     if rank == 0:
-        print(planned(options, ranks))
+        print(plan)
     began = time.perf_counter()
     with Progress(TextColumn("step"), *Progress.get_default_columns(), disable=rank != 0, transient=True) as bar:
         task = bar.add_task("", total=options.steps)
@@ -254,6 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.destroy_process_group()
         return code
     ranks = options.ranks or (torch.cuda.device_count() if gpu else 2)
+    try:
+        planned(options, ranks)
+    except tilefold.TilefoldError as refused:
+        sys.exit(f"error: {refused}")
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("spawn")
         processes = [context.Process(target=_started, args=(rank, argv, ranks, folder)) for rank in range(ranks)]

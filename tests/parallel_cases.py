@@ -203,6 +203,9 @@ def helpers():
     x = torch.arange(36.0).view(18, 2)
     mine = tp.shard_sequence(x, sharding, rank, 0)
     assert torch.equal(tp.gather_sequence(mine, sharding, dim=0), x)
+    eight = x.float().to(torch.float8_e4m3fn)
+    found = tp.gather_sequence(tp.shard_sequence(eight.float(), sharding, rank, dim=0).to(eight.dtype), sharding, dim=0)
+    assert torch.equal(found.float(), eight.float())
     assert torch.equal(
         tp.unshard_sequence([tp.shard_sequence(x, sharding, r, 0) for r in range(ranks)], sharding, 0), x
     )

@@ -53,6 +53,22 @@ def disagreement():
         "shape of q is",
         lambda: tp.attention_kvcache(several, *(torch.zeros(len(several), 3, 4, 8),) * 2),
     )
+    part = torch.zeros(1, 1 if odd else sharding.length(rank), 3)
+    refused(
+        tilefold.ShapeError,
+        "x has 1 tokens" if odd else "rank 2 were refused",
+        lambda: tp.gather_sequence(part, sharding),
+    )
+    narrow = torch.zeros(1, sharding.length(rank), 2 if odd else 3)
+    refused(tilefold.ShapeError, "sizes of x beside its tokens is", lambda: tp.gather_sequence(narrow, sharding))
+    losses = torch.ones(3, dtype=torch.int64 if odd else torch.float32)
+    refused(
+        tilefold.DtypeError if odd else tilefold.ShapeError,
+        "losses must be floating" if odd else "rank 2 were refused",
+        lambda: tp.loss_mean(losses),
+    )
+    keep = torch.ones(3, dtype=torch.float32)
+    refused(tilefold.DtypeError, "keep must be a bool tensor", lambda: tp.loss_mean(keep, keep))
     tp.attention(x, x, x, sharding, **call)  # nothing is left over
 
 
@@ -78,6 +94,20 @@ def refusals():
     refused(tilefold.DtypeError, "group must be", lambda: call(group=3))
     refused(tilefold.ValueRangeError, "ranks_per_node", lambda: tp.ranks_of(None, ranks_per_node=3))
     refused(tilefold.ValueRangeError, "softcap", lambda: call(softcap=-1.0))
+    refused(tilefold.DtypeError, "kernels must be", lambda: call(kernels="mine"))
+    x = torch.zeros(1, mine, 4, 8, device="meta")
+    refused(tilefold.DeviceError, "q is on meta, but the process group (gloo)", lambda: tp.attention(x, x, x, sharding))
+    refused(TypeError, "'caussal'", lambda: tp.attention_plan(x, x, x, sharding, caussal=True))
+    refused(tilefold.ShapeError, "over 3 ranks", lambda: tp.causal_batch(torch.zeros(1, 8).long(), tp.shard(8, 3)))
+    refused(tilefold.ShapeError, "dim is 2, but x", lambda: tp.shard_sequence(torch.zeros(1, 8), sharding, 0, dim=2))
+    refused(tilefold.DtypeError, "sharding must be", lambda: tp.gather_sequence(torch.zeros(1, 8), 8))
+    lengths = torch.ones(2, dtype=torch.int32)
+    refused(tilefold.ValueRangeError, "rank must be 0 to 1", lambda: tp.cache_lengths(lengths, 2, 2))
+    refused(tilefold.ValueRangeError, "block must be", lambda: tp.cache_lengths(lengths, 0, 2, 0))
+    refused(tilefold.ShapeError, "lse has shape", lambda: tp.merge_ranks(torch.zeros(1, 2, 3, 4), torch.zeros(9)))
+    with tp.context_parallel(None, sharding):
+        y = torch.zeros(1, mine, 4, 8)
+        refused(tilefold.ValueRangeError, "layout must be", lambda: tilefold.attention(y, y, y, layout="sbhd"))
     q = torch.zeros(2, mine, 4, 8)
     packed = tp.shard([0, 3, 8], ranks)
     refused(tilefold.ShapeError, "packed sequences", lambda: tp.attention(q, q, q, packed, scheme="ring"))

@@ -1,7 +1,5 @@
 """Block-sparse attention over sequence shards: beside one process with all tokens, and what travels is what the lists name."""
 
-import os
-
 import torch
 import torch.distributed as dist
 
@@ -133,12 +131,37 @@ def refusals():
         "dtype of q is",
         lambda: tp.sparse_attention(half, half, half, index, sharding, exchange=exchange, scale=0.5),
     )
+    cut = y[:, :31] if rank else y
+    refused(
+        tilefold.ShapeError,
+        "index is of 32 queries" if rank else "rank 1 were refused",
+        lambda: tp.sparse_attention(cut, y, y, index, sharding, exchange=exchange),
+    )
+    refused(
+        tilefold.DtypeError if rank else tilefold.ShapeError,
+        "scale must be" if rank else "rank 1 were refused",
+        lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=exchange, scale="a" if rank else None),
+    )
+    refused(
+        tilefold.ShapeError,
+        "exchange given is",
+        lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=exchange if rank else None),
+    )
+    wrong = BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
+    refused(
+        tilefold.ShapeError,
+        "the exchange is of 32 in blocks of 16 x 16",
+        lambda: tp.sparse_attention(y, y, y, wrong, sharding, exchange=exchange),
+    )
+    refused(tilefold.DtypeError, "exchange must be", lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=3))
+    refused(tilefold.ValueRangeError, "kv_heads must be", lambda: tp.block_exchange(index, sharding, 0))
+    refused(tilefold.DtypeError, "index must be", lambda: tp.shard_index(None, sharding, rank))
+    refused(tilefold.ValueRangeError, "ranks must be", lambda: tp.shard_blocks(64, 0, 16))
+    assert (
+        str(exchange) == f"BlockExchange of rank {rank} of 2: blocks of 16 keys, 2 sent, 2 received, 4 held a KV head"
+    )
     odd = index if rank else BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
-    os.environ["TILEFOLD_PARALLEL_CHECK"] = "always"  # rank 1 has made this call before, and would not ask again
-    try:
-        refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))
-    finally:
-        del os.environ["TILEFOLD_PARALLEL_CHECK"]
+    refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))  # compared each time
     refused(tilefold.ShapeError, "index has lists", lambda: tp.sparse_attention(
         x.expand(2, -1, -1, -1), *(x.expand(2, -1, -1, -1),) * 2,
         BlockIndex(index.indices.expand(3, -1, -1, -1), index.counts.expand(3, -1, -1), 16, 16, 32, 64), sharding))  # fmt: skip

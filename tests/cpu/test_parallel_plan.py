@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 from tilefold.plan.parallel import SCHEMES, plan_parallel
 from tilefold.plan.parallel_cost import head_refusal
 from tilefold.plan.parallel_problem import Links, ParallelProblem
@@ -98,7 +98,7 @@ def test_any_number_of_ranks(ranks):
 
 
 def test_the_text_names_everything():
-    text = str(plan_parallel(dataclasses.replace(LONG, heads=60, backward=True), Links(16, 8)))
+    text = str(plan_parallel(dataclasses.replace(LONG, heads=60, kv_heads=4, backward=True), Links(16, 8)))
     for part in ("16 ranks, 2 nodes", "zigzag, with backward", "assumed", "reason", "rejected  heads: 60 query heads"):
         assert part in text
 
@@ -132,10 +132,34 @@ def test_what_is_asked_for_and_impossible_is_refused():
         (lambda: Links(0), "ranks"),
         (lambda: Links(8, 3), "ranks_per_node"),
         (lambda: Links(8, inside=0.0), "inside"),
+        (lambda: Links(8, latency=-1.0), "latency"),
+        (lambda: Links(8, memory=-1.0), "memory"),
         (lambda: dataclasses.replace(SHORT, dtype="int8"), "dtype"),
+        (lambda: dataclasses.replace(SHORT, kind="zig"), "kind"),
+        (lambda: dataclasses.replace(SHORT, seq_q=-1), "seq_q"),
+        (lambda: dataclasses.replace(SHORT, heads=60), "heads must be a multiple of kv_heads=8"),
         (lambda: plan_parallel(SHORT, Links(8), "rings"), "scheme"),
     ],
 )
 def test_wrong_values_are_named(make, name):
     with pytest.raises(ValueRangeError, match=name):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Links(8, inside="290"), "inside must be a number, got '290' of type str"),
+        (lambda: plan_parallel(SHORT, 8), "links must be a Links, got int"),
+        (lambda: plan_parallel(8, Links(8)), "problem must be a ParallelProblem, got int"),
+    ],
+)
+def test_wrong_types_are_named(make, text):
+    with pytest.raises(DtypeError, match=text):
+        make()
+
+
+def test_one_is_one_and_the_same_memory_is_said():
+    text = str(plan_parallel(ParallelProblem(1, 100, 100, 4, 4, 16, 16, window=(-1, 0)), Links(2)))
+    assert "for 2 ranks, 1 node:" in text
+    assert "with the same memory" in text

@@ -145,6 +145,8 @@ def test_lengths_by_hand():
         (([1, 5], 2), ValueRangeError, "offsets"),
         ((1.5, 2), DtypeError, "tokens"),
         (([0, 2.5], 2), DtypeError, "ints"),
+        ((-1, 2), ValueRangeError, "tokens must be at least 0, got -1"),
+        ((10, 2, "contiguous", 5), DtypeError, "lengths must be a sequence"),
     ],
 )
 def test_wrong_shardings_are_named(arguments, error, names):

@@ -120,9 +120,10 @@ def explain(
     prompt: Annotated[int | None, typer.Option(help="With --trace: tokens of the prompt.")] = None,
     new: Annotated[int | None, typer.Option(help="With --trace: tokens that are generated.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Over so many GPUs, by tilefold.parallel: the scheme, traffic, memory, scaling.")
+        int | None,
+        typer.Option(min=1, help="Over so many GPUs, by tilefold.parallel: the scheme, traffic, memory, scaling."),
     ] = None,
-    per_node: Annotated[int | None, typer.Option(help="With --ranks: GPUs of a node.", show_default="1")] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="With --ranks: GPUs of a node.", show_default="1")] = None,
     link: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +133,10 @@ def explain(
         ),
     ] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="With --ranks: attention TFLOP/s of one GPU.", show_default="450")
+        float | None,
+        typer.Option(
+            help="With --ranks: attention TFLOP/s of one GPU.", show_default="640, and 530 of the backward pass"
+        ),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
     shards: Annotated[

@@ -54,7 +54,7 @@ def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Dev
     if asked.tflops is not None:
         rates["flops"] = rates["flops_backward"] = asked.tflops * 1e12
     memory = None if asked.memory is None else asked.memory * 1e9
-    links = Links(asked.ranks or 1, asked.per_node or 1, memory=memory, **rates)
+    links = Links(1 if asked.ranks is None else asked.ranks, asked.per_node or 1, memory=memory, **rates)
     window = (problem.window[0], 0) if problem.causal else problem.window
     whole = ParallelProblem(problem.batch, problem.seq_q, problem.seq_k, problem.heads, problem.kv_heads, problem.dim_qk,
                             problem.dim_v, problem.dtype, window, kind, asked.backward)  # fmt: skip

@@ -128,7 +128,8 @@ def integers(text: str, name: str, count: int) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if len(found) != count or min(found) < 1:
-        raise ValueRangeError(f"{name} must be {count} integers of at least 1, comma-separated, got {text!r}")
+        how_many = f"{count} " if count > 1 else ""
+        raise ValueRangeError(f"{name} must be {how_many}integers of at least 1, comma-separated, got {text!r}")
     return found
 
 

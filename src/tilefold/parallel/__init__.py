@@ -1,9 +1,19 @@
-"""Context parallelism: one sequence's attention over several GPUs, by torch.distributed."""
+"""Context parallelism: one sequence's attention over several GPUs, by torch.distributed.
+
+In processes that torchrun started, after `torch.distributed.init_process_group`:
+
+    sharding = shard(tokens, ranks, "zigzag")                            # which tokens lie on which rank
+    q, k, v = (shard_sequence(x, sharding, rank) for x in (q, k, v))     # this rank's
+    out = attention(q, k, v, sharding, causal=True)                      # its rows of what one process would compute
+
+or, around a model whose attention is `tilefold.attention`, `with context_parallel(mesh["cp"], sharding):`.  Wherever there is a
+group: a ProcessGroup, DeviceMesh or `Ranks`, None for all processes."""
 
 from ..errors import CommunicationError
 from ..plan.parallel import ParallelPlan, plan_parallel
 from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding, shard
+from .blocks import shard_blocks, shard_index
 from .calls import (
     all_gather_attention,
     attention,
@@ -16,7 +26,7 @@ from .context import context_parallel
 from .decode import attention_kvcache, cache_lengths, merge_ranks
 from .group import Ranks, ranks_of
 from .local import Kernels
-from .sparse import BlockExchange, block_exchange, shard_blocks, shard_index, sparse_attention
+from .sparse import BlockExchange, block_exchange, sparse_attention
 from .tokens import causal_batch, gather_sequence, loss_mean, next_tokens, positions, shard_sequence, unshard_sequence
 
 __all__ = [

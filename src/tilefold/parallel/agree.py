@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import ShapeError
 from .exchange import arrived, gather_flat, guarded
-from .group import Ranks
+from .group import Ranks, carried_by
 
 __all__ = ["agree", "forget", "keep", "known", "number_of", "real_of", "text_of"]
 
@@ -37,22 +37,30 @@ def text_of(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | None, device: torch.device) -> None:
+def agree(
+    ranks: Ranks,
+    fields: dict[str, tuple[int, str]],
+    error: Exception | None,
+    device: torch.device,
+    always: bool = False,
+) -> None:
     """Compare this call with those of the other ranks: a collective, the first time that this rank sees these fields.
 
     fields: by name, the number to be compared and how this rank writes it; the first is "function", the others are the same
     for every call of it, at most 22.  error: what this rank
     found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits for it.
 
+    always: compare this call whether or not its fields were seen, where the host waits for the ranks anyway.
     TILEFOLD_PARALLEL_CHECK=always in the environment of all ranks compares every call, which costs each a small exchange and a
     wait of the host: to find out who goes astray where a transfer has failed.
 
     Raises ShapeError on every rank, naming what differs and on which ranks."""
     kept, seen = _AGREED.setdefault(id(ranks.flat), (ranks.flat, set()))
     key = tuple(number for number, _ in fields.values())
-    if error is None and kept is ranks.flat and key in seen and os.environ.get("TILEFOLD_PARALLEL_CHECK") != "always":
+    always = always or os.environ.get("TILEFOLD_PARALLEL_CHECK") == "always"
+    if error is None and kept is ranks.flat and key in seen and not always:
         return
-    where = torch.device("cpu") if dist.get_backend(ranks.flat) == "gloo" else device
+    where = _carrier(ranks.flat, device)
     row = [int(error is not None), *key]
     mine = torch.tensor(row + [0] * (WIDTH - len(row)), dtype=torch.int64, device=where)
     every = torch.zeros(ranks.size * mine.numel(), dtype=torch.int64, device=where)
@@ -69,11 +77,21 @@ def agree(ranks: Ranks, fields: dict[str, tuple[int, str]], error: Exception | N
             f"{', '.join(map(str, refused))} were refused there; its error says why"
         )
     differing = [(name, i + 1) for i, name in enumerate(fields) if len({row[i + 1] for row in table}) > 1]
+    if differing and differing[0][0] == "function":
+        differing = differing[:1]  # another function's fields have other meanings
     if differing:
         raise ShapeError(_difference(ranks, fields, table, differing))
     if len(seen) >= MOST:
         seen.clear()
     seen.add(key)
+
+
+def _carrier(group: Any, device: torch.device) -> torch.device:
+    """Where what is compared lies: on the call's device, unless the group does not carry tensors from there."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    carried = carried_by(group)
+    return device if carried is None or device.type in carried else torch.device(carried[0])
 
 
 def _difference(

@@ -122,6 +122,9 @@ def attention_plan(
 ) -> ParallelPlan:
     """The ParallelPlan that `attention(q, k, v, sharding, **options)` follows, without running it; `print` it.  No collective,
     unless the group's two levels have to be made."""
+    unknown = [name for name in options if name not in (attention.__kwdefaults__ or {})]
+    if unknown:
+        raise TypeError(f"attention_plan() got an unexpected keyword argument {unknown[0]!r}")
     ranks = ranks_of(options.get("group"))
     scheme, links, kernels = options.get("scheme", "auto"), options.get("links"), options.get("kernels") or OWN
     setting = Setting(ranks, sharding, options.get("kv_sharding") or sharding, scheme, links, kernels)

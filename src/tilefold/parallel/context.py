@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DtypeError, ShapeError, Unsupported
+from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..ops import route
 from ..ops.call import Call
 from ..plan.parallel import SCHEMES
@@ -16,7 +16,7 @@ from ..plan.sharding import Sharding
 from .calls import eager_attention
 from .compiled import compiled_attention
 from .group import ranks_of
-from .job import OWN, Setting, number_for, wanted
+from .job import OWN, Setting, check_kernels, number_for, wanted
 from .local import Kernels
 
 __all__ = ["context_parallel"]
@@ -53,9 +53,10 @@ def context_parallel(
     if sharding.ranks != ranks.size:
         raise ShapeError(f"sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
     if scheme not in ("auto", *SCHEMES):
-        raise Unsupported(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
+        raise ValueRangeError(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     if links is not None and not isinstance(links, Links):
         raise DtypeError(f"links must be a Links or None, got {type(links).__name__}")
+    check_kernels(kernels or OWN)
     setting = Setting(ranks, sharding, sharding, scheme, links, kernels or OWN)
     route.STACK.append(("context_parallel", _route(setting)))
     try:
@@ -73,6 +74,8 @@ def _route(setting: Setting) -> route.Route:
         for name, value, default in zip(Call._fields, call, _DEFAULT, strict=True):
             if name not in _SERVED and not (value is default or (type(value) is type(default) and value == default)):
                 raise Unsupported(f"{name} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
+        if call.layout not in ("bshd", "bhsd"):
+            raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
         if call.layout == "bhsd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         scores = call.causal, call.window, call.scale, call.softcap

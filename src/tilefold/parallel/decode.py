@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..cache_api import attention_kvcache as _local
-from ..errors import DtypeError, TilefoldError, Unsupported
+from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..ops.watch import wants_gradient
 from .agree import agree, number_of, text_of
 from .exchange import gather_flat, guarded
@@ -40,6 +40,7 @@ def attention_kvcache(
         What the local call raises; ShapeError on every rank if the queries' shapes differ between them; Unsupported for window,
         alibi_slopes and plan, and for causal with several queries; CommunicationError."""
     ranks = ranks_of(group)
+    given = options.get("sinks") is not None
     wants_lse = options.pop("return_lse", False)
     error: Exception | None = None
     try:
@@ -50,7 +51,12 @@ def attention_kvcache(
         out, lse = _local(q, k_cache, v_cache, return_lse=True, **mine)
     except (TilefoldError, TypeError, ValueError) as refused:
         error = refused
-    agree(ranks, _fields(q, v_cache, options), error, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
+    agree(
+        ranks,
+        _fields(q, v_cache, options, given),
+        error,
+        q.device if isinstance(q, torch.Tensor) else torch.device("cpu"),
+    )
     out, lse = merge_ranks(out, lse, ranks)
     return (out, lse) if wants_lse else out
 
@@ -61,6 +67,7 @@ def merge_ranks(out: torch.Tensor, lse: torch.Tensor, group: Any = None) -> tupl
     out: [batch, seq, heads, dim] or [total, heads, dim]; lse: [batch, heads, seq] or [heads, total] fp32, the same shapes on all
     ranks.  There are no gradients."""
     ranks = ranks_of(group)
+    _check_parts(out, lse)
     if ranks.size == 1:
         return out, lse
     message = torch.cat([out.reshape(-1).float(), lse.reshape(-1)])
@@ -75,13 +82,33 @@ def merge_ranks(out: torch.Tensor, lse: torch.Tensor, group: Any = None) -> tupl
     return (outs * weights).sum(0).to(out.dtype), total
 
 
+def _check_parts(out: Any, lse: Any) -> None:
+    for name, t in (("out", out), ("lse", lse)):
+        if not isinstance(t, torch.Tensor):
+            raise DtypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if lse.dtype != torch.float32:
+        raise DtypeError(f"lse has dtype {lse.dtype}, accepted: torch.float32")
+    expected = tuple(out.shape[:-1]) if out.dim() not in (3, 4) else (*out.shape[:-3], out.shape[-2], out.shape[-3])
+    if out.dim() not in (3, 4) or tuple(lse.shape) != expected:
+        raise ShapeError(
+            f"lse has shape {tuple(lse.shape)} and out {tuple(out.shape)}; expected out [batch, seq, heads, dim] and lse "
+            "[batch, heads, seq], or [total, heads, dim] and [heads, total]"
+        )
+
+
 def cache_lengths(lengths: torch.Tensor, rank: int, ranks: int, block: int = 1) -> torch.Tensor:
     """[batch] int32: how many of each sequence's tokens a rank has, if blocks of so many tokens go to ranks 0, 1, ... in turn.
 
     lengths: [batch] int32 or int64, of all ranks together, not read on the host.  Token t is row t // (block * ranks) * block
     + t % block of rank t // block % ranks."""
-    if lengths.is_floating_point():
-        raise DtypeError(f"lengths must be int32 or int64, got {lengths.dtype}")
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(
+            f"lengths must be an int32 or int64 tensor, got {getattr(lengths, 'dtype', type(lengths).__name__)}"
+        )
+    if not 0 <= rank < ranks:
+        raise ValueRangeError(f"rank must be 0 to {ranks - 1}, got {rank}")
+    if block < 1:
+        raise ValueRangeError(f"block must be at least 1, got {block}")
     turn = block * ranks
     rounds = lengths // turn
     return (rounds * block + (lengths - rounds * turn - rank * block).clamp(0, block)).to(torch.int32)
@@ -104,7 +131,7 @@ def _check(q: Any, k_cache: Any, v_cache: Any, options: dict[str, Any], wants_ls
         raise Unsupported("causal with several queries a sequence: which keys a query sees depends on where they lie")
 
 
-def _fields(q: Any, v_cache: Any, options: dict[str, Any]) -> dict[str, tuple[int, str]]:
+def _fields(q: Any, v_cache: Any, options: dict[str, Any], sinks: bool) -> dict[str, tuple[int, str]]:
     shape, dim = (tuple(t.shape) if isinstance(t, torch.Tensor) else () for t in (q, v_cache))
     scale, softcap = (options.get(name) for name in ("scale", "softcap"))
     return {
@@ -114,4 +141,5 @@ def _fields(q: Any, v_cache: Any, options: dict[str, Any]) -> dict[str, tuple[in
         "heads and dim of v_cache": (text_of(dim[2:]), str(dim[2:])),
         "scale": (number_of(float(scale or 0.0)), str(scale)),
         "softcap": (number_of(float(softcap or 0.0)), str(softcap)),
+        "sinks given": (int(sinks), str(sinks)),
     }

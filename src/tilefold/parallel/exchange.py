@@ -36,7 +36,8 @@ def guarded(group: Any, what: str) -> Iterator[None]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         raise CommunicationError(
             f"rank {rank} of {size} failed while {what}: a rank has died, or has not come to the same call within the group's "
-            f"timeout. Look at the other ranks' first errors; destroy the process group before going on. The backend: {error}"
+            f"timeout. Look at the other ranks' first errors; destroy the process group before going on. If all ranks are alive, "
+            f"TILEFOLD_PARALLEL_CHECK=always on all of them finds the call that differs. The backend: {error}"
         ) from error
 
 

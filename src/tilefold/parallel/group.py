@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import DtypeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, Unsupported, ValueRangeError
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["Ranks", "carried_by", "check_device", "ranks_of"]
 
 
 class Ranks(NamedTuple):
@@ -44,6 +44,25 @@ class Ranks(NamedTuple):
             return float(backend.options._timeout.total_seconds())
         except (AttributeError, RuntimeError):
             return None
+
+
+def carried_by(group: Any) -> tuple[str, ...] | None:
+    """The types of device whose tensors a group exchanges, None if torch does not say."""
+    try:
+        pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+        return tuple(kind for kind, _ in pairs) or None
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def check_device(name: str, t: torch.Tensor, group: Any) -> None:
+    """DeviceError unless the group exchanges tensors of that device."""
+    carried = carried_by(group)
+    if carried is not None and t.device.type not in carried:
+        raise DeviceError(
+            f"{name} is on {t.device}, but the process group ({dist.get_backend(group)}) exchanges tensors on "
+            f"{', '.join(carried)}"
+        )
 
 
 _MADE: dict[Any, tuple[Any, Ranks]] = {}  # with the world they were made in, so that its id stays its own

@@ -14,7 +14,7 @@ from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding
 from ..types import Window
 from .agree import agree, keep, known, number_of, text_of
-from .group import Ranks
+from .group import Ranks, check_device
 from .local import Kernels, Pair
 from .schemes import Job
 
@@ -23,6 +23,7 @@ __all__ = [
     "Scores",
     "Setting",
     "agreed_job",
+    "check_kernels",
     "job_of",
     "number_for",
     "plan_of",
@@ -125,6 +126,12 @@ def _key(setting: Setting, tensors: tuple[object, ...], scores: Scores, needs: b
     return key
 
 
+def check_kernels(kernels: object) -> None:
+    """DtypeError unless it is a Kernels."""
+    if not isinstance(kernels, Kernels):
+        raise DtypeError(f"kernels must be a Kernels or None, got {type(kernels).__name__}")
+
+
 def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     """The sizes of all named dimensions, after every check that needs nothing but this rank's tensors."""
     ranks, tokens, other, _, _, kernels = setting
@@ -135,6 +142,7 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             raise ShapeError(f"{name} is over {one.ranks} ranks, the group has {ranks.size}")
     if tokens.sequences != other.sequences:
         raise ShapeError(f"sharding has {tokens.sequences} sequences, kv_sharding {other.sequences}")
+    check_kernels(kernels)
     floats = FLOATS if kernels is OWN else (*FLOATS, torch.float64)
     lead = "" if isinstance(q, torch.Tensor) and q.dim() == 3 else "batch "
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -148,6 +156,7 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         TensorSpec("v", f"{lead}seq_k kv_heads dim_v", floats, same_dtype_as="q", contiguous_last=True),
     )
     sizes = {"batch": 1} | bind(specs, {"q": q, "k": k, "v": v})
+    check_device("q", q, ranks.flat)
     for name, one, side in (("q", tokens, "seq_q"), ("k", other, "seq_k")):
         if sizes[side] != one.length(ranks.rank):
             raise ShapeError(

@@ -1,65 +1,27 @@
 """Block-sparse attention over sequence shards: each rank gets the K/V blocks that its own lists name, and no others."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind
+from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
-from ..plan.sharding import Sharding, shard
+from ..ops.call import check_kinds
+from ..plan.sharding import Sharding
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local
 from .agree import agree, text_of
+from .blocks import blocks_of, check_count
 from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
-from .group import Ranks, ranks_of
+from .group import Ranks, check_device, ranks_of
 from .job import wanted
 
-__all__ = ["BlockExchange", "block_exchange", "shard_blocks", "shard_index", "sparse_attention"]
+__all__ = ["BlockExchange", "block_exchange", "sparse_attention"]
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def shard_blocks(tokens: int, ranks: int, block: int) -> Sharding:
-    """Contiguous shards whose borders are multiples of `block`, as even as that allows; the last block may be a tail."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not isinstance(block, int) or block < 1:
-        raise DtypeError(f"tokens and block must be ints, block at least 1, got {tokens!r} and {block!r}")
-    blocks = -(-tokens // block)
-    ends = [min(tokens, blocks * r // ranks * block) for r in range(ranks + 1)]
-    return shard(tokens, ranks, lengths=[b - a for a, b in pairwise(ends)])
-
-
-def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
-    """The rows of a whole index that belong to a rank's queries; KV blocks keep their numbers.
-
-    For lists that every rank has (a fixed pattern, or made again on each); where a rank makes its own rows alone, they are what
-    this returns: seq_q of its own queries, seq_k of all keys."""
-    blocks = _blocks(sharding, rank, index.block_q, "queries")
-    if sharding.total != index.seq_q:
-        raise ShapeError(f"index is of {index.seq_q} queries, the sharding of {sharding.total} tokens")
-    rows = torch.tensor(blocks, dtype=torch.int64, device=index.device)
-    sizes = None if index.query_sizes is None else sizes_by_row(index.query_sizes).index_select(2, rows)
-    return BlockIndex(
-        index.indices.index_select(2, rows), index.counts.index_select(2, rows), index.block_q, index.block_k,
-        sharding.length(rank), index.seq_k, index.block_sizes, sizes,
-    )  # fmt: skip
-
-
-def _blocks(sharding: Sharding, rank: int, block: int, what: str) -> list[int]:
-    """The numbers of a rank's blocks, in the order of its tokens."""
-    if sharding.sequences != 1:
-        raise ShapeError(f"the sharding of {what} has {sharding.sequences} packed sequences, block lists are of one")
-    found: list[int] = []
-    for start, stop in sharding.spans(rank):
-        if start % block or (stop % block and stop != sharding.total):
-            raise ShapeError(
-                f"rank {rank} has {what} {start} to {stop}, which is no multiple of the blocks of {block}: use shard_blocks"
-            )
-        found += range(start // block, -(-stop // block))
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +38,12 @@ class BlockExchange:
     kv_heads: int
     length: int
     slots: int
+
+    def __str__(self) -> str:
+        return (
+            f"BlockExchange of rank {self.ranks.rank} of {self.ranks.size}: blocks of {self.block} keys, "
+            f"{self.blocks_sent} sent, {self.blocks_received} received, {self.slots} held a KV head"
+        )
 
     @property
     def block(self) -> int:
@@ -130,12 +98,14 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
             raise ShapeError(f"sharding must be of the group's {ranks.size} ranks, got {sharding}")
         if index.seq_k != sharding.total:
             raise ShapeError(f"index is of {index.seq_k} keys, the sharding of {sharding.total} tokens")
+        check_count("kv_heads", kv_heads, 1)
         if index.heads > 1 and index.heads % kv_heads:
             raise ShapeError(f"index has lists of {index.heads} heads, no multiple of {kv_heads} KV heads")
-        blocks = [_blocks(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
-    except (ShapeError, DtypeError) as refused:
+        blocks = [blocks_of(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
+    except TilefoldError as refused:
         error = refused
-    agree(ranks, _fields(index, sharding, kv_heads), error, getattr(index, "device", torch.device("cpu")))
+    fields, device = _fields(index, sharding, kv_heads), getattr(index, "device", torch.device("cpu"))
+    agree(ranks, fields, error, device, always=True)  # the host waits for the counts in any case
     need = _needed(index, kv_heads)
     every = torch.empty((ranks.size, *need.shape), dtype=torch.uint8, device=need.device)
     with guarded(ranks.flat, "telling which blocks of keys its lists name"):
@@ -161,7 +131,7 @@ def _fields(index: Any, sharding: Any, kv_heads: int) -> dict[str, tuple[int, st
         "keys of index": index.seq_k if known else 0,
         "batch of index": index.indices.shape[0] if known else 0,
         "heads of index": index.indices.shape[1] if known else 0,
-        "kv_heads": kv_heads,
+        "kv_heads": kv_heads if isinstance(kv_heads, int) else 0,
     }
     found = {"function": (text_of("block_exchange"), "block_exchange")}
     found |= {name: (int(value), str(value)) for name, value in facts.items()}
@@ -231,7 +201,8 @@ def sparse_attention(
         index: the lists of this rank's queries, KV blocks numbered over all tokens: `shard_index`, or made here.
         sharding: of the keys: borders at multiples of block_k, see `shard_blocks`; shares may differ.
         exchange: from `block_exchange(index, sharding, kv_heads)`, where the same lists are used again (other layers, the next
-            steps); default: made here, which costs one small all-gather and a wait of the host.
+            steps), on all ranks or on none; index and sharding have to be those it was made from: what they list is not read
+            again.  Default: made here, which costs one small all-gather and a wait of the host.
         scale, softcap, return_lse: as of `tilefold.sparse_attention`.  Causal masks and mods are not served: give lists.
 
     Returns:
@@ -243,20 +214,22 @@ def sparse_attention(
         As `tilefold.sparse_attention`; ShapeError on every rank if what ranks gave differs; CommunicationError."""
     if torch.compiler.is_compiling():
         raise Unsupported("tilefold.parallel.sparse_attention runs eagerly: call it outside torch.compile")
-    ranks = ranks_of(group) if exchange is None else exchange.ranks
+    ranks = exchange.ranks if isinstance(exchange, BlockExchange) else ranks_of(group)
     error: Exception | None = None
     sizes: dict[str, int] = {}
     try:
         sizes = bind(_SPECS, {"q": q, "k": k, "v": v})
+        check_device("q", q, ranks.flat)
+        _check_call(sizes, index, scale, softcap, return_lse)
         if exchange is not None:
-            _fits(sizes, exchange)
+            _fits(sizes, index, exchange)
     except TilefoldError as refused:
         error = refused
     where = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
-    agree(ranks, _call_fields(sizes, q, wanted(q, k, v)), error, where)
+    agree(ranks, _call_fields(sizes, q, wanted(q, k, v), exchange is not None), error, where)
     if exchange is None:
         exchange = block_exchange(index, sharding, sizes["kv_heads"], ranks)
-        _fits(sizes, exchange)
+        _fits(sizes, index, exchange)
     keys, values = _Fetch.apply(exchange, k, v)  # type: ignore[no-untyped-call]
     return _local(q, keys, values, exchange.index, scale=scale, softcap=softcap, return_lse=return_lse)
 
@@ -268,17 +241,43 @@ _SPECS = (
 )
 
 
-def _call_fields(sizes: dict[str, int], q: Any, needs: bool) -> dict[str, tuple[int, str]]:
+def _call_fields(sizes: dict[str, int], q: Any, needs: bool, given: bool) -> dict[str, tuple[int, str]]:
     """What all ranks have to have in common in one call."""
-    texts = {"dtype of q": str(getattr(q, "dtype", None)), "gradients wanted": str(needs)}
+    texts = {"dtype of q": str(getattr(q, "dtype", None)), "gradients wanted": str(needs), "exchange given": str(given)}
     found = {"function": (text_of("sparse_attention"), "sparse_attention")}
     names = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
     found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in names}
     return found | {name: (text_of(text), text) for name, text in texts.items()}
 
 
-def _fits(sizes: dict[str, int], exchange: BlockExchange) -> None:
-    """ShapeError unless the exchange was made for such tensors."""
+def _check_call(sizes: dict[str, int], index: Any, scale: Any, softcap: Any, return_lse: object) -> None:
+    """What the local call would refuse, found before anything is exchanged, so that no other rank goes on alone."""
+    if not isinstance(index, BlockIndex):
+        raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
+    if index.seq_q != sizes["seq_q"]:
+        raise ShapeError(f"index is of {index.seq_q} queries, q has {sizes['seq_q']} tokens")
+    if sizes["kv_heads"] == 0 or sizes["heads"] % sizes["kv_heads"]:
+        raise ShapeError(
+            f"q has {sizes['heads']} heads and k has {sizes['kv_heads']}: the heads of q must be a multiple of those of k and v"
+        )
+    if scale is not None:
+        check_number("scale", scale, above=0.0)
+    check_number("softcap", softcap, low=0.0)
+    check_kinds(return_lse)
+
+
+def _fits(sizes: dict[str, int], index: BlockIndex, exchange: BlockExchange) -> None:
+    """DtypeError or ShapeError unless the exchange was made for such tensors and lists."""
+    if not isinstance(exchange, BlockExchange):
+        raise DtypeError(
+            f"exchange must be a BlockExchange, made by block_exchange, or None, got {type(exchange).__name__}"
+        )
+    made = exchange.index
+    if (made.block_q, made.block_k, made.seq_q) != (index.block_q, index.block_k, index.seq_q):
+        raise ShapeError(
+            f"index has {index.seq_q} queries in blocks of {index.block_q} x {index.block_k}, the exchange is of {made.seq_q} in "
+            f"blocks of {made.block_q} x {made.block_k}"
+        )
     if (sizes["kv_heads"], sizes["seq_k"]) != (exchange.kv_heads, exchange.length):
         raise ShapeError(
             f"k has {sizes['seq_k']} tokens and {sizes['kv_heads']} heads, the exchange is of {exchange.length} and "

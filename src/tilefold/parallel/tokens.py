@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import DtypeError, ShapeError
+from ..errors import DtypeError, ShapeError, TilefoldError
 from ..plan.sharding import Sharding, Spans, ordered
-from .exchange import gather_flat
-from .group import ranks_of
+from .agree import agree, text_of
+from .exchange import gather_flat, guarded
+from .group import check_device, ranks_of
 
 __all__ = [
     "assemble",
@@ -27,9 +28,20 @@ def shard_sequence(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1)
     """The tokens of one rank along dim (1: [batch, seq, ...]; 0: packed), a view where they lie together.  Differentiable.
 
     Raises ShapeError if dim has not sharding.total tokens."""
+    _check("x", x, sharding, dim)
     if x.shape[dim] != sharding.total:
         raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
     return take(x, sharding.spans(rank), dim)
+
+
+def _check(name: str, x: object, sharding: object, dim: int) -> None:
+    """DtypeError or ShapeError unless x is a tensor that has such a dimension and sharding a Sharding."""
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not isinstance(sharding, Sharding):
+        raise DtypeError(f"sharding must be a Sharding, made by tilefold.parallel.shard, got {type(sharding).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(f"dim is {dim}, but {name} has {x.dim()} dimensions, shape {tuple(x.shape)}")
 
 
 def unshard_sequence(parts: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) -> torch.Tensor:
@@ -39,6 +51,7 @@ def unshard_sequence(parts: Sequence[torch.Tensor], sharding: Sharding, dim: int
     if len(parts) != sharding.ranks:
         raise ShapeError(f"parts has {len(parts)} tensors, the sharding has {sharding.ranks} ranks")
     for rank, part in enumerate(parts):
+        _check(f"parts[{rank}]", part, sharding, dim)
         if part.shape[dim] != sharding.length(rank):
             raise ShapeError(
                 f"parts[{rank}] has {part.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}"
@@ -66,21 +79,39 @@ def assemble(parts: Sequence[torch.Tensor], spans: Sequence[Spans], dim: int) ->
 def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, dim: int = 1) -> torch.Tensor:
     """All tokens on every rank, in their order: a collective, for results and tests.  No gradient passes it.
 
-    x: this rank's tensor; sizes but that of dim are the same on all ranks."""
-    flat = ranks_of(group).flat
-    rank, ranks = dist.get_rank(flat), dist.get_world_size(flat)
-    if ranks != sharding.ranks:
-        raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks}")
-    if x.shape[dim] != sharding.length(rank):
-        raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
+    x: this rank's tensor; sizes but that of dim are the same on all ranks.  sharding: over the ranks of group.
+    Raises ShapeError, DtypeError, DeviceError, on every rank if the ranks' arguments differ; CommunicationError."""
+    group_ranks = ranks_of(group)
+    flat, rank, ranks = group_ranks.flat, group_ranks.rank, group_ranks.size
+    error: Exception | None = None
+    rest: tuple[int, ...] = ()
+    try:
+        _check("x", x, sharding, dim)
+        check_device("x", x, flat)
+        if ranks != sharding.ranks:
+            raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks}")
+        if x.shape[dim] != sharding.length(rank):
+            raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
+        rest = tuple(x.movedim(dim, 0).shape[1:])
+    except TilefoldError as refused:
+        error = refused
+    dtype = getattr(x, "dtype", None)
+    texts = {"function": "gather_sequence", "dtype of x": str(dtype), "sizes of x beside its tokens": str(rest)}
+    fields = {name: (text_of(text), text) for name, text in texts.items()} | {
+        "sharding": (text_of(sharding), f"[{sharding}]")
+    }
+    agree(group_ranks, fields, error, getattr(x, "device", torch.device("cpu")))
     most = max(sharding.length(r) for r in range(ranks))
     rows = x.detach().movedim(dim, 0)
+    if rows.is_floating_point() and rows.element_size() == 1:
+        rows = rows.view(torch.uint8)  # gloo does not know fp8
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     every = rows.new_zeros((ranks * most, *rows.shape[1:]))
-    gather_flat(every, padded, group=flat)
+    with guarded(flat, "gathering a sequence"):
+        gather_flat(every, padded, group=flat)
     parts = [every[r * most : r * most + sharding.length(r)] for r in range(ranks)]
-    return unshard_sequence(parts, sharding, 0).movedim(0, dim)
+    return unshard_sequence(parts, sharding, 0).movedim(0, dim).view(x.dtype)
 
 
 def positions(sharding: Sharding, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -96,6 +127,7 @@ def next_tokens(
     rank None: those of all tokens, in their order.
 
     tokens: all tokens along dim, the same on every rank.  Shifting a shard by itself would lose the label of its last token."""
+    _check("tokens", tokens, sharding, dim)
     if tokens.shape[dim] != sharding.total:
         raise ShapeError(f"tokens has {tokens.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
     labels = tokens.roll(-1, dim)
@@ -115,13 +147,19 @@ def causal_batch(
     """What a causal language model of transformers takes on this rank, `model(**causal_batch(...), use_cache=False)`: input_ids,
     position_ids, and labels that were shifted before they were cut.
 
-    input_ids: [batch, tokens] of all tokens, the same on every rank; labels: likewise, not shifted, default input_ids.
+    input_ids: [batch, tokens] of all tokens, the same on every rank; labels: likewise, not shifted, default input_ids; ignore:
+    what a label is that does not count.  sharding: over the ranks of group, default all processes.
     The model's loss is then this rank's summand of the mean over all ranks' labels: sum losses, and parameters' gradients, over
     the ranks (where something averages the gradients, multiply the loss by the number of ranks).
 
     Needs a model whose loss function takes shift_labels and num_items_in_batch, as transformers' own for causal models does."""
     ranks = ranks_of(group)
-    rank = dist.get_rank(ranks.flat)
+    rank = ranks.rank
+    _check("input_ids", input_ids, sharding, 1)
+    if sharding.ranks != ranks.size:
+        raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
+    if labels is not None and labels.shape != input_ids.shape:
+        raise ShapeError(f"labels has shape {tuple(labels.shape)}, input_ids has {tuple(input_ids.shape)}")
     every = next_tokens(input_ids if labels is None else labels, sharding, None, ignore=ignore)
     where = positions(sharding, rank, input_ids.device)
     mine = shard_sequence(every, sharding, rank).contiguous()
@@ -140,7 +178,8 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
         total = x.clone()
-        dist.all_reduce(total, group=group)
+        with guarded(group, "adding up the losses"):
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
@@ -155,16 +194,40 @@ def loss_mean(losses: torch.Tensor, keep: torch.Tensor | None = None, group: obj
     Backward, each rank gets the gradient of the mean by its own tokens: sum parameters' gradients over the ranks (where something
     averages them, as DistributedDataParallel does, multiply the loss by the number of ranks).
     A mean of the ranks' own means would be wrong wherever ranks have different numbers of tokens that count."""
-    if not losses.is_floating_point():
-        raise DtypeError(f"losses must be floating point, got {losses.dtype}")
-    if keep is not None and keep.shape != losses.shape:
-        raise ShapeError(f"keep has shape {tuple(keep.shape)}, losses has {tuple(losses.shape)}")
-    flat = ranks_of(group).flat
+    ranks = ranks_of(group)
+    flat = ranks.flat
+    error: Exception | None = None
+    try:
+        _check_losses(losses, keep, flat)
+    except TilefoldError as refused:
+        error = refused
+    exact64 = isinstance(losses, torch.Tensor) and losses.dtype == torch.float64
+    texts = {"function": "loss_mean", "losses are float64": str(exact64)}
+    fields = {name: (text_of(text), text) for name, text in texts.items()}
+    if not torch.compiler.is_compiling():
+        agree(ranks, fields, error, getattr(losses, "device", torch.device("cpu")))
+    elif error is not None:
+        raise error
     exact = losses.double() if losses.dtype == torch.float64 else losses.float()
     if keep is not None:
         exact = torch.where(keep, exact, 0.0)
     count = torch.tensor(float(exact.numel()), device=losses.device) if keep is None else keep.sum()
     count = count.to(exact.dtype)
-    dist.all_reduce(count, group=flat)
+    with guarded(flat, "counting the tokens of the loss"):
+        dist.all_reduce(count, group=flat)
     total: torch.Tensor = _SumOverRanks.apply(exact.sum(), flat)  # type: ignore[no-untyped-call]
     return total / count.clamp(min=1)
+
+
+def _check_losses(losses: object, keep: object, group: object) -> None:
+    if not isinstance(losses, torch.Tensor):
+        raise DtypeError(f"losses must be a tensor, got {type(losses).__name__}")
+    if not losses.is_floating_point():
+        raise DtypeError(f"losses must be floating point, got {losses.dtype}")
+    check_device("losses", losses, group)
+    if keep is None:
+        return
+    if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
+        raise DtypeError(f"keep must be a bool tensor or None, got {getattr(keep, 'dtype', type(keep).__name__)}")
+    if keep.shape != losses.shape:
+        raise ShapeError(f"keep has shape {tuple(keep.shape)}, losses has {tuple(losses.shape)}")

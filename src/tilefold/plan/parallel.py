@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 
 from .parallel_cost import COSTS, memory_bytes
 from .parallel_problem import Links, ParallelProblem, SchemeCost, size_text
@@ -46,7 +46,7 @@ class ParallelPlan:
         n, links = self.problem, self.links
         backward = f" ({links.flops_backward / 1e12:.0f} backward)" if n.backward else ""
         lines = [
-            f"Context-parallel plan for {links.ranks} ranks, {links.nodes} nodes: {self.scheme}",
+            f"Context-parallel plan for {_count(links.ranks, 'rank')}, {_count(links.nodes, 'node')}: {self.scheme}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{', with backward' if n.backward else ''}",
             f"  assumed   {links.inside / 1e9:.0f} GB/s inside, {links.across / 1e9:.0f} GB/s across, "
@@ -65,6 +65,9 @@ def plan_parallel(problem: ParallelProblem, links: Links, scheme: str = "auto") 
 
     scheme: one of SCHEMES to ask for it; then Unsupported says why it is impossible, whatever the memory.  Pure, for any number
     of ranks, here or not.  Raises PlanError if nothing fits, ValueRangeError for another scheme."""
+    for name, value, kind in (("problem", problem, ParallelProblem), ("links", links, Links)):
+        if not isinstance(value, kind):
+            raise DtypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     if scheme not in ("auto", *SCHEMES):
         raise ValueRangeError(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     costs = {name: COSTS[name](problem, links) for name in SCHEMES}
@@ -83,6 +86,10 @@ def plan_parallel(problem: ParallelProblem, links: Links, scheme: str = "auto") 
     return ParallelPlan(problem, links, best, _reason(best, fastest, fits), rejected)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _why_not(cost: SchemeCost, links: Links) -> SchemeCost:
     if cost.refusal or links.memory is None or cost.memory <= links.memory:
         return cost
@@ -94,8 +101,9 @@ def _reason(best: SchemeCost, fastest: SchemeCost, fits: list[SchemeCost]) -> st
     if len(fits) == 1:
         return "the only one that is possible and fits"
     if best is not fastest:
-        slower, less = best.seconds / fastest.seconds - 1, size_text(fastest.memory - best.memory)
-        return f"predicted within {slower:.1%} of {fastest.scheme}, the fastest, with {less} less memory"
+        slower, less = best.seconds / fastest.seconds - 1, fastest.memory - best.memory
+        memory = f"{size_text(less)} less" if less else "the same"
+        return f"predicted within {slower:.1%} of {fastest.scheme}, the fastest, with {memory} memory"
     second = min((c for c in fits if c is not best), key=lambda cost: cost.seconds)
     return f"predicted {second.seconds / best.seconds:.2f} times as fast as {second.scheme}, the next"
 

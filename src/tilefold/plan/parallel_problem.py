@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from tilefold.errors import ValueRangeError
+from tilefold.errors import DtypeError, ValueRangeError
+
+from .sharding import KINDS
 
 __all__ = ["BACKWARD_FLOPS", "BYTES", "Links", "ParallelProblem", "SchemeCost", "size_text"]
 
@@ -39,9 +41,16 @@ class Links:
                 raise ValueRangeError(f"{name} must be an int, at least 1, got {value!r}")
         if self.ranks % self.ranks_per_node:
             raise ValueRangeError(f"ranks_per_node must divide ranks={self.ranks}, got {self.ranks_per_node}")
-        for name in ("inside", "across", "flops", "flops_backward", "dram"):
-            if not getattr(self, name) > 0:
-                raise ValueRangeError(f"{name} must be greater than 0, got {getattr(self, name)!r}")
+        for name in ("inside", "across", "flops", "flops_backward", "dram", "latency", "memory"):
+            value = getattr(self, name)
+            if name == "memory" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise DtypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+            if name in ("latency", "memory") and not value >= 0:
+                raise ValueRangeError(f"{name} must be at least 0, got {value!r}")
+            if name not in ("latency", "memory") and not value > 0:
+                raise ValueRangeError(f"{name} must be greater than 0, got {value!r}")
 
     @property
     def nodes(self) -> int:
@@ -70,6 +79,14 @@ class ParallelProblem:
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
             raise ValueRangeError(f"dtype must be one of {', '.join(BYTES)}, got {self.dtype!r}")
+        if self.kind not in KINDS:
+            raise ValueRangeError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+        for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v", "sequences"):
+            value, least = getattr(self, name), 0 if name in ("batch", "seq_q", "seq_k") else 1
+            if type(value) is not int or value < least:
+                raise ValueRangeError(f"{name} must be an int, at least {least}, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueRangeError(f"heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}")
 
     @property
     def flops(self) -> float:

@@ -92,6 +92,10 @@ def shard(
     Raises DtypeError, ShapeError, ValueRangeError, naming the argument."""
     if isinstance(tokens, bool) or not isinstance(tokens, int | Sequence):
         raise DtypeError(f"tokens must be an int or a sequence of offsets, got {type(tokens).__name__}")
+    if isinstance(tokens, int) and tokens < 0:
+        raise ValueRangeError(f"tokens must be at least 0, got {tokens}")
+    if lengths is not None and not isinstance(lengths, Sequence):
+        raise DtypeError(f"lengths must be a sequence of ints, one a rank, or None, got {type(lengths).__name__}")
     starts = (0, tokens) if isinstance(tokens, int) else tuple(tokens)
     if not all(type(one) is int for one in (*starts, *(lengths or ()))):
         raise DtypeError(f"offsets and lengths must be ints (a tensor's .tolist()), got {_short(starts)}, {lengths}")
