@@ -85,20 +85,20 @@ def test_the_table_and_the_files():
         Line("heads", 4, 1024, "forward", "WRONG", "rank 0: out"),
     ]
     cells = [dict(zip(range(len(HEAD)), cells_of(line), strict=True)) for line in lines]
-    assert list(cells[0].values())[4:] == [
+    assert list(cells[0].values())[3:] == [
         "2.000",
         "1.900",
         "400",
         "95.0%",
         "98.5%",
-        "1.000 GB",
-        "1.100 GB",
+        "1.000",
+        "1.100",
         "97%",
         "0.061",
         "0.250",
     ]
-    assert list(cells[1].values())[4:] == ["3.000", "", "300", "60.0%", "", "", "", "", "", ""]
-    assert cells[2][4] == "WRONG"
+    assert list(cells[1].values())[3:] == ["3.000", "", "300", "60.0%", "", "", "", "", "", ""]
+    assert cells[2][3] == "WRONG"
     assert to_markdown(lines).count("\n") == 5
     written = json.loads(to_json(lines, {"torch": "2"}, Work((1024,))))
     assert written["lines"][2]["note"] == "rank 0: out"

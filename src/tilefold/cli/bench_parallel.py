@@ -50,10 +50,10 @@ every rank; what is wrong is not timed. Times are medians of the slowest rank, b
 *of rank 0*: TFLOP/s a rank beside tilefold's attention on rank 0 with the same tokens, in the same run while the other ranks
 wait (fewer tokens, where a call would take more than 0.7 s): 100 % is linear scaling. *of all*: beside what all ranks reach
 together that do the same at once and exchange nothing; GPUs of one host differ by several per cent under their power limits,
-and shares of equal size wait for the slowest of them. *memory*: the peak of forward,
-and backward, beyond q, k, v and dout, beside the plan's formula with the kernels' own scratch. *hidden*, with --trace: the
-share of the transfers' time during which other kernels run, *exposed* what is left of it, and *waiting* how long a rank did
-nothing but wait for others to come to a transfer; of the worst rank.
+and shares of equal size wait for the slowest of them. *GB*: the peak of forward, and backward, beyond q, k, v and dout,
+beside the plan's formula with the kernels' own scratch. *hidden*, with --trace: the share of the transfers' time during which
+other kernels run, *exposed* the ms that are left of it, and *waiting* those in which a rank did nothing but wait for others to
+come to a transfer; of the worst rank.
 Exit code 1 if a result of tilefold is wrong or failed.
 """
 TOKENS = {True: (32768, 131072), False: (32,)}
@@ -218,7 +218,8 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
     )
     console.print(
         Text(
-            f"{work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, {'causal' if work.causal else 'full'}"
+            f"{lines[0].ranks if lines else 0} ranks, {work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, "
+            f"{'causal' if work.causal else 'full'}; ms, TFLOP/s a rank, GB a rank"
         )
     )
     wide = Console(width=max(console.width, 130), file=console.file)
@@ -226,8 +227,9 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
     for line in lines:
         if line.note:
             style = "red" if line.status in ("WRONG", "failed") else "dim"
+            said = "" if line.status == "ok" else f"{line.status}: "
             console.print(
-                Text(f"{line.way}, {line.tokens} tokens, {line.direction}: {line.status}: {line.note}", style),
+                Text(f"{line.way}, {line.tokens} tokens, {line.direction}: {said}{line.note}", style),
                 soft_wrap=True,
             )
     wanted = len(work.tokens) * len(work.ways) * len(work.backward)

@@ -41,38 +41,37 @@ class Line:
 
 HEAD = (
     "way",
-    "ranks",
     "tokens",
     "direction",
     "ms",
     "predicted",
-    "TFLOP/s a rank",
+    "TFLOP/s",
     "of rank 0",
     "of all",
-    "memory",
+    "GB",
     "predicted",
     "hidden",
-    "exposed ms",
-    "waiting ms",
+    "exposed",
+    "waiting",
 )
 
 
 def cells_of(line: Line) -> tuple[str, ...]:
     """A line of the table."""
-    first = (line.way, str(line.ranks), str(line.tokens), line.direction)
+    first = (line.way, str(line.tokens), line.direction)
     if line.status != "ok":
         return (*first, line.status, *("",) * 9)
     return (
         *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.1%}",
         _number(line.of_all, ".1%"),
-        f"{line.memory / 1e9:.3f} GB" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f", " GB"),
+        f"{line.memory / 1e9:.3f}" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f"),
         "" if line.hidden is None else f"{line.hidden:.0%}",
         *("" if one is None else f"{one:.3f}" for one in (line.exposed_ms, line.waiting_ms)),
     )  # fmt: skip
 
 
-def _number(value: float, form: str, unit: str = "") -> str:
-    return "" if value != value else f"{value:{form}}{unit}"
+def _number(value: float, form: str) -> str:
+    return "" if value != value else f"{value:{form}}"
 
 
 def rows_of(lines: Sequence[Line]) -> list[tuple[str, ...]]:
