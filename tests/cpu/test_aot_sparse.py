@@ -25,7 +25,7 @@ PROBLEMS = {
     "pages of 100 d256 sizes": SparseProblem(problem(256), 64, 64, 32, True, page_size=100),
 }
 EVERYWHERE = ("d128 sizes causal", "d64 one block", "d256", "varlen d128 causal", "pages of 16 d128 causal")
-BUILDER = "tilefold.ops.sparse.sparse:example_launch"
+BUILDER = "tilefold.ops.sparse.sparse_example:example_launch"
 JOBS = {
     (name, target): Job(
         BUILDER, {"plan": plan_sparse(made, device_named(device), portable=True)}, target, label=f"{name} for {target}"

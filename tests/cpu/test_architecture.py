@@ -1,6 +1,7 @@
 """The import law: which module of tilefold may import which.  Read from the source by ast, so nothing is imported to check it."""
 
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
@@ -89,10 +90,11 @@ REFERENCE_IN_CLI = {"check", "demo"}
 
 
 class Import:
-    """One imported module: where, on which line, its dotted name, and whether it runs when the importer is imported."""
+    """One imported module: where, on which line, its dotted name, whether it runs when the importer is imported, and whether it
+    is there for types alone."""
 
-    def __init__(self, module: tuple[str, ...], line: int, name: str, at_import: bool) -> None:
-        self.module, self.line, self.name, self.at_import = module, line, name, at_import
+    def __init__(self, module: tuple[str, ...], line: int, name: str, at_import: bool, for_types: bool) -> None:
+        self.module, self.line, self.name, self.at_import, self.for_types = module, line, name, at_import, for_types
 
     @property
     def part(self) -> str:
@@ -139,14 +141,16 @@ def read_imports(path: Path) -> list[Import]:
     module = module_name(path)
     found = []
 
-    def visit(node: ast.AST, at_import: bool) -> None:
+    def visit(node: ast.AST, at_import: bool, for_types: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found.extend(Import(module, node.lineno, name, at_import) for name in imported_names(node, module))
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node)
+            names = imported_names(node, module)
+            found.extend(Import(module, node.lineno, name, at_import, for_types) for name in names)
+        types = for_types or is_type_checking(node)
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or types
         for child in ast.iter_child_nodes(node):
-            visit(child, at_import and not later)
+            visit(child, at_import and not later, types)
 
-    visit(ast.parse(path.read_text(), str(path)), True)
+    visit(ast.parse(path.read_text(), str(path)), True, False)
     return found
 
 
@@ -194,6 +198,21 @@ def test_the_law_has_no_cycles() -> None:
         order += ready
         for part in ready:
             del waiting[part]
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """Whether at once or inside a function; what is imported for types alone does not count, nor what packages pass on."""
+    files = {module_name(path) for path in FILES if path.name != "__init__.py"}
+    needs: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for one in IMPORTS:
+        names = tuple(one.name.split(".")[1:])
+        reached = {part for part in (names, names[:-1]) if part in files} - {one.module}
+        if one.module in files and not one.for_types and one.target is not None:
+            needs.setdefault(one.module, set()).update(reached)
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail("a circle of imports: " + " -> ".join("/".join(module) for module in reversed(circle.args[1])))
 
 
 @pytest.mark.parametrize("part", sorted(OUTSIDE))

@@ -197,7 +197,7 @@ def test_values_are_checked_in_the_interpreter(name, entry, value, text):
 
 def test_a_page_of_more_than_2_to_the_31_elements_is_wide():
     """Rows of such a page are addressed in 64 bits; here only the compile-time constant is looked at, on no memory at all."""
-    from tilefold.ops.sparse.sparse import example_launch
+    from tilefold.ops.sparse.sparse_example import example_launch
     from tilefold.plan import AttentionProblem, device_named
     from tilefold.plan.sparse import SparseProblem, plan_sparse
 

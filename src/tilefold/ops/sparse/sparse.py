@@ -2,56 +2,33 @@
 
 import functools
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call import Packed, Paged, check_offsets, check_pages, result_shapes, sizes_of
+from ..call import check_offsets, check_pages, result_shapes
 from ..dense.attention import problem_of
-from ..dense.attention_parts import boxable, describe_box, head_strides, mods_of
+from ..dense.attention_parts import boxable, describe_box, head_strides
 from ..device import device_of, interpreting
 from ..records import remember
 from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
+from .sparse_parts import HOPPER_KERNEL, Prepared, list_strides, mods_of_call
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
-    from ..launch import Box
 
 __all__ = [
     "Lists",
     "SparseCall",
+    "arguments",
+    "bind",
     "dense_call",
-    "example_call",
-    "example_launch",
     "forward",
-    "list_strides",
-    "mods_of_call",
     "prepare",
 ]
 
-HOPPER_KERNEL = "sparse_forward_hopper"
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key."""
-
-    plan: "SparsePlan | None"  # None: nothing to compute
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    scalars: tuple[Any, ...] = ()
-    strides: tuple[int, ...] = ()
-    boxes: "tuple[Box, ...]" = ()
-    mods: Any = None
-    launch: Any = None
-    merge: Any = None
-    merge_args: tuple[int, ...] = ()
-    keep: tuple[Any, ...] = field(default=())
-    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -68,11 +45,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
         _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
-        p.launch(_arguments(p, q, k, v, out, lse, call))
+        p.launch(arguments(p, q, k, v, out, lse, call))
     else:
         part = torch.empty((splits, *p.out_shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, *p.lse_shape), dtype=torch.float32, device=q.device)
-        p.launch(_arguments(p, q, k, v, part, part_lse, call))
+        p.launch(arguments(p, q, k, v, part, part_lse, call))
         p.merge((part, part_lse, out, lse, *p.merge_args))
     return out, lse
 
@@ -127,7 +104,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
     if call.plan is not None:
         given: SparsePlan = call.plan  # type: ignore[assignment]
         given.check(problem, device)
-        return _bind(q, k, v, call, sizes, scale, given, shapes)
+        return bind(q, k, v, call, sizes, scale, given, shapes)
     plan = plan_sparse(problem, device, portable=disabled())
     if plan.kernel == HOPPER_KERNEL:
         from . import sparse_hopper
@@ -137,10 +114,10 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         if found is not None:
             return found
         plan = plan_sparse(problem, device, portable=True)
-    return _bind(q, k, v, call, sizes, scale, plan, shapes)
+    return bind(q, k, v, call, sizes, scale, plan, shapes)
 
 
-def _bind(
+def bind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -228,22 +205,7 @@ def _merge(plan: "SparsePlan", rows: int, emulate: bool, early: bool, device: in
     return Launch(combine, (rows, 1, 1), constants, options, device)
 
 
-def list_strides(index: Lists) -> tuple[int, ...]:
-    """Strides of indices (b, h, q), counts, block_sizes and query_sizes (b, h), 0 where broadcast."""
-    found: list[int] = list(_broadcast(index.indices, 3))
-    found += _broadcast(index.counts, 2)
-    for t in (index.block_sizes, index.query_sizes):
-        if t is not None and t.dim() < 3:  # [blocks] or [batch, blocks]: never per head
-            t = t[None, None] if t.dim() == 1 else t[:, None]
-        found += (0, 0) if t is None else _broadcast(t, 2)
-    return tuple(found)
-
-
-def _broadcast(t: torch.Tensor, dims: int) -> tuple[int, ...]:
-    return tuple(0 if t.shape[d] == 1 and d < 2 else t.stride(d) for d in range(dims))
-
-
-def _arguments(
+def arguments(
     p: Prepared,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -260,72 +222,3 @@ def _arguments(
     sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
     score, masks = mods_of_call(p, q, call)
     return (q, *sides, out, lse, *call.lists[:4], *call.placement, *p.scalars, *p.strides, score, masks)
-
-
-def mods_of_call(p: Prepared, q: torch.Tensor, call: SparseCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods and mask mods, in the order applied."""
-    score, masks = mods_of(p.mods, float(call.softcap), dense_call(call), q.dtype == torch.float32)
-    return score, ((p.mods.causal, ()), *masks) if call.causal else masks
-
-
-# ---------------------------------------------------------------- without a GPU
-
-
-def example_call(
-    plan: "SparsePlan",
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], SparseCall, Prepared, torch.Tensor, torch.Tensor]:
-    """((q, k, v), call, its record, out, lse) of a call that has this plan, on tensors without memory."""
-    n, problem = plan.problem.attention, plan.problem
-    dtype = getattr(torch, n.dtype)
-    packed, paged = None, None
-    queries: tuple[int, ...] = (n.batch, n.seq_q)
-    keys: tuple[int, ...] = (n.batch, n.seq_k)
-    if n.varlen:
-        queries, keys = (n.batch * n.seq_q,), (n.batch * n.seq_k,)
-        offsets = _meta(n.batch + 1, dtype=torch.int32)
-        packed = Packed(offsets, offsets, n.seq_q, n.seq_k)
-    elif problem.page_size:
-        pages = -(-n.seq_k // problem.page_size)
-        keys = (n.batch * pages, problem.page_size)
-        paged = Paged(_meta(n.batch, pages, dtype=torch.int32), _meta(n.batch, dtype=torch.int32))
-    q = _meta(*queries, n.heads, n.dim_qk, dtype=dtype)
-    k, v = (_meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
-    rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
-    lists = Lists(
-        _meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
-        _meta(n.batch, n.heads, rows, dtype=torch.int32),
-        _meta(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
-        None,
-        problem.block_q,
-        problem.block_k,
-        n.seq_q,
-        n.seq_k,
-    )
-    call = SparseCall(lists, causal=n.causal, plan=plan, packed=packed, paged=paged)
-    sizes = sizes_of(q, k, v, dense_call(call), paged)
-    shapes = result_shapes(dense_call(call), sizes)
-    p = _bind(q, k, v, call, sizes, 1.0, plan, shapes)
-    return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def example_launch(
-    plan: "SparsePlan", merge: bool = False, mixed: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
-    memory, to compile ahead."""
-    qkv, call, p, out, lse = example_call(plan)
-    if merge:
-        part, part_lse = _meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape)
-        return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
-    if mixed:
-        from . import sparse_hopper, sparse_mixed
-
-        branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
-        launch, box, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
-        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (box.over(branch), gate, gate, *strides))
-        return launch.fn, args, launch.keywords
-    return p.launch.fn, _arguments(p, *qkv, out, lse, call), p.launch.keywords

@@ -23,6 +23,7 @@ from ..startup import uncollected
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
+from .sparse_parts import list_strides, mods_of_call
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
@@ -172,7 +173,7 @@ def _arguments(
 ) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
     """The run-time arguments of the two kernels, in order, as functions of the gradients that they write."""
     q, k, v, _, _ = saved
-    score, masks = sparse.mods_of_call(prepared, q, call)
+    score, masks = mods_of_call(prepared, q, call)
     hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
     inputs, own = streamed(bound, (q, k, v, dout), statistics.unbind())
     sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
@@ -276,11 +277,11 @@ def _bind(
         delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
         (rows, n.heads, *sequence_strides(out, call.layout), *do_strides),
         tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
-        (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *sparse.list_strides(call.lists)),
+        (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *list_strides(call.lists)),
         tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
                {**constants, "EDGE": edge_q, "ALONE": group == 1}, device),
         (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
-         *sparse.list_strides(turned)),
+         *list_strides(turned)),
         boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if constants["BOX"] else (),
     )  # fmt: skip
 
@@ -293,7 +294,9 @@ def example_launch(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
     ahead: "delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main"."""
-    (q, k, v), call, prepared, out, lse = sparse.example_call(plan)
+    from .sparse_example import example_call
+
+    (q, k, v), call, prepared, out, lse = example_call(plan)
     saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
     lists, n = call.lists, plan.problem.attention
     blocks, rows = -(-n.seq_k // lists.block_k), lists.indices.shape[2]

@@ -15,7 +15,7 @@ from ..backward.hopper_backward import (
 )
 from ..dense.attention_parts import head_strides
 from ..hopper import chosen_or_none
-from .sparse import list_strides
+from .sparse_parts import list_strides
 
 if TYPE_CHECKING:
     from ...plan.sparse_backward import SparseBackwardPlan

@@ -6,7 +6,8 @@ import torch
 
 from ..dense.attention_parts import head_strides
 from ..hopper import box_of, require, tickets
-from .sparse import Prepared, SparseCall, list_strides
+from .sparse_call import SparseCall
+from .sparse_parts import Prepared, list_strides
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan

@@ -11,7 +11,8 @@ import torch
 from ..dense.attention_parts import boxable
 from . import fuse, sparse
 from .project import facts
-from .sparse import HOPPER_KERNEL, Prepared, SparseCall
+from .sparse_call import SparseCall
+from .sparse_parts import HOPPER_KERNEL, Prepared
 
 if TYPE_CHECKING:
     from ..launch import Box, Launch

@@ -1,0 +1,73 @@
+"""Launches of block-sparse attention on tensors without memory, to compile ahead."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..call import Packed, Paged, result_shapes, sizes_of
+from . import sparse, sparse_hopper, sparse_mixed
+from .sparse_call import Lists, SparseCall, dense_call
+from .sparse_parts import Prepared
+
+if TYPE_CHECKING:
+    from ...plan.sparse import SparsePlan
+
+__all__ = ["example_call", "example_launch"]
+
+
+def example_call(
+    plan: "SparsePlan",
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], SparseCall, Prepared, torch.Tensor, torch.Tensor]:
+    """((q, k, v), call, its record, out, lse) of a call that has this plan, on tensors without memory."""
+    n, problem = plan.problem.attention, plan.problem
+    dtype = getattr(torch, n.dtype)
+    packed, paged = None, None
+    queries: tuple[int, ...] = (n.batch, n.seq_q)
+    keys: tuple[int, ...] = (n.batch, n.seq_k)
+    if n.varlen:
+        queries, keys = (n.batch * n.seq_q,), (n.batch * n.seq_k,)
+        offsets = _meta(n.batch + 1, dtype=torch.int32)
+        packed = Packed(offsets, offsets, n.seq_q, n.seq_k)
+    elif problem.page_size:
+        pages = -(-n.seq_k // problem.page_size)
+        keys = (n.batch * pages, problem.page_size)
+        paged = Paged(_meta(n.batch, pages, dtype=torch.int32), _meta(n.batch, dtype=torch.int32))
+    q = _meta(*queries, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (_meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
+    lists = Lists(
+        _meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
+        _meta(n.batch, n.heads, rows, dtype=torch.int32),
+        _meta(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
+        None,
+        problem.block_q,
+        problem.block_k,
+        n.seq_q,
+        n.seq_k,
+    )
+    call = SparseCall(lists, causal=n.causal, plan=plan, packed=packed, paged=paged)
+    sizes = sizes_of(q, k, v, dense_call(call), paged)
+    shapes = result_shapes(dense_call(call), sizes)
+    p = sparse.bind(q, k, v, call, sizes, 1.0, plan, shapes)
+    return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def example_launch(
+    plan: "SparsePlan", merge: bool = False, mixed: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
+    memory, to compile ahead."""
+    qkv, call, p, out, lse = example_call(plan)
+    if merge:
+        part, part_lse = _meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape)
+        return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
+    if mixed:
+        branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
+        launch, box, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
+        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (box.over(branch), gate, gate, *strides))
+        return launch.fn, args, launch.keywords
+    return p.launch.fn, sparse.arguments(p, *qkv, out, lse, call), p.launch.keywords
