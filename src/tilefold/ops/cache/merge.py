@@ -3,6 +3,7 @@
 `merge_into` is the same kernel for results that are made of many: it writes where the caller says, in place if that is the
 first result, and each of the three has a dtype of its own: the sum can be fp32, and its last merge what was asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,16 +47,19 @@ def merge_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The launch of `merge_attention`."""
     tensors = out_a, lse_a, out_b, lse_b
-    key = keyed(tensors)
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(*tensors))
-    launch, scalars = found
+    launch, scalars = _kept(tensors, _prepare)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
     if launch is not None:
         launch((*tensors, out, lse, *scalars))
     return out, lse
+
+
+def _kept(tensors: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Any:
+    """(launch, scalars) of a call like this one, made the first time."""
+    key = keyed(tensors)
+    found = None if key is None else _CACHE.get(key)
+    return remember(_CACHE, key, make(*tensors)) if found is None else found
 
 
 def merge_into(
@@ -73,11 +77,7 @@ def merge_into(
     if not _served(out, lse_a, lse_b, lse):
         _merge_plainly(*tensors)
         return
-    key = keyed(tensors)
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _bind(*tensors))
-    launch, scalars = found
+    launch, scalars = _kept(tensors, _bind)
     if launch is not None:
         launch((*tensors, *scalars))
 
