@@ -11,12 +11,14 @@ import tilefold
 from parallel_cases import check, refused
 from parallel_plain import PLAIN, plain_backward, plain_forward
 from tilefold import parallel as tp
+from tilefold.parallel import agree
 from tilefold.sparse import BlockIndex
 
 
 def on_four():
     yield "disagreement", disagreement
     yield "refusals", refusals
+    yield "forgetting", forgetting
 
 
 def disagreement():
@@ -70,6 +72,25 @@ def disagreement():
     keep = torch.ones(3, dtype=torch.float32)
     refused(tilefold.DtypeError, "keep must be a bool tensor", lambda: tp.loss_mean(keep, keep))
     tp.attention(x, x, x, sharding, **call)  # nothing is left over
+
+
+def forgetting():
+    """A call that was compared too long ago is compared again by all, whatever single ranks still know of it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharding = tp.shard(8, ranks)
+    x = torch.zeros(1, sharding.length(rank), 4, 8)
+    call = {"kernels": PLAIN, "scheme": "ring"}
+    kept, agree.MOST = agree.MOST, 3
+    agree.forget()
+    try:
+        tp.attention(x, x, x, sharding, **call)
+        if rank == 0:
+            agree.KNOWN.clear()
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            tp.gather_sequence(x.to(dtype), sharding)
+        tp.attention(x, x, x, sharding, **call)
+    finally:
+        agree.MOST = kept
 
 
 def refusals():

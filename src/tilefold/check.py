@@ -19,7 +19,7 @@ import torch
 
 from .errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 
-__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_own_rows", "check_share"]
+__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_own_rows", "check_share", "check_whole"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -102,6 +102,15 @@ def check_number(name: str, value: object, *, low: float | None = None, above: f
     if given != 0 and not 1 / LARGEST <= abs(given) <= LARGEST:
         raise ValueRangeError(f"{name} must be between {1 / LARGEST:g} and {LARGEST:g} in size, got {value!r}")
     return float(given)
+
+
+def check_whole(name: str, value: object, low: int = 0) -> int:
+    """An int of at least `low`; raises DtypeError or ValueRangeError."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < low:
+        raise ValueRangeError(f"{name} must be at least {low}, got {value}")
+    return value  # type: ignore[return-value]
 
 
 def check_share(name: str, value: object) -> float:

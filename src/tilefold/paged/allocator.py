@@ -10,22 +10,14 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from ..errors import DtypeError, OutOfPages, ValueRangeError
+from ..check import check_whole
+from ..errors import OutOfPages, ValueRangeError
 from .sequence import Sequence
 from .statistics import CacheStatistics
 
-__all__ = ["PageAllocator", "check_count"]
+__all__ = ["PageAllocator"]
 
 Pairs = list[tuple[int, int]]  # (from, to) page ids
-
-
-def check_count(name: str, value: object, least: int = 0) -> int:
-    """An int of at least `least`; DtypeError or ValueRangeError naming it."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueRangeError(f"{name} must be at least {least}, got {value}")
-    return value
 
 
 class PageAllocator:
@@ -34,10 +26,10 @@ class PageAllocator:
     Every method either does all of what it says or raises and has changed nothing."""
 
     def __init__(self, num_pages: int, page_size: int, max_sequences: int, max_tokens: int) -> None:
-        self.num_pages = check_count("num_pages", num_pages, 1)
-        self.page_size = check_count("page_size", page_size, 1)
-        self.max_sequences = check_count("max_sequences", max_sequences, 1)
-        self.max_tokens = check_count("max_tokens", max_tokens, 1)
+        self.num_pages = check_whole("num_pages", num_pages, 1)
+        self.page_size = check_whole("page_size", page_size, 1)
+        self.max_sequences = check_whole("max_sequences", max_sequences, 1)
+        self.max_tokens = check_whole("max_tokens", max_tokens, 1)
         self.max_pages = -(-max_tokens // page_size)  # of one sequence
         self.edited = 0  # goes up whenever any sequence's `edits` grow
         self.moved = 0  # goes up whenever any sequence's `moved` does
@@ -69,7 +61,7 @@ class PageAllocator:
         """The record of a sequence; ValueRangeError for an unknown id, and, if `doing` is given, for one swapped out."""
         found = self._sequences.get(id) if type(id) is int else None
         if found is None:
-            check_count("sequence", id)
+            check_whole("sequence", id)
             raise ValueRangeError(f"sequence {id} is not in the cache: it was freed, or never added ({self._known()})")
         if doing and found.state == "swapped":
             raise ValueRangeError(f"sequence {id} is swapped out: call swap_in({id}) before you {doing} it")
@@ -88,14 +80,14 @@ class PageAllocator:
 
     def add(self, id: int | None = None) -> int:
         """A new empty sequence; its id, the one given or one never used before."""
-        if id is not None and check_count("sequence", id) in self._sequences:
+        if id is not None and check_whole("sequence", id) in self._sequences:
             raise ValueRangeError(f"sequence {id} is in the cache already: free it, or choose another id")
         return self._admit([], 0, id).id
 
     def share(self, id: int, tokens: int | None = None) -> int:
         """A new sequence whose rows are the first `tokens` (None: all) of another one's, in the same pages."""
         source = self.find(id, "share")
-        length = source.length if tokens is None else check_count("tokens", tokens)
+        length = source.length if tokens is None else check_whole("tokens", tokens)
         if length > source.length:
             raise ValueRangeError(f"tokens must be at most {source.length}, the length of sequence {id}, got {tokens}")
         made = self._admit(source.pages[: -(-length // self.page_size)], length, None)
@@ -118,7 +110,7 @@ class PageAllocator:
     def truncate(self, id: int, length: int) -> None:
         """Forget rows from `length` on."""
         short = self.find(id, "truncate")
-        if check_count("length", length) > short.length:
+        if check_whole("length", length) > short.length:
             raise ValueRangeError(f"length must be at most {short.length}, that of sequence {id}, got {length}")
         keep = -(-length // self.page_size)
         if keep < len(short.pages):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..check import check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
-from .allocator import check_count
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class CacheBatch:
         self._members: list[Sequence] = cache.allocator.members(self.sequences)
         size = len(self._members)
         each = self._counts(counts)
-        self.max_new = max(sum(each), size) if max_new is None else check_count("max_new", max_new, sum(each))
+        self.max_new = max(sum(each), size) if max_new is None else check_whole("max_new", max_new, sum(each))
         self._make_tensors(size)
         self._seen = [0] * size
         self._edited = self._moved = -1
@@ -103,7 +103,7 @@ class CacheBatch:
 
     def _counts(self, counts: int | Iterable[int]) -> list[int]:
         if isinstance(counts, int):
-            each = [check_count("counts", counts)] * len(self._members)
+            each = [check_whole("counts", counts)] * len(self._members)
         else:
             if not isinstance(counts, Iterable):
                 raise DtypeError(f"counts must be an int or one for each sequence, got {counts!r}")
@@ -112,7 +112,7 @@ class CacheBatch:
                 raise ShapeError(f"counts has {len(each)} numbers for {len(self._members)} sequences")
             for i, n in enumerate(each):
                 if type(n) is not int or n < 0:
-                    check_count(f"counts[{i}]", n)
+                    check_whole(f"counts[{i}]", n)
         return each
 
     def _make_tensors(self, size: int) -> None:

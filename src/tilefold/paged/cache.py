@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS
+from ..check import FLOATS, check_whole
 from ..errors import DeviceError, DtypeError, ValueRangeError
 from .access import append_rows, attend
-from .allocator import PageAllocator, check_count
+from .allocator import PageAllocator
 from .batch import CacheBatch
 from .pool import PagePool
 from .scales import CODED, Scales, scales_of
@@ -57,10 +57,10 @@ class PagedKVCache:
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> None:
-        self.layers = check_count("layers", layers, 1)
-        self.kv_heads = check_count("kv_heads", kv_heads, 1)
-        self.head_dim = check_count("head_dim", head_dim, 1)
-        self.head_dim_v = head_dim if head_dim_v is None else check_count("head_dim_v", head_dim_v, 1)
+        self.layers = check_whole("layers", layers, 1)
+        self.kv_heads = check_whole("kv_heads", kv_heads, 1)
+        self.head_dim = check_whole("head_dim", head_dim, 1)
+        self.head_dim_v = head_dim if head_dim_v is None else check_whole("head_dim_v", head_dim_v, 1)
         if dtype not in (*FLOATS, *CODED):
             raise DtypeError(f"dtype must be float16, bfloat16, float32, float8_e4m3fn or int8, got {dtype}")
         self.allocator = PageAllocator(num_pages, page_size, max_sequences, max_tokens)
@@ -131,7 +131,7 @@ class PagedKVCache:
     def share_prefix(self, sequence: int, tokens: int) -> int:
         """A new sequence that has the first `tokens` tokens of another, in the same pages; the last of these is copied when
         either one writes into it."""
-        check_count("tokens", tokens)
+        check_whole("tokens", tokens)
         return self.allocator.share(sequence, tokens)
 
     # ---------------------------------------------------------------- use
@@ -203,7 +203,7 @@ class PagedKVCache:
             raise DtypeError(f"batch must be what PagedKVCache.batch returned, got {type(batch).__name__}")
         if batch.cache is not self:
             raise ValueRangeError("batch belongs to another cache")
-        if check_count("layer", layer) >= self.layers:
+        if check_whole("layer", layer) >= self.layers:
             raise ValueRangeError(f"layer must be 0 to {self.layers - 1}, got {layer}")
         batch.check_current()
         return self.k[layer], self.v[layer]

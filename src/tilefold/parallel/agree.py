@@ -47,10 +47,10 @@ def agree(
     """Compare this call with those of the other ranks: a collective, the first time that this rank sees these fields.
 
     fields: by name, the number to be compared and how this rank writes it; the first is "function", the others are the same
-    for every call of it, at most 22.  error: what this rank
-    found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits for it.
+    for every call of it, at most 22.  error: what this rank found wrong by itself, which it raises only after the others
+    have learnt that there is one, so that nobody waits for it.  always: compare this call whether or not its fields were seen,
+    where the host waits for the ranks anyway.
 
-    always: compare this call whether or not its fields were seen, where the host waits for the ranks anyway.
     TILEFOLD_PARALLEL_CHECK=always in the environment of all ranks compares every call, which costs each a small exchange and a
     wait of the host: to find out who goes astray where a transfer has failed.
 
@@ -81,8 +81,9 @@ def agree(
         differing = differing[:1]  # another function's fields have other meanings
     if differing:
         raise ShapeError(_difference(ranks, fields, table, differing))
-    if len(seen) >= MOST:
+    if len(seen) >= MOST:  # here on all ranks at once: whoever still knew a call would not come to its next comparison
         seen.clear()
+        KNOWN.clear()
     seen.add(key)
 
 

@@ -4,18 +4,20 @@ from itertools import pairwise
 
 import torch
 
-from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..check import check_whole
+from ..errors import DtypeError, ShapeError
 from ..plan.sharding import Sharding, shard
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
+from .group import check_sharding
 
-__all__ = ["blocks_of", "check_count", "shard_blocks", "shard_index"]
+__all__ = ["blocks_of", "shard_blocks", "shard_index"]
 
 
 def shard_blocks(tokens: int, ranks: int, block: int) -> Sharding:
     """Contiguous shards whose borders are multiples of `block`, as even as that allows; the last block may be a tail."""
     for name, value, least in (("tokens", tokens, 0), ("ranks", ranks, 1), ("block", block, 1)):
-        check_count(name, value, least)
+        check_whole(name, value, least)
     blocks = -(-tokens // block)
     ends = [min(tokens, blocks * r // ranks * block) for r in range(ranks + 1)]
     return shard(tokens, ranks, lengths=[b - a for a, b in pairwise(ends)])
@@ -28,8 +30,7 @@ def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
     this returns: seq_q of its own queries, seq_k of all keys."""
     if not isinstance(index, BlockIndex):
         raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
-    if not isinstance(sharding, Sharding):
-        raise DtypeError(f"sharding must be a Sharding, got {type(sharding).__name__}")
+    check_sharding(sharding)
     blocks = blocks_of(sharding, rank, index.block_q, "queries")
     if sharding.total != index.seq_q:
         raise ShapeError(f"index is of {index.seq_q} queries, the sharding of {sharding.total} tokens")
@@ -39,14 +40,6 @@ def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
         index.indices.index_select(2, rows), index.counts.index_select(2, rows), index.block_q, index.block_k,
         sharding.length(rank), index.seq_k, index.block_sizes, sizes,
     )  # fmt: skip
-
-
-def check_count(name: str, value: object, least: int) -> None:
-    """DtypeError or ValueRangeError unless it is an int, at least that."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueRangeError(f"{name} must be at least {least}, got {value}")
 
 
 def blocks_of(sharding: Sharding, rank: int, block: int, what: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..errors import DtypeError, Unsupported, ValueRangeError
 from ..ops import route
 from ..ops.call import Call
 from ..plan.parallel import SCHEMES
@@ -15,7 +15,7 @@ from ..plan.parallel_problem import Links
 from ..plan.sharding import Sharding
 from .calls import eager_attention
 from .compiled import compiled_attention
-from .group import ranks_of
+from .group import check_sharding, ranks_of
 from .job import OWN, Setting, check_kernels, number_for, wanted
 from .local import Kernels
 
@@ -48,10 +48,7 @@ def context_parallel(
     arguments other than causal, window, scale, softcap and layout raise ShapeError or Unsupported: nothing is computed on one
     rank's tokens as if they were all.  Other functions, `attention_kvcache` and the sparse ones, are not concerned."""
     ranks = ranks_of(group)
-    if not isinstance(sharding, Sharding):
-        raise DtypeError(f"sharding must be a Sharding, made by tilefold.parallel.shard, got {type(sharding).__name__}")
-    if sharding.ranks != ranks.size:
-        raise ShapeError(f"sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
+    check_sharding(sharding, ranks)
     if scheme not in ("auto", *SCHEMES):
         raise ValueRangeError(f"scheme must be 'auto' or one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     if links is not None and not isinstance(links, Links):

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import DeviceError, DtypeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..plan.sharding import Sharding
 
-__all__ = ["Ranks", "carried_by", "check_device", "ranks_of"]
+__all__ = ["Ranks", "carried_by", "check_device", "check_sharding", "ranks_of"]
 
 
 class Ranks(NamedTuple):
@@ -63,6 +64,14 @@ def check_device(name: str, t: torch.Tensor, group: Any) -> None:
             f"{name} is on {t.device}, but the process group ({dist.get_backend(group)}) exchanges tensors on "
             f"{', '.join(carried)}"
         )
+
+
+def check_sharding(sharding: object, ranks: Ranks | None = None, name: str = "sharding") -> None:
+    """DtypeError unless it is a Sharding, ShapeError unless it is over these ranks."""
+    if not isinstance(sharding, Sharding):
+        raise DtypeError(f"{name} must be a Sharding, made by tilefold.parallel.shard, got {type(sharding).__name__}")
+    if ranks is not None and sharding.ranks != ranks.size:
+        raise ShapeError(f"{name} is over {sharding.ranks} ranks, the group has {ranks.size}")
 
 
 _MADE: dict[Any, tuple[Any, Ranks]] = {}  # with the world they were made in, so that its id stays its own

@@ -7,14 +7,14 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
-from ..ops.call import check_kinds, window_of
+from ..ops.call import check_heads, check_kinds, window_of
 from ..ops.watch import refuse_tangents
 from ..plan.parallel import ParallelPlan, plan_parallel
 from ..plan.parallel_problem import Links, ParallelProblem
 from ..plan.sharding import Sharding
 from ..types import Window
 from .agree import agree, keep, known, number_of, text_of
-from .group import Ranks, check_device
+from .group import Ranks, check_device, check_sharding
 from .local import Kernels, Pair
 from .schemes import Job
 
@@ -136,10 +136,7 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """The sizes of all named dimensions, after every check that needs nothing but this rank's tensors."""
     ranks, tokens, other, _, _, kernels = setting
     for name, one in (("sharding", tokens), ("kv_sharding", other)):
-        if not isinstance(one, Sharding):
-            raise DtypeError(f"{name} must be a Sharding, made by tilefold.parallel.shard, got {type(one).__name__}")
-        if one.ranks != ranks.size:
-            raise ShapeError(f"{name} is over {one.ranks} ranks, the group has {ranks.size}")
+        check_sharding(one, ranks, name)
     if tokens.sequences != other.sequences:
         raise ShapeError(f"sharding has {tokens.sequences} sequences, kv_sharding {other.sequences}")
     check_kernels(kernels)
@@ -162,14 +159,9 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             raise ShapeError(
                 f"{name} has {sizes[side]} tokens, rank {ranks.rank} of the sharding has {one.length(ranks.rank)}"
             )
-    if sizes["kv_heads"] == 0 or sizes["heads"] == 0 or sizes["heads"] % sizes["kv_heads"]:
-        raise ShapeError(
-            f"q has {sizes['heads']} heads and k has {sizes['kv_heads']}: the heads of q must be a multiple of those of k and v"
-        )
+    check_heads(sizes)
     if tokens.sequences > 1 and sizes["batch"] != 1:
         raise ShapeError(f"q has batch {sizes['batch']}, but a sharding of {tokens.sequences} packed sequences needs 1")
-    if min(sizes["dim_qk"], sizes["dim_v"]) < 1 or max(sizes["dim_qk"], sizes["dim_v"]) > 256:
-        raise Unsupported(f"head dims are {sizes['dim_qk']} and {sizes['dim_v']} (v); accepted: 1 to 256")
     return sizes
 
 

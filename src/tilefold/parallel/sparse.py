@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_number
+from ..check import FLOATS, TensorSpec, bind, check_number, check_whole
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
-from ..ops.call import check_kinds
+from ..ops.call import check_heads, check_kinds
 from ..plan.sharding import Sharding
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local
 from .agree import agree, text_of
-from .blocks import blocks_of, check_count
+from .blocks import blocks_of
 from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
-from .group import Ranks, check_device, ranks_of
+from .group import Ranks, check_device, check_sharding, ranks_of
 from .job import wanted
 
 __all__ = ["BlockExchange", "block_exchange", "sparse_attention"]
@@ -94,11 +94,10 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
     try:
         if not isinstance(index, BlockIndex):
             raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
-        if not isinstance(sharding, Sharding) or sharding.ranks != ranks.size:
-            raise ShapeError(f"sharding must be of the group's {ranks.size} ranks, got {sharding}")
+        check_sharding(sharding, ranks)
         if index.seq_k != sharding.total:
             raise ShapeError(f"index is of {index.seq_k} keys, the sharding of {sharding.total} tokens")
-        check_count("kv_heads", kv_heads, 1)
+        check_whole("kv_heads", kv_heads, 1)
         if index.heads > 1 and index.heads % kv_heads:
             raise ShapeError(f"index has lists of {index.heads} heads, no multiple of {kv_heads} KV heads")
         blocks = [blocks_of(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
@@ -256,10 +255,7 @@ def _check_call(sizes: dict[str, int], index: Any, scale: Any, softcap: Any, ret
         raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
     if index.seq_q != sizes["seq_q"]:
         raise ShapeError(f"index is of {index.seq_q} queries, q has {sizes['seq_q']} tokens")
-    if sizes["kv_heads"] == 0 or sizes["heads"] % sizes["kv_heads"]:
-        raise ShapeError(
-            f"q has {sizes['heads']} heads and k has {sizes['kv_heads']}: the heads of q must be a multiple of those of k and v"
-        )
+    check_heads(sizes)
     if scale is not None:
         check_number("scale", scale, above=0.0)
     check_number("softcap", softcap, low=0.0)

@@ -9,7 +9,7 @@ from ..errors import DtypeError, ShapeError, TilefoldError
 from ..plan.sharding import Sharding, Spans, ordered
 from .agree import agree, text_of
 from .exchange import gather_flat, guarded
-from .group import check_device, ranks_of
+from .group import check_device, check_sharding, ranks_of
 
 __all__ = [
     "assemble",
@@ -38,8 +38,7 @@ def _check(name: str, x: object, sharding: object, dim: int) -> None:
     """DtypeError or ShapeError unless x is a tensor that has such a dimension and sharding a Sharding."""
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not isinstance(sharding, Sharding):
-        raise DtypeError(f"sharding must be a Sharding, made by tilefold.parallel.shard, got {type(sharding).__name__}")
+    check_sharding(sharding)
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(f"dim is {dim}, but {name} has {x.dim()} dimensions, shape {tuple(x.shape)}")
 
@@ -88,8 +87,7 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
     try:
         _check("x", x, sharding, dim)
         check_device("x", x, flat)
-        if ranks != sharding.ranks:
-            raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks}")
+        check_sharding(sharding, group_ranks)
         if x.shape[dim] != sharding.length(rank):
             raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
         rest = tuple(x.movedim(dim, 0).shape[1:])
@@ -156,8 +154,7 @@ def causal_batch(
     ranks = ranks_of(group)
     rank = ranks.rank
     _check("input_ids", input_ids, sharding, 1)
-    if sharding.ranks != ranks.size:
-        raise ShapeError(f"the sharding is over {sharding.ranks} ranks, the group has {ranks.size}")
+    check_sharding(sharding, ranks)
     if labels is not None and labels.shape != input_ids.shape:
         raise ShapeError(f"labels has shape {tuple(labels.shape)}, input_ids has {tuple(input_ids.shape)}")
     every = next_tokens(input_ids if labels is None else labels, sharding, None, ignore=ignore)
@@ -193,7 +190,8 @@ def loss_mean(losses: torch.Tensor, keep: torch.Tensor | None = None, group: obj
     losses: this rank's, any shape, floating point.  keep: bool, like losses: the tokens that count (labels != -100).
     Backward, each rank gets the gradient of the mean by its own tokens: sum parameters' gradients over the ranks (where something
     averages them, as DistributedDataParallel does, multiply the loss by the number of ranks).
-    A mean of the ranks' own means would be wrong wherever ranks have different numbers of tokens that count."""
+    A mean of the ranks' own means would be wrong wherever ranks have different numbers of tokens that count.
+    The first call compares the ranks, with a wait of the host: not in a CUDA graph's capture."""
     ranks = ranks_of(group)
     flat = ranks.flat
     error: Exception | None = None

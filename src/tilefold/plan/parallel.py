@@ -1,20 +1,19 @@
 """Which scheme of context parallelism: predicted bytes on the links, time and memory of each, as values with reasons."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 
-from .parallel_cost import COSTS, memory_bytes
+from .parallel_cost import COSTS
 from .parallel_problem import Links, ParallelProblem, SchemeCost, size_text
 
-__all__ = ["SCHEMES", "ParallelPlan", "memory_with", "plan_parallel"]
+__all__ = ["SCHEMES", "ParallelPlan", "plan_parallel"]
 
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
-"""In the order of preference where predictions are equal."""
+"""In the order of preference where predictions of time and memory are equal."""
 
-CLOSE = 1.005
+CLOSE = 1.005  # of the fastest's time: as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,8 @@ class ParallelPlan:
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{', with backward' if n.backward else ''}",
             f"  assumed   {links.inside / 1e9:.0f} GB/s inside, {links.across / 1e9:.0f} GB/s across, "
-            f"{links.latency * 1e6:.0f} us a message, {links.flops / 1e12:.0f} TFLOP/s a rank{backward}",
+            f"{links.latency * 1e6:.0f} us a message, {links.flops / 1e12:.0f} TFLOP/s a rank{backward}, "
+            f"{links.dram / 1e12:g} TB/s of its memory",
             f"  predicted {self.cost}",
             f"  reason    {self.reason}",
             *(f"  rejected  {one}" for one in self.rejected),
@@ -106,8 +106,3 @@ def _reason(best: SchemeCost, fastest: SchemeCost, fits: list[SchemeCost]) -> st
         return f"predicted within {slower:.1%} of {fastest.scheme}, the fastest, with {memory} memory"
     second = min((c for c in fits if c is not best), key=lambda cost: cost.seconds)
     return f"predicted {second.seconds / best.seconds:.2f} times as fast as {second.scheme}, the next"
-
-
-def memory_with(plan: ParallelPlan, kernels: Mapping[str, float]) -> float:
-    """The memory of a plan whose kernels take so much for themselves while they run backward."""
-    return memory_bytes(plan.problem, plan.links, plan.scheme, plan.heads, kernels)

@@ -13,7 +13,7 @@ def head_refusal(heads: int, kv_heads: int, ranks: int) -> str:
     """Why heads cannot be shared out over so many ranks, "" if they can: KV heads are repeated where ranks are a multiple."""
     if heads % ranks:
         return f"{heads} query heads are not a multiple of {ranks} ranks"
-    if kv_heads and kv_heads % ranks and ranks % kv_heads:
+    if kv_heads % ranks and ranks % kv_heads:
         return f"{kv_heads} KV heads are neither a multiple of {ranks} ranks nor a divisor"
     return ""
 
@@ -122,7 +122,7 @@ def _copied(n: ParallelProblem, s: _Sizes, links: Links) -> float:
 
 
 def _spread(n: ParallelProblem, ranks: int) -> int:
-    return max(1, ranks // n.kv_heads) if n.kv_heads and n.kv_heads % ranks else 1
+    return max(1, ranks // n.kv_heads) if n.kv_heads % ranks else 1
 
 
 def _heads(n: ParallelProblem, links: Links) -> SchemeCost:

@@ -46,7 +46,7 @@ def _ring(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
     results and their merge.  Backward: the sums for this rank's queries, two for keys (arriving, leaving), and a piece's own
     gradients; of two steps, where the sums for queries need no fp32, the first summand and the result instead."""
     messages = min(2, steps - 1) * p.kv
-    first = p.out + p.lse + max(1, steps > 1 and 2) * p.kv + p.exact * p.kv + p.q + p.kv + p.own
+    first = p.out + p.lse + min(2, steps) * p.kv + p.exact * p.kv + p.q + p.kv + p.own
     if steps == 1:
         return p.kv + p.out + p.lse, first
     if steps == 2:

@@ -4,7 +4,8 @@ from tilefold.errors import TilefoldError
 
 from .attention_backward import plan_attention_backward
 from .device import Device
-from .parallel import ParallelPlan, memory_with
+from .parallel import ParallelPlan
+from .parallel_cost import memory_bytes
 from .problem import AttentionProblem
 
 __all__ = ["calls_of", "memory_on"]
@@ -16,7 +17,7 @@ def calls_of(plan: ParallelPlan) -> tuple[AttentionProblem, ...]:
     own_q, own_k = (max(1, -(-rows // plan.ring)) for rows in (n.seq_q, n.seq_k))
     half = (
         n.window == (-1, 0) and n.kind == "zigzag"
-    )  # one half of the queries sees all of the others' keys, or all see half
+    )  # half of the queries sees all of the others' keys, or all see half
     others = {"ring": 1, "two_level": 1, "all_gather": plan.ring - 1}.get(plan.scheme, 0) if plan.ring > 1 else 0
     heads, kv_heads = n.heads // plan.heads, max(1, n.kv_heads // plan.heads)
     causal = n.window == (-1, 0)
@@ -35,10 +36,10 @@ def calls_of(plan: ParallelPlan) -> tuple[AttentionProblem, ...]:
     return tuple(found)
 
 
-def _run(call: AttentionProblem, device: Device) -> tuple[int, int, int]:
+def _run(n: AttentionProblem, device: Device) -> tuple[int, int, int]:
     """(bytes that the backward kernel of a call takes beyond the gradients that a summand is returned as; the same and those
     gradients in the dtype of q; what it takes by its own plan).  Where it adds dk and dv up in fp32, these are the summand."""
-    n, plan = call, plan_attention_backward(call, device)
+    plan = plan_attention_backward(n, device)
     rows, keys = n.batch * n.seq_q * n.heads * n.dim_qk, n.batch * n.seq_k * n.kv_heads * (n.dim_qk + n.dim_v)
     again = keys * n.itemsize if plan.queries_at_once else 0
     extra = plan.scratch_bytes - again
@@ -57,4 +58,5 @@ def memory_on(plan: ParallelPlan, device: Device) -> tuple[float, int]:
     kernels = {"own": float(own[0])}
     if others:
         kernels |= {"others": float(max(one[0] for one in others)), "piece": float(max(one[1] for one in others))}
-    return memory_with(plan, kernels), max(one[2] for one in (own, *others))
+    most = memory_bytes(plan.problem, plan.links, plan.scheme, plan.heads, kernels)
+    return most, max(one[2] for one in (own, *others))

@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..check import check_whole
 from ..errors import DtypeError, LayoutError, ShapeError
 from .lists import lists_to_map, padded
 from .predicates import check_geometry, check_predicate
-from .validate import check_block, check_tensor, check_whole
+from .validate import check_block, check_tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..check import check_whole
 from ..errors import ShapeError, ValueRangeError
 from .convert import compressed_rows, map_of_flex, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
@@ -14,7 +15,6 @@ from .validate import (
     check_lists,
     check_record,
     check_tensor,
-    check_whole,
     check_within_capacity,
     lengths_of,
 )

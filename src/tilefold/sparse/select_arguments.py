@@ -5,11 +5,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_share
+from ..check import FLOATS, TensorSpec, bind, check_share, check_whole
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from ..ops.sparse.select import NOWHERE, SelectCall, Setting
 from .lists import padded, sizes_by_row
-from .validate import SMALLEST_BLOCK, check_whole
+from .validate import SMALLEST_BLOCK
 
 __all__ = ["Number", "bind_scores", "bind_sizes", "blocks_setting", "called_tau", "make_call"]
 

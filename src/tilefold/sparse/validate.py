@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..check import TensorSpec, bind
-from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..check import TensorSpec, bind, check_whole
+from ..errors import ShapeError, ValueRangeError
 from .lists import live_entries
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ __all__ = [
     "check_lists",
     "check_record",
     "check_tensor",
-    "check_whole",
     "check_within_capacity",
     "lengths_of",
 ]
@@ -32,15 +31,6 @@ _RECORD = (
     TensorSpec("block_sizes", _SIZES.format("kv_blocks"), (torch.int32,), optional=True, contiguous_last=True),
     TensorSpec("query_sizes", _SIZES.format("q_blocks"), (torch.int32,), optional=True, contiguous_last=True),
 )
-
-
-def check_whole(name: str, value: object, low: int = 0) -> int:
-    """An int of at least `low`; raises DtypeError or ValueRangeError."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < low:
-        raise ValueRangeError(f"{name} must be at least {low}, got {value}")
-    return value  # type: ignore[return-value]
 
 
 def check_tensor(

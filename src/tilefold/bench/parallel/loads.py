@@ -11,7 +11,7 @@ from tilefold.plan.parallel_problem import BACKWARD_FLOPS, ParallelProblem
 from tilefold.sparse import BlockIndex
 from tilefold.sparse_api import sparse_attention
 
-__all__ = ["SCHEMES", "Load", "Work", "dense", "lists_of", "sparse"]
+__all__ = ["SCHEMES", "Load", "Work", "dense", "index_of", "lists_of", "sparse"]
 
 SCHEMES = ("ring", "all_gather", "heads", "two_level")
 
@@ -74,13 +74,18 @@ def lists_of(work: Work, tokens: int, device: torch.device) -> torch.Tensor:
     return ((number[:, None] - number).abs() <= reach) | (number % apart == 0)
 
 
+def index_of(work: Work, keep: torch.Tensor, tokens: int) -> BlockIndex:
+    """The same for all heads."""
+    return BlockIndex.from_map(keep[None, None], block_q=work.block, block_k=work.block, seq_q=tokens, seq_k=tokens)
+
+
 def sparse(work: Work, tokens: int, backward: bool, device: torch.device) -> Load:
     """Over `lists_of`."""
     keep, block = lists_of(work, tokens, device), work.block
     sizes = torch.full((len(keep),), float(block), dtype=torch.float64, device=device)
     sizes[-1] = tokens - block * (len(keep) - 1)
     pairs = float(sizes @ (keep.double() @ sizes))
-    index = BlockIndex.from_map(keep[None, None], block_q=block, block_k=block, seq_q=tokens, seq_k=tokens)
+    index = index_of(work, keep, tokens)
     flops = 4.0 * pairs * work.heads[0] * work.dim * (BACKWARD_FLOPS if backward else 1.0)
     return Load(
         flops,

@@ -1,8 +1,6 @@
 """What ranks reach without each other: the rate that a scheme is held to, and how unlike the GPUs are."""
 
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +8,10 @@ import torch.distributed as dist
 
 from tilefold.bench.parallel.check import Inputs, inputs_of
 from tilefold.bench.parallel.loads import Load, Work, dense, sparse
-from tilefold.bench.parallel.setup import barrier
+from tilefold.bench.parallel.setup import barrier, timed, together
 from tilefold.plan.sharding import shard
 
-__all__ = ["Rates", "rates_of", "step_of", "timed", "together"]
+__all__ = ["Rates", "rates_of", "step_of"]
 
 LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
 BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first call: enough to fill a GPU
@@ -37,13 +35,6 @@ class Rates(NamedTuple):
         return (
             f"{self.tokens} tokens without exchange: rank 0 alone {self.alone / 1e12:.3g} TFLOP/s; all at once {each}"
         )
-
-
-def together(value: Any) -> list[Any]:
-    """The value of every rank of the default group."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def rates_of(work: Work, tokens: int, backward: bool, blocks: bool, device: torch.device) -> Rates:
@@ -84,19 +75,3 @@ def step_of(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -
         return lambda: call(*leaves)
     out = call(*leaves)
     return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-
-
-def timed(step: Callable[[], object], rounds: int, device: torch.device, ready: Callable[[], object]) -> float:
-    """Median seconds; ready: comes before each."""
-    seconds = []
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    if device.type == "cuda":
-        step()  # warm
-    for _ in range(rounds):
-        ready()
-        wait()
-        began = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tilefold.bench.parallel.check import Inputs, Results, inputs_of, judged
 from tilefold.bench.parallel.loads import Load, Work, dense, sparse
-from tilefold.bench.parallel.rates import Rates, rates_of, step_of, timed, together
-from tilefold.bench.parallel.setup import barrier, warmed
+from tilefold.bench.parallel.rates import Rates, rates_of, step_of
+from tilefold.bench.parallel.setup import barrier, timed, together, warmed
 from tilefold.bench.parallel.table import Line, cells_of
 from tilefold.bench.parallel.trace import Trace, overlaps_of, traced, written
 from tilefold.bench.parallel.ways import PEERS, Note, sharding_of, way_of

@@ -19,7 +19,7 @@ from tilefold.plan.parallel import ParallelPlan
 from tilefold.plan.parallel_scratch import calls_of
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["MeasuredLinks", "barrier", "join", "links_of", "warmed"]
+__all__ = ["MeasuredLinks", "barrier", "join", "links_of", "timed", "together", "warmed"]
 
 LONGEST = 1 << 17
 _WARM: set[Any] = set()
@@ -42,6 +42,29 @@ def barrier() -> None:
         dist.barrier(device_ids=[torch.cuda.current_device()])
     else:
         dist.barrier()
+
+
+def together(value: Any) -> list[Any]:
+    """The value of every rank of the default group."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def timed(step: Callable[[], object], rounds: int, device: torch.device, ready: Callable[[], object]) -> float:
+    """Median seconds; ready: comes before each."""
+    seconds = []
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    if device.type == "cuda":
+        step()  # warm
+    for _ in range(rounds):
+        ready()
+        wait()
+        began = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
 
 
 def warmed(plan: ParallelPlan, device: torch.device) -> None:
@@ -96,24 +119,8 @@ def links_of(device: torch.device, size: int | None = None, rounds: int = 5) -> 
     def shift(count: int) -> Callable[[], None]:
         return lambda: ring.wait(ring.start(a[:count], b[:count], "measuring"), "measuring")
 
-    seconds = [
-        _slowest(step, device, rounds) for step in (shift(a.numel()), lambda: dist.all_to_all_single(b, a), shift(2))
-    ]
+    steps = shift(a.numel()), lambda: dist.all_to_all_single(b, a), shift(2)
+    seconds = [max(together(timed(step, rounds, device, barrier))) for step in steps]
     sent, started = 4 * each * ranks, seconds[2]  # what the host and a small message take is not the links'
     moving = [max(each - started, each / 10) for each in seconds[:2]]
     return MeasuredLinks(sent / moving[0], sent * (ranks - 1) / ranks / moving[1], started)
-
-
-def _slowest(step: Callable[[], object], device: torch.device, rounds: int) -> float:
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    found = []
-    for _ in range(rounds + 1):  # the first one connects
-        barrier()
-        wait()
-        began = time.perf_counter()
-        step()
-        wait()
-        found.append(time.perf_counter() - began)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, median(found[1:]))
-    return float(max(every))

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tilefold import parallel as tp
-from tilefold.bench.parallel.loads import Work, lists_of
-from tilefold.sparse import BlockIndex
+from tilefold.bench.parallel.loads import Work, index_of, lists_of
 
 __all__ = ["PEERS", "sharding_of", "way_of"]
 
@@ -46,11 +45,10 @@ def way_of(
 
 def _sparse(work: Work, sharding: tp.Sharding, device: torch.device) -> tuple[Callable[..., torch.Tensor], Note]:
     """Lists that every rank can make; which blocks travel is found out once, as layers and steps with the same lists do."""
-    keep, tokens, block = lists_of(work, sharding.total, device), sharding.total, work.block
-    index = BlockIndex.from_map(keep[None, None], block_q=block, block_k=block, seq_q=tokens, seq_k=tokens)
-    rows = tp.shard_index(index, sharding, dist.get_rank())
+    keep = lists_of(work, sharding.total, device)
+    rows = tp.shard_index(index_of(work, keep, sharding.total), sharding, dist.get_rank())
     exchange = tp.block_exchange(rows, sharding, work.heads[1])
-    each = 2 * block * work.heads[1] * work.dim * getattr(torch, work.dtype).itemsize
+    each = 2 * work.block * work.heads[1] * work.dim * getattr(torch, work.dtype).itemsize
     received, others = (n * each / 1e6 for n in (exchange.blocks_received, len(keep) - rows.indices.shape[2]))
     share = float(keep.double().mean())
     text = f"{share:.1%} of the blocks; a rank receives at most {received:.3g} MB of the others' {others:.3g} MB"
