@@ -160,6 +160,6 @@ def test_wrong_types_are_named(make, text):
 
 
 def test_one_is_one_and_the_same_memory_is_said():
-    text = str(plan_parallel(ParallelProblem(1, 100, 100, 4, 4, 16, 16, window=(-1, 0)), Links(2)))
+    text = str(plan_parallel(ParallelProblem(1, 100, 100, 4, 2, 16, 16, window=(-1, 0)), Links(2)))
     assert "for 2 ranks, 1 node:" in text
     assert "with the same memory" in text

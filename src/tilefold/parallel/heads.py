@@ -43,9 +43,14 @@ class HeadExchange:
         joint = [t.contiguous() for t in tensors]
         got = places.scatter(joint, f"returning {what} to the tokens' ranks")
         found = []
-        for i, t in enumerate(joint):
-            every = [one[i] if one else places.kept(t) for one in got]
-            found.append(torch.cat(every, 2))
+        for t in joint:
+            whole = t.new_empty(t.shape[0], places.length(places.rank), t.shape[2] * len(got), *t.shape[3:])
+            for to, one in zip(whole.split(t.shape[2], 2), got, strict=True):
+                if one:
+                    to.copy_(one.pop(0))
+                else:
+                    places.keep(t, to)
+            found.append(whole)
         return found
 
 

@@ -109,9 +109,10 @@ class Places:
         begin(sends, receives, self.group, what).wait()
         return got
 
-    def kept(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a joint tensor."""
-        return take(t, tuple((at, at + count) for at, count in self.rows[self.rank]), 1)
+    def keep(self, t: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy this rank's rows of a joint tensor to where they belong, [batch, own rows, ...]."""
+        for into, of in zip(self._parts(to, self.rank), _cut(t, self.rows[self.rank]), strict=True):
+            into.copy_(of)
 
     def _others(self, each: Sequence[Tensors]) -> list[Tensors]:
         return [() if part == self.rank else one for part, one in enumerate(each)]

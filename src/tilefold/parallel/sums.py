@@ -1,7 +1,8 @@
 """What pieces give for a rank's rows, put together: outputs that are merged, gradients that are added.
 
 It is known beforehand which rows each piece has.  So the first result of a row is kept as it came, nothing is filled with zeros
-to be read again, and the last one is written in the dtype that is asked for; fp32 is between them."""
+to be read again, and the last one is written in the dtype that is asked for; fp32 is between them.  What comes first for all
+rows is where the result is made."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -40,6 +41,8 @@ class _Rows:
         if low == high:
             return
         self.later.remove((low, high))
+        if (low, high) == (0, self.rows):
+            self.adopt(part)
         for a, b, held, last in self._runs(low, high):
             one = _Held(a, b, part, low)
             kept = self.join(held, one, last)
@@ -62,9 +65,17 @@ class _Rows:
                 found.append((a, b, held, last))
         return found
 
+    def adopt(self, part: Tensors) -> None:
+        """Make the result in the memory of a piece of all rows, if it can be and nothing of it is made yet."""
+        raise NotImplementedError
+
     def join(self, held: _Held | None, one: _Held, last: bool) -> _Held | None:
         """Put the rows of a piece to what is held for them: what is held from now on, None if they are done."""
         raise NotImplementedError
+
+
+def _fits(t: torch.Tensor, dtype: torch.dtype) -> bool:
+    return t.dtype == dtype and t.is_contiguous()
 
 
 def _same(a: _Held | None, b: _Held | None) -> bool:
@@ -100,17 +111,22 @@ class State(_Rows):
         self.work: torch.Tensor | None = None
         self.first = 0  # row of `work`
 
+    def adopt(self, part: Tensors) -> None:
+        out, lse = part
+        if self.out is None and _fits(out, self.like.dtype):
+            self.out = out
+        if self.lse is None and _fits(lse, self.exact):
+            self.lse = lse
+
     def join(self, held: _Held | None, one: _Held, last: bool) -> _Held | None:
         if held is None and not last:
             return one
-        if held is None and (one.low, one.high) == (0, self.rows):
-            assert one.part is not None
-            self.out, self.lse = one.part
-            return None
         there = self._made(one, last)
         if held is None:
-            for to, of in zip(there, self._rows(one), strict=True):
-                to.copy_(of)
+            assert one.part is not None
+            for to, of, own, part in zip(there, self._rows(one), (self.out, self.lse), one.part, strict=True):
+                if own is not part:
+                    to.copy_(of)
             return None
         merge_into(*self._rows(held._replace(low=one.low, high=one.high)), *self._rows(one), *there)
         return None if last else one._replace(part=None, first=0)
@@ -167,6 +183,10 @@ class Sum(_Rows):
         if started:
             self.held, self.gaps = [_Held(0, self.rows, None, 0)], []
 
+    def adopt(self, part: Tensors) -> None:
+        if not self.exact and self.out is None and _fits(part[0], self.like.dtype):
+            self.out = part[0]
+
     def join(self, held: _Held | None, one: _Held, last: bool) -> _Held | None:
         assert one.part is not None
         part = one.part[0][:, one.low - one.first : one.high - one.first]
@@ -176,16 +196,14 @@ class Sum(_Rows):
             return one._replace(part=None, first=0)
         if held is None and not last:
             return one
-        if held is None and part.shape[1] == self.rows:
-            self.out = part
-            return None
         there = self._out()[:, one.low : one.high]
         if held is None:
-            there.copy_(part)
+            if self.out is not one.part[0]:
+                there.copy_(part)
         else:
             assert held.part is not None
             first = held.part[0][:, one.low - held.first : one.high - held.first]
-            torch.add(first, part, out=there)  # two of 16 bits are added in fp32 and rounded once
+            torch.add(first, part, out=there)  # in fp32, rounded once; `first` may lie there
         return None
 
     def _work(self) -> torch.Tensor:

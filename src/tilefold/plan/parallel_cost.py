@@ -1,9 +1,9 @@
 """The model of context parallelism, for one rank: bytes on the links, seconds and memory of each scheme, as formulas."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .parallel_memory import Parts, memory_of
+from .parallel_memory import Bytes, Part, memory_of, parts_of
 from .parallel_problem import BACKWARD_FLOPS, BYTES, Links, ParallelProblem, SchemeCost
 
 __all__ = ["COSTS", "head_refusal", "memory_bytes"]
@@ -29,26 +29,30 @@ class _Sizes:
     lse: float
     fold: float  # seconds of the forward fold of the busiest rank
     back: float  # of its backward folds, 0 without
+    sharing: int  # ranks that share out heads
     later: float  # share of the rows, or keys, of a piece of others' keys: in causal zigzag shards it is half of them or all
 
     def memory(
-        self, n: ParallelProblem, scheme: str, ranks: int, steps: int, kernels: Mapping[str, float] | None = None
+        self, n: ParallelProblem, scheme: str, ranks: int, steps: int, parts: tuple[Part, ...] | None = None
     ) -> float:
-        """Bytes at the worst moment."""
-        parts = Parts(self.q, self.kv, self.out, self.lse, self.dkv / self.kv if self.kv else 1.0, **(kernels or {}))
-        return memory_of(scheme, parts, ranks, steps, n.backward)
+        """Bytes at the worst moment; parts: None for gradients alone."""
+        exact = self.dkv / self.kv if self.kv else 1.0
+        sizes = Bytes(self.q, self.kv, self.out, self.lse, exact, 1.0 - 1.0 / self.sharing)
+        return memory_of(scheme, sizes, ranks, steps, parts or parts_of(scheme, ranks, n.halves), n.backward)
 
 
-def _sizes(n: ParallelProblem, links: Links, spread: int = 1) -> _Sizes:
-    """spread: how often KV heads are repeated."""
+def _sizes(n: ParallelProblem, links: Links, sharing: int = 1) -> _Sizes:
+    """sharing: ranks that share out heads."""
     each, rows, keys = BYTES[n.dtype], n.batch * n.seq_q / links.ranks, n.batch * n.seq_k / links.ranks
-    kv = keys * n.kv_heads * spread * (n.dim_qk + n.dim_v)
+    kv = keys * n.kv_heads * _spread(n, sharing) * (n.dim_qk + n.dim_v)
     out = rows * n.heads * n.dim_v
     flops = n.flops / links.ranks * n.imbalance(links.ranks)
     back = flops * BACKWARD_FLOPS / links.flops_backward if n.backward else 0.0
-    later = 0.75 if n.kind == "zigzag" and n.window == (-1, 0) else 1.0
+    later = 0.75 if n.halves else 1.0
     dkv, lse = kv * max(4, each), rows * n.heads * 4
-    return _Sizes(rows * n.heads * n.dim_qk * each, kv * each, out * each, dkv, lse, flops / links.flops, back, later)
+    return _Sizes(
+        rows * n.heads * n.dim_qk * each, kv * each, out * each, dkv, lse, flops / links.flops, back, sharing, later
+    )
 
 
 def _merged(s: _Sizes, pieces: int, backward: bool) -> float:
@@ -122,12 +126,13 @@ def _copied(n: ParallelProblem, s: _Sizes, links: Links) -> float:
 
 
 def _spread(n: ParallelProblem, ranks: int) -> int:
+    """How often KV heads are repeated so that each of so many ranks gets one."""
     return max(1, ranks // n.kv_heads) if n.kv_heads % ranks else 1
 
 
 def _heads(n: ParallelProblem, links: Links) -> SchemeCost:
     refusal = head_refusal(n.heads, n.kv_heads, links.ranks)
-    s = _sizes(n, links, _spread(n, links.ranks))
+    s = _sizes(n, links, links.ranks)
     sent, messages = _exchange(n, s, links.ranks)
     memory = s.memory(n, "heads", 1, 1)
     balanced = (s.fold + s.back) / n.imbalance(links.ranks)  # every rank has all tokens
@@ -144,7 +149,7 @@ def _two_level(n: ParallelProblem, links: Links) -> SchemeCost:
         refusal = "the ranks of a node are not known (ranks_per_node), or are one"
     elif outer == 1:
         refusal = "all ranks lie in one node"
-    s = _sizes(n, links, _spread(n, inner))
+    s = _sizes(n, links, inner)
     inside, messages = _exchange(n, s, inner)
     memory = s.memory(n, "two_level", outer, steps)
     uneven = n.imbalance(outer) / n.imbalance(links.ranks)
@@ -168,10 +173,8 @@ COSTS: dict[str, Callable[[ParallelProblem, Links], SchemeCost]] = {
 }
 
 
-def memory_bytes(n: ParallelProblem, links: Links, scheme: str, heads: int, kernels: Mapping[str, float]) -> float:
-    """The memory of a scheme whose kernels take so much for themselves while they run backward: own, others, piece of `Parts`.
-
-    heads: ranks that exchange heads."""
+def memory_bytes(n: ParallelProblem, links: Links, scheme: str, heads: int, parts: tuple[Part, ...]) -> float:
+    """The memory of a scheme of whose backward calls it is known what their kernels take; heads: ranks that exchange heads."""
     ring = links.ranks // heads
     steps = 1 if scheme in ("heads", "all_gather") else _reach(n, ring)
-    return _sizes(n, links, _spread(n, heads) if heads > 1 else 1).memory(n, scheme, ring, steps, kernels)
+    return _sizes(n, links, heads).memory(n, scheme, ring, steps, parts)

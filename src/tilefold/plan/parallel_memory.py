@@ -5,80 +5,116 @@ they run."""
 
 from dataclasses import dataclass
 
-__all__ = ["Parts", "memory_of"]
+__all__ = ["Bytes", "Part", "memory_of", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Bytes of one rank: q, kv (K and V together) and out in their dtype; lse; exact: how many times as large they are in fp32.
-    kv is that after KV heads were repeated, where they are.
+class Part:
+    """One backward call.  queries, keys: those that it has, in rows and keys of a rank; later: the sums for these keys have
+    summands already.
 
-    own, others: what the backward kernels of own and of others' keys have while they run beyond the gradients that they return;
-    piece: such gradients of one other rank's keys together with that, at the most; None: the gradients alone."""
+    extra: bytes that its kernel has while it runs beyond the gradients that it returns, these counted in the dtype of q; exact:
+    it returns dk and dv in fp32."""
+
+    queries: float
+    keys: float
+    later: bool = False
+    extra: float = 0.0
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of one rank: q, kv (K and V together) and out in their dtype; lse; exact: how many times as large they are in fp32.
+    kv is that after KV heads were repeated, where they are.  others: of what a rank has after a head exchange, the share that
+    came from others."""
 
     q: float
     kv: float
     out: float
     lse: float
     exact: float
-    own: float = 0.0
-    others: float = 0.0
-    piece: float | None = None
+    others: float
 
-    @property
-    def summand(self) -> float:
-        """While a backward kernel of one other rank's keys runs: half of the queries and all keys, or the other way round."""
-        return max(self.q + self.kv / 2, self.q / 2 + self.kv) if self.piece is None else self.piece
+    def running(self, part: Part) -> float:
+        """What a call makes while its kernel runs."""
+        return part.queries * self.q + part.keys * self.kv + part.extra
+
+    def found(self, part: Part) -> float:
+        """dk and dv as they come."""
+        return part.keys * self.kv * (self.exact if part.exact else 1.0)
+
+    def alone(self, part: Part) -> float:
+        """dq, dk and dv of own keys, which nothing is added to soon: while the kernel runs, or as dk, then dv, are rounded."""
+        return max(self.running(part), self.q + self.found(part) + self.kv / 2 * part.exact)
 
 
-def memory_of(scheme: str, p: Parts, ranks: int, steps: int, backward: bool) -> float:
+def parts_of(scheme: str, ring: int, halves: bool) -> tuple[Part, ...]:
+    """The largest backward calls of any rank: of its own keys, then of others'.
+
+    ring: ranks, or nodes, between which keys travel.  halves: a causal mask over zigzag shards, of which the second half of the
+    queries sees all of an earlier rank's keys, or all queries see the first half of a later rank's keys."""
+    own = Part(1.0, 1.0)
+    others = {"ring": 1.0, "two_level": 1.0, "all_gather": ring - 1.0}.get(scheme, 0.0) if ring > 1 else 0.0
+    if not others:
+        return (own,)
+    if not halves:
+        return own, Part(1.0, others)
+    found = own, Part(0.5, others), Part(1.0, others / 2)
+    return (*found, Part(0.5, others - 0.5, later=True)) if scheme == "all_gather" and ring > 2 else found
+
+
+def memory_of(scheme: str, s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...], backward: bool) -> float:
     """Bytes at the worst moment of a forward pass, and of the backward pass after it.
 
-    ranks: between which K and V are gathered; steps: of the ring, 1 if there is none."""
+    ranks: between which K and V are gathered; steps: of the ring, 1 if there is none; parts: as of `parts_of`."""
     passes = {"ring": _ring, "all_gather": _all_gather, "heads": _heads, "two_level": _two_level}[scheme](
-        p, ranks, steps
+        s, ranks, steps, parts
     )
     return max(passes) if backward else passes[0]
 
 
-def _ring(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
-    """Forward: messages that are folded and that arrive, the first result, that in fp32, and the next one; of two steps the two
-    results and their merge.  Backward: the sums for this rank's queries, two for keys (arriving, leaving), and a piece's own
-    gradients; of two steps, where the sums for queries need no fp32, the first summand and the result instead."""
-    messages = min(2, steps - 1) * p.kv
-    first = p.out + p.lse + min(2, steps) * p.kv + p.exact * p.kv + p.q + p.kv + p.own
+def _ring(s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...]) -> tuple[float, float]:
+    """Forward: messages that are folded and that arrive, the first result, where all are merged, and the next one; of more than
+    two steps the merge in fp32.  Backward: the sums for this rank's queries, two for keys (arriving, leaving), and a piece's own
+    gradients; of two steps the sums for queries need no fp32."""
+    own, *others = parts
+    kept, packed = s.out + s.lse, min(2, steps) * s.kv
+    sums = s.exact * s.q if steps > 2 else 0.0
+    first = kept + packed + s.exact * s.kv + max(s.running(own), sums + s.q + s.found(own))
     if steps == 1:
-        return p.kv + p.out + p.lse, first
-    if steps == 2:
-        forward = max(2 * p.kv + p.out + p.lse, p.kv + 3 * p.out + 3 * p.lse)
-        return forward, max(first, p.out + p.lse + messages + 2 * p.q + 2 * p.exact * p.kv + p.summand)
-    forward = messages + (p.exact + 2) * p.out + 3 * p.lse
-    return forward, max(first, p.out + p.lse + messages + p.exact * (p.q + 2 * p.kv) + p.summand)
+        return s.kv + kept, first
+    messages = min(2, steps - 1) * s.kv
+    forward = max(2 * s.kv + kept, messages + 2 * kept + (s.exact * s.out if steps > 2 else 0.0))
+    later = kept + messages + (sums or s.q) + 2 * s.exact * s.kv
+    return forward, max(first, *(later + s.running(one) for one in others))
 
 
-def _all_gather(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
-    """Forward: the others' keys, two results and their merge.  Backward: those keys, gradients of own keys and queries, and while
-    it folds the sums for the others' keys and a piece's own gradients, or when it sends those sums what comes."""
-    others = (ranks - 1) * p.kv
-    forward = others + 3 * p.out + 3 * p.lse
-    adding = (2 + p.exact) * others
-    running = others + p.summand
-    if ranks > 2:  # in the last piece, the sums have begun
-        running = (2 + p.exact) * others + 1.5 * p.q - p.kv / 2 + p.others
-    sending = 2 * p.exact * others
-    kept = p.out + p.lse + p.q + p.kv
-    return forward, max(kept + max(adding, running, sending), kept + others + p.own)
+def _all_gather(s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...]) -> tuple[float, float]:
+    """Forward: the others' keys and two results, merged in the first.  Backward: those keys, gradients of own queries and keys,
+    and a piece's own gradients, while it runs or as they are added to the sums for the others' keys; or those sums as they
+    leave, and what comes."""
+    own, *far = parts
+    others, kept = (ranks - 1) * s.kv, s.out + s.lse
+    sums = s.exact * others
+    moments = [others + s.alone(own), s.q + s.kv + 2 * sums]
+    for one in far:
+        running = s.running(one) + sums * one.later
+        moments.append(others + s.q + s.kv + max(running, sums + s.found(one)))
+    return others + 2 * kept, kept + max(moments)
 
 
-def _heads(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
+def _heads(s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...]) -> tuple[float, float]:
     """Forward: q, k, v and out of a share of the heads, and out as it comes and is put together.  Backward: those, and the
     gradients of queries, or of keys, as they leave, come and are put together."""
-    held = p.q + p.kv + p.out + p.lse
-    running = p.out + p.kv + p.own
-    return held + 2 * p.out, held + p.out + p.q + max(running, 2 * p.q + p.kv, 3 * p.kv)
+    (own,) = parts
+    held = s.q + s.kv + s.out + s.lse
+    leaving = max((2 + s.others) * s.q + s.kv, s.q + (2 + s.others / 2) * s.kv)
+    return held + (1 + s.others) * s.out, held + s.out + max(s.out + s.alone(own), leaving)
 
 
-def _two_level(p: Parts, ranks: int, steps: int) -> tuple[float, float]:
+def _two_level(s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...]) -> tuple[float, float]:
     """A ring between two head exchanges."""
-    forward, backward = _ring(p, ranks, steps)
-    return p.q + p.kv + forward, p.q + p.kv + 2 * p.out + backward
+    forward, backward = _ring(s, ranks, steps, parts)
+    held = s.q + s.kv
+    return held + max(forward, (2 + s.others) * s.out + s.lse), held + 2 * s.out + backward

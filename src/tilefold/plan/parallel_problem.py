@@ -97,6 +97,11 @@ class ParallelProblem:
         seen = keys if left < 0 and right < 0 else min(keys, band / 2 if self.window == (-1, 0) else band)
         return 2.0 * self.batch * self.heads * rows * seen * (self.dim_qk + self.dim_v)
 
+    @property
+    def halves(self) -> bool:
+        """Do a rank's queries and another's keys have half of their pairs in common: a causal mask over zigzag shards?"""
+        return self.kind == "zigzag" and self.window == (-1, 0)
+
     def imbalance(self, ranks: int) -> float:
         """The busiest rank's work beside the mean: one causal sequence in contiguous shards leaves the last rank most of it."""
         uneven = self.kind == "contiguous" and self.window == (-1, 0) and self.sequences == 1

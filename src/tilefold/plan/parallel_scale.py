@@ -12,15 +12,15 @@ __all__ = ["FORMULAS", "LETTERS", "Scaling", "scaling"]
 FORMULAS = {
     "ring": (
         "sends (N-1) KV; backward (N-1) KV + N x KV more",
-        "forward 2 KV + (x+2) O + 3 l; backward 2 KV + x (Q + 2 KV) + O + l + max(Q + KV/2, Q/2 + KV); of 2 ranks less",
+        "forward 2 KV + (x+2) O + 2 l; backward 2 KV + x (Q + 2 KV) + O + l + max(Q + KV/2, Q/2 + KV); of 2 ranks less",
     ),
     "all_gather": (
         "sends (N-1) KV; backward (N-1) KV + (N-1) x KV more",
-        "forward (N-1) KV + 3 O + 3 l; backward Q + KV + O + l + (N-1) KV max(2+x, 2x), of more than 2 ranks (3 Q - KV)/2 more",
+        "forward (N-1) KV + 2 O + 2 l; backward Q + KV + O + l + (N-1) KV max(2+x, 2x), of more than 2 ranks (Q - KV)/2 more",
     ),
     "heads": (
         "sends (N-1)/N (Q + KV + O); backward (N-1)/N (O + Q + KV) more",
-        "forward Q + KV + 3 O + l; backward 2 Q + KV + 2 O + l + max(2 Q + KV, 3 KV)",
+        "forward Q + KV + (3-1/N) O + l; backward 2 Q + KV + 2 O + l + max((2-1/N) Q + KV, (5-1/N)/2 KV)",
     ),
     "two_level": (
         "sends inside (U-1)/U (Q + KV + O), across (N/U-1) KV; backward the same again, and N/U x KV across",
