@@ -19,12 +19,13 @@ from gluon_threads import (
     Turn,
     run_threads,
 )
-from tilefold.kernels.hopper import attention_forward, forward_parts, forward_work
+from tilefold.kernels.hopper import attention_forward, forward_loads, forward_parts, forward_work
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 REAL = {
-    attention_forward: ("_produce_block", "_produce", "_consume"),
+    attention_forward: ("_consume",),
+    forward_loads: ("_produce_block", "produce"),
     forward_parts: ("load_tile", "_load_panel", "multiply_keys", "multiply_values", "wait_values"),
     forward_work: (
         "write_note",
@@ -73,6 +74,7 @@ class Run(Streams):
         late=False,
         keys=128,
         pack=1,
+        lazy=False,
     ):
         self.memory, self.kind, self.lengths, self.left, self.right = Memory(seed), kind, lengths, 100, 30
         self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
@@ -84,6 +86,7 @@ class Run(Streams):
         self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-seq_q * pack // self.rows)
         self.items, self.counter, self.made, self.order = self.q_blocks * heads, 0, [], []
         self.local = threading.local()
+        self.lazy, self.outgrown = lazy, set()  # items that have to be made again
 
     def namespace(self, program, programs):
         run = self
@@ -110,7 +113,12 @@ class Run(Streams):
             "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
             "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
             "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
-            "clear_tail": run.clear, "finish_block": run.finish,
+            "clear_tail": run.clear, "finish_block": run.finish, "look": lambda s, m, scale: m,
+            "is_cut": lambda *args: False, "cut": lambda s, *args: s,
+            "fold_lazily": lambda s, m, m_next, l, *args: (s, m, l, Anything(), Anything()),
+            "follow": lambda *args: (Anything(), Anything()), "outgrown": run.judge, "tell": dict.__setitem__,
+            "read_told": lambda told, block, n: max(told.get(block * n + c, 0) for c in range(n)),
+            "write_care": lambda told, again: told.update(care=again), "read_care": run.care, "NOTHING": -2, "LEAVE": -1,
         }  # fmt: skip
         names |= self.more()
         for module, functions in self.real.items():
@@ -149,6 +157,18 @@ class Run(Streams):
     def begin(self, item):
         self.local.item, self.local.open, self.local.tiles = item, [], {}
         return item
+
+    def care(self, told):
+        self.local.care = told.get("care", 0)
+        return self.local.care
+
+    def judge(self, worst, item, dtype):
+        """Now and then a block that was made without care has to be made again."""
+        with self.memory.changed:
+            again = not self.local.care and self.memory.random.random() < 0.3
+            if again:
+                self.outgrown.add(int(item))
+        return item + 1 if again else 0
 
     def bytes_of(self, desc):
         return (64 if desc == "q" else self.keys) * 64 * 2
@@ -227,27 +247,28 @@ class Run(Streams):
         turns = [Turn(memory, f"turn {c}") for c in range(n)]
         sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
         outs = (Number(0), Number(0), *map(Number, STRIDES))
-        tile = (self.keys, self.slots, n, self.pack)
+        tile, told = (self.keys, self.slots, n, self.pack), {}
         (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, *self.tile_slots)
 
         def consumer(c):
             self.local.consumer, self.local.turns = c, turns
-            names["_consume"](note, rings, tile_rings, (), outs, sizes, 1.0, None, None, None, self.first[0][-1], c, self.kind,
-                              *self.dims, self.dims[1], *tile, self.varlen, 0, True, self.late, self.turns, 0, False,
-                              *mods)  # fmt: skip
+            names["_consume"](note, told, rings, tile_rings, (), outs, sizes, 1.0, None, None, None, self.first[0][-1], c,
+                              self.kind, *self.dims, self.dims[1], *tile, self.varlen, 0, True, self.late, self.turns, 0, False,
+                              self.lazy, *mods)  # fmt: skip
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 
         offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
-        yield lambda: names["_produce"]("q", "k", "v", None, *offsets, note, rings, tiles_in, tile_rings, sizes, self.group,
-                                        self.items, self.kind, *self.dims, *tile, self.varlen, *mods)  # fmt: skip
+        yield lambda: names["produce"]("q", "k", "v", None, *offsets, note, told, rings, tiles_in, tile_rings, sizes, self.group,
+                                       self.items, self.kind, *self.dims, *tile, self.varlen, self.lazy, *mods)  # fmt: skip
         yield from (lambda c=c: consumer(c) for c in range(n))
 
     def __call__(self, programs):
         programs = min(programs, self.items)
         run_threads(self.memory, [work for p in range(programs) for work in self.program(p, programs)])
         items = [item for item in range(self.items) if self.place(item) is not None]
-        assert sorted(self.made) == [(item, c) for item in items for c in range(self.consumers)]
+        made = {one: self.made.count(one) for one in self.made}
+        assert made == {(item, c): 1 + (item in self.outgrown) for item in items for c in range(self.consumers)}
         blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
         assert len(items) == blocks * self.heads
         assert self.counter == 0

@@ -87,6 +87,7 @@ def forced(name: str) -> AttentionPlan:
 
 
 WIDE_BIAS = "d128 causal wide bias"
+LAZY = "d128 causal lazy packed heads"
 BIAS = {"score_mods": ("bias",), "bias_descriptors": "tiles"}
 MASK = {"mask_mods": ("mask",), "mask_descriptors": "tiles"}
 ALL = {"score_mods": ("softcap", "alibi", "bias"), "bias_descriptors": "tiles"}
@@ -109,6 +110,7 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d96 mask": (problem(96, **MASK), {}),
     "d192 d128 causal bias": (problem(192, 128, causal=True, **BIAS), {}),
     "d256 causal bias": (problem(256, causal=True, **BIAS), {}),
+    LAZY: (problem(128, causal=True), {"options": ("fence", "turns", "skip", "lazy", "pack")}),
 }
 JOBS |= {
     (name, "sm_90"): Job(
@@ -139,7 +141,8 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
     # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
     spare = (target == "sm_90" and name in SM_90) or "dropout" in name
-    assert results.of(name, target).problems(tensor=tensor, spills="outside loops" if spare else "none") == ()
+    spills = "any" if name == LAZY else "outside loops" if spare else "none"  # see test_hopper
+    assert results.of(name, target).problems(tensor=tensor, spills=spills) == ()
 
 
 @pytest.mark.parametrize("name", SM_90)
@@ -150,8 +153,10 @@ def test_hopper(results: Results, name: str) -> None:
     assert plan.kernel == KERNEL
     assert report is not None
     assert len(report.loops) == consumers_of(plan.tile)
-    assert report.spill_store_bytes <= (
-        32 if plan.problem.dim_v <= 128 and name in HOPPER else 128 if "bias" in name else 96
-    )
+    few = 32 if plan.problem.dim_v <= 128 and name in HOPPER else 128 if "bias" in name else 96
+    if "lazy" in plan.options:  # the loading warp has 24 registers, in which it also hears how blocks came out
+        few = 384 if name == LAZY else 192
+    assert report.spill_store_bytes <= few
+    assert report.loop_spills <= (name == LAZY)  # where a tile is masked: one or two tiles of a block
     assert report.occupancy.programs == (2 if "pairs" in name else 1)
     assert 0 <= plan.shared_bytes - report.shared_bytes < 512

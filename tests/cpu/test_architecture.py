@@ -77,6 +77,7 @@ SHARED_BY_HOPPER = (
     "backward_reduce_parts",
     "backward_ranges",
     "backward_spans",
+    "forward_loads",
     "forward_mods",
     "forward_parts",
     "forward_work",

@@ -40,6 +40,19 @@ def test_versions(version, programs):
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
 
 
+@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
+def test_what_was_outgrown_is_made_again(version):
+    """Once, whichever block of a program it is: the first, the last, or one on its way while another is told of."""
+    made = []
+    for seed in range(8):
+        for lengths in ([(300, 700)], [(128, 256)], [(100, 300), (0, 50), (257, 257)], [(0, 5), (0, 7)]):
+            run = Run(seed, CAUSAL, lengths, 4, 2, 2, lazy=True, **version)
+            run(1 + seed % 3)
+            made.append(len(run.outgrown))
+    assert sum(made) > 20
+    assert 0 in made
+
+
 def test_packed_heads():
     Run(8, CAUSAL, [(21, 700)], 2, 1, 2, pack=8)(2)
     Run(9, WINDOW, [(100, 300)], 3, 3, 2, pack=4, consumers=3)(1)

@@ -93,20 +93,30 @@ VERSIONS = [
     (64, {"block_m": 64, "options": ("skip",)}),
     (64, {"options": ("fence", "polynomial 16")}),
     (96, {"block_m": 192, "block_n": 64}),
-    (128, {"options": ("fence", "turns")}),
+    (128, {"block_m": 128, "options": ("fence", "turns")}),
     (128, {"options": ("fence", "skip")}),
     (128, {"options": ("fence", "late")}),
-    (128, {"options": ("fence", "turns", "skip", "polynomial 2")}),
+    (128, {"block_m": 128, "options": ("fence", "turns", "skip", "polynomial 2")}),
     (128, {"num_stages": 3, "options": ("fence", "pack")}),
     (192, {"options": ("fence", "turns")}),
     (256, {"options": ("fence", "turns", "skip")}),
     (256, {"options": ("fence", "pack", "skip")}),
+    (64, {"block_m": 64, "options": ("skip", "lazy")}),
+    (64, {"block_m": 192, "options": ("turns", "skip", "lazy")}),
+    (96, {"options": ("fence", "turns", "skip", "lazy")}),
+    (128, {"block_m": 128, "options": ("fence", "turns", "skip", "lazy")}),
+    (128, {"options": ("late", "skip", "lazy", "pack")}),
 ]
+LAZY = [one for one in VERSIONS if "lazy" in one[1].get("options", ())]
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (130, 5)}], ids=str)
 @pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
 def test_versions(dim, changes, options):
+    if "lazy" in changes.get("options", ()) and "window" in options:
+        with pytest.raises(tilefold.TilefoldError, match="lazy takes a row's first tile"):
+            held(*qkv(1, 9, 9, 2, 2, dim, dtype=torch.bfloat16, device=DEVICE), changes, **options)
+        return
     for sq, sk in ((1, 77), (13, 2000), (500, 1001), (1001, 333)):
         q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=torch.float16 if sq == 500 else torch.bfloat16, device=DEVICE)
         held(q, k, v, changes, **options)
@@ -121,6 +131,53 @@ def test_scores_that_grow_along_the_keys(changes):
     k *= torch.linspace(0, 60, 1500, device=DEVICE)[None, :, None, None]
     held(q, k, v, changes)
     held(q, k, v, changes, window=(300, 0))
+
+
+def jumping(kind, q, k):
+    """Scores that rise by more than a tile's sums can hold: of all rows, of some, at the last key, from tile to tile."""
+    if kind == "all":
+        q *= 30
+    elif kind == "some":
+        q[:, ::97, 1] *= 60
+    elif kind == "the last key":
+        k[:, -1] *= 60
+    elif kind == "one tile":
+        k[:, 700:703] *= 40
+        q[:, ::7] *= 20
+    else:
+        k *= torch.linspace(0, 30, k.shape[1], device=k.device)[None, :, None, None]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "changes"), LAZY, ids=str)
+def test_scores_that_jump(dim, changes, causal):
+    """What a sum cannot hold is made again, wherever it comes, and every run gives the same bits."""
+    sinks = rand(8, device=DEVICE) * 20
+    for kind in ("all", "some", "the last key", "one tile", "rising"):
+        for dtype in (torch.bfloat16, torch.float16):
+            for batch, sq, sk in ((1, 333, 1001), (5, 1024, 1024)):
+                q, k, v = qkv(batch, sq, sk, 8, 2, dim, dtype=dtype, device=DEVICE)
+                jumping(kind, q, k)
+                held(q, k, v, changes, causal=causal)
+        held(q, k, v, changes, causal=causal, sinks=sinks)
+        plan = forced(tilefold.attention_plan(q, k, v, causal=causal), **changes)
+        first = tilefold.attention(q, k, v, causal=causal, plan=plan)
+        assert all(torch.equal(first, tilefold.attention(q, k, v, causal=causal, plan=plan)) for _ in range(10)), kind
+
+
+def test_jumps_of_packed_sequences_and_of_nan():
+    """NaN is not made again, and stays in its rows."""
+    changes = {"options": ("fence", "turns", "skip", "lazy")}
+    held_packed((300, 0, 77, 1000, 3), (500, 9, 77, 1500, 0), changes, causal=True)
+    q, k, v = qkv(1, 3000, 5000, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    plan = tilefold.attention_plan(q, k, v)
+    assert "lazy" in plan.options
+    clean = tilefold.attention(q, k, v, plan=plan)
+    q[0, 100, 0] = math.nan
+    out = tilefold.attention(q, k, v, plan=plan)
+    assert out[0, 100, 0].isnan().all()
+    out[0, 100, 0] = clean[0, 100, 0]
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.parametrize("changes", [{}, {"options": ("pack",)}, {"options": ("skip", "turns")}], ids=str)

@@ -35,7 +35,7 @@ KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; the copy engine fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
-BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 704  # barriers, the note, what blocks tell, and what the compiler keeps to start the partitions
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
@@ -50,12 +50,14 @@ THREE_FROM = (
 PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
 PACE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
+LAZY_FROM = {"full": 2048, "causal": 4096}  # keys
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
-OPTIONS = ("fence", "late", "turns", "skip", "tanh", "pack", *POLYNOMIALS)
+OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
-when a maximum has grown by 2^8; tanh: softcap by the instruction; pack: the query heads of a KV head are rows of one block;
+when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
+pack: the query heads of a KV head are rows of one block;
 polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
@@ -96,6 +98,7 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         "fence": width_of(n.dim_v) >= 96,
         "turns": consumers_of(tile) > 1,
         "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
+        "lazy": _lazy_pays(n),
         "late": width_of(n.dim_qk) == 192 or (consumers_of(tile) == 1 and width_of(n.dim_qk) == 128),
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
@@ -231,14 +234,37 @@ def hopper_violation(
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
     for option in options:
         if option not in OPTIONS:
-            return f"must be among fence, late, turns, skip, tanh, pack, polynomial 1 to 16, got {option!r}"
+            return f"must be among fence, late, turns, skip, lazy, tanh, pack, polynomial 1 to 16, got {option!r}"
     if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
         return f"must name each version once, got {options!r}"
     if "tanh" in options and "softcap" not in problem.score_mods:
         return "tanh is a version of softcap, which the problem does not have"
     if "turns" in options and consumers_of(tile) == 1:
         return "turns need two warpgroups that fold, 64 queries a block make one"
+    if "lazy" in options and (fault := _lazy_fault(problem, options)):
+        return fault
     return _pack_fault(problem) if "pack" in options else None
+
+
+def _lazy_pays(problem: AttentionProblem) -> bool:
+    """Whether maxima that are not looked for save more than telling how each block came out costs: measured from these lengths
+    on, without changes of scores, and up to a width of 128.  Not with fp16: its rows' scores may rise by 10 from what was seen
+    to the next tile, and bfloat16's by 33, before their block has to be made again."""
+    n = problem
+    few = n.seq_k < LAZY_FROM["causal" if n.sides == (-1, 0) else "full"]
+    wide = max(width_of(n.dim_qk), width_of(n.dim_v)) > 128
+    other = few or wide or n.varlen or n.score_mods or n.dtype != "bfloat16"
+    return not other and not _lazy_fault(n, ("skip",))
+
+
+def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
+    if "skip" not in options or polynomial_of(options):
+        return "lazy is a version of skip, without polynomials"
+    if {*problem.score_mods, *problem.mask_mods} - {"softcap"} or (
+        max(problem.sides) >= 0 and problem.sides != (-1, 0)
+    ):
+        return "lazy takes a row's first tile for its scores' size, which a window, a bias, a mask or ALiBi does not leave it"
+    return None
 
 
 def _pack_fault(problem: AttentionProblem) -> str | None:

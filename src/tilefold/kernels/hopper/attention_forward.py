@@ -14,16 +14,20 @@ from a counter, those with the most keys of a head first: the long ones begin ea
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 3.2.
 """
 
-from .forward_mods import change_scores, load_slopes, load_tiles, tile_ring
+from .forward_loads import produce
+from .forward_mods import change_scores, load_slopes, tile_ring
 from .forward_parts import (
     accumulators,
     begin_fold,
     clear_tail,
     finish_block,
+    fold_lazily,
     fold_scores,
-    load_tile,
+    follow,
+    look,
     multiply_keys,
     multiply_values,
+    outgrown,
     rescale_all,
     ring,
     soften,
@@ -32,7 +36,19 @@ from .forward_parts import (
     wait_values,
     wide_of,
 )
-from .forward_work import cut_if_needed, find_place, range_of_block, read_item, read_place, read_sequence, write_note
+from .forward_work import (
+    NOTHING,
+    begin_telling,
+    cut,
+    cut_if_needed,
+    is_cut,
+    range_of_block,
+    read_care,
+    read_item,
+    read_place,
+    read_sequence,
+    tell,
+)
 from .gluon import (
     barriers,
     fence_async_shared,
@@ -45,7 +61,7 @@ from .gluon import (
     turn_wait,
     wgmma_wait,
 )
-from .parts import LOG2E, draw_ticket, read_ticket
+from .parts import LOG2E
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
            "stride_oh", "cap", "stride_sinks", "batch", "total_q", "bias_b", "bias_h", "mask_b", "mask_h", "slope_b",
@@ -53,83 +69,11 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "le
 
 
 @jit
-def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t, group, left, right,
-                   programs, KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr,
-                   SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr,
-                   BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
-    """Make every load of one query block -> the item after it, and the position in the rings."""
-    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    i_q, i_b, i_h, seq_q, seq_k, first_q, first_k, _, i_s = place
-    drawn = 0
-    following = item
-    first, tiles = range_of_block(i_q, seq_q, seq_k, left, right, KIND, CONSUMERS * 64, KEYS, PACK)
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, item, i_q, seq_q, seq_k, first_q, i_s, VARLEN, ALIBI)
-    for c in gl.static_range(CONSUMERS):
-        row = first_q + i_q * (CONSUMERS * 64) + c * 64
-        load_tile(q_desc, q_full.index(c), q_buf, c, i_b, i_h, row, 64, DIM_QK, PACK)
-    i_k = i_h // group
-    for j in range(tiles):
-        slot = t % SLOTS
-        parity = ((t // SLOTS) & 1) ^ 1
-        row = first_k + (first + j) * KEYS
-        mbarrier.wait(k_empty.index(slot), parity)
-        load_tile(k_desc, k_full.index(slot), k_buf, slot, i_b, i_k, row, KEYS, DIM_QK)
-        if BIAS:
-            load_tiles(tiles_in[0], tile_rings[0], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, BIAS, KEYS,
-                       BIAS_SLOTS, CONSUMERS)  # fmt: skip
-        if MASK:
-            load_tiles(tiles_in[1], tile_rings[1], t, i_s, i_h, i_q * (CONSUMERS * 64), (first + j) * KEYS, MASK, KEYS,
-                       MASK_SLOTS, CONSUMERS)  # fmt: skip
-        mbarrier.wait(v_empty.index(slot), parity)
-        load_tile(v_desc, v_full.index(slot), v_buf, slot, i_b, i_k, row, KEYS, DIM_V)
-        t += 1
-        # As late as hides the answers: who draws early may hold two long blocks while others have none.
-        if j == gl.maximum(tiles - 4, 0):
-            drawn = draw_ticket(Tickets)
-        if j == gl.maximum(tiles - 2, 0):
-            following = programs + read_ticket(drawn)
-    return following, t
-
-
-@jit
-def _produce(q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-             KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
-             CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, ALIBI: gl.constexpr, BIAS: gl.constexpr,
-             MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr):  # fmt: skip
-    """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
-    q_full, q_empty = rings[3], rings[4]
-    seq_q, seq_k, heads, q_blocks, left, right = sizes
-    programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    i = 0  # query blocks that were begun
-    t = 0  # tiles that were loaded: position in the rings
-    while item < items:
-        place = find_place(CuQ, CuK, batch, item, seq_q, seq_k, heads, q_blocks, VARLEN, CONSUMERS * 64)
-        if place[7]:
-            item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, tiles_in, tile_rings, place, item, i, t,
-                                     group, left, right, programs, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN,
-                                     ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
-            i += 1
-        else:
-            item = programs + read_ticket(draw_ticket(Tickets))
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    write_note(note, -1, 0, 0, 0, 0, 0, VARLEN, ALIBI)
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.arrive(q_full.index(c), count=1)
-    # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
-    if item == programs + items - 1:
-        gl.store(Tickets, 0)
-
-
-@jit
-def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, CID: gl.constexpr,
+def _consume(note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, CID: gl.constexpr,
              KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
              SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
              FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, SKIP: gl.constexpr,
-             ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+             LAZY: gl.constexpr, ALIBI: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
              MASK_SLOTS: gl.constexpr):  # fmt: skip
     """Consumer number CID: rows CID * 64 on of each query block of this program."""
     q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
@@ -194,6 +138,9 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
                               BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
         s = cut_if_needed(s, row, first * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
         p, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
+        if LAZY:
+            # m takes over m_next in the loop, which `look` there makes a value of its own (see gluon.py)
+            care, m_next, worst = read_care(told), m, gl.zeros_like(m)
         for j in range(1, tiles):
             t += 1
             ahead = t % SLOTS
@@ -218,11 +165,19 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
             if ALIBI or BIAS or MASK:
                 s = change_scores(s, natural, tile_rings, t, slope, row, (first + j) * KEYS, shift, CID, KIND, PACK, ALIBI,
                                   BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)  # fmt: skip
-            s = cut_if_needed(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
-            p_next, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
+            if LAZY:
+                if (care > 0) | is_cut(row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK):
+                    s = cut(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
+                    m_next = look(s, m_next, scale)
+                p_next, m, l, alpha, part = fold_lazily(s, m, m_next, l, scale, P_LAYOUT, DTYPE)
+            else:
+                s = cut_if_needed(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, PACK)
+                p_next, m, l, alpha = fold_scores(s, m, l, scale, P_LAYOUT, DTYPE, POLYNOMIAL, SKIP)
             if FENCE:
                 l = schedule_fence(l)
             acc = wait_values(o_flying)
+            if LAZY:
+                m_next, worst = follow(part, m, worst, DTYPE)
             if LATE:
                 mbarrier.arrive(k_empty.index(ahead), count=1)
             mbarrier.arrive(v_empty.index(slot), count=1)
@@ -252,10 +207,18 @@ def _consume(note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_
         out = Out + b * stride_ob + h * (stride_oh * PACK) + (first_q + row // PACK).to(gl.int64) * stride_om
         strides = (stride_om, stride_oh, n_q)
         finish_block(out, lse, acc, m, l, n_q * PACK - row, strides, DTYPE, ROW_S, COLUMNS, PACK)
+        if LAZY:
+            tell(told, (i & 1) * CONSUMERS + CID, outgrown(worst, item, DTYPE))
         t += 1
         i += 1
         mbarrier.wait(q_full.index(CID), i & 1)
         item = read_item(note, VARLEN)
+        if LAZY:
+            if item == NOTHING:
+                mbarrier.arrive(q_empty.index(CID), count=1)
+                i += 1
+                mbarrier.wait(q_full.index(CID), i & 1)
+                item = read_item(note, VARLEN)
     if TURNS and CID == 0:
         turn_wait(0)  # the last one passed on
 
@@ -269,8 +232,8 @@ def attention_forward_hopper(
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    SKIP: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr, MASK_SLOTS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+    MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
     [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq]; Tickets [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of
@@ -290,7 +253,7 @@ def attention_forward_hopper(
     warpgroup.  Slopes [B, H] of ALiBi by its strides, or None.  With one of these and PACK, only Slopes may differ between heads.
 
     FENCE holds the wait for O behind the softmax; LATE gives K's buffer back with V's; with TURNS the consumers issue their
-    products in turns; POLYNOMIAL, SKIP: see `fold_scores`."""
+    products in turns; POLYNOMIAL, SKIP: see `fold_scores`; LAZY (with SKIP): see `fold_lazily`."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_buf = ring(DTYPE, CONSUMERS, 64, DIM_QK)
     k_buf = ring(DTYPE, SLOTS, KEYS, DIM_QK)
@@ -300,6 +263,9 @@ def attention_forward_hopper(
         note = gl.allocate_shared_memory(gl.int32, [6 if ALIBI else 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         note = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = ()
+    if LAZY:
+        told = begin_telling(CONSUMERS)
     q_full = barriers(CONSUMERS, 1)
     q_empty = barriers(CONSUMERS, 1)
     k_full = barriers(SLOTS, 1)
@@ -324,37 +290,37 @@ def attention_forward_hopper(
     sizes = (seq_q, seq_k, heads, q_blocks, left, right)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
-                        MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, told, rings, tiles_in, tile_rings, sizes, group,
+                       items, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                       MASK_SLOTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
-                        MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, told, rings, tiles_in, tile_rings, sizes, group,
+                       items, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                       MASK_SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_consume, (note, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND, DIM_QK,
-                        DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL, SKIP,
-                        ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, rings, tiles_in, tile_rings, sizes, group, items,
-                        KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, ALIBI, BIAS, MASK, BIAS_SLOTS,
-                        MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 0, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 1, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (_consume, (note, told, rings, tile_rings, slopes, outs, sizes, scale, Sinks, stride_sinks, cap, total_q, 2, KIND,
+                        DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, SOFTCAP, FENCE, LATE, TURNS, POLYNOMIAL,
+                        SKIP, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS, MASK_SLOTS)),
+            (produce, (q_desc, k_desc, v_desc, Tickets, CuQ, CuK, batch, note, told, rings, tiles_in, tile_rings, sizes, group,
+                       items, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS, PACK, VARLEN, LAZY, ALIBI, BIAS, MASK, BIAS_SLOTS,
+                       MASK_SLOTS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -11,6 +11,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    quick_log2,
     quick_reciprocal,
     reinterpret,
     scale_unless_one,
@@ -228,6 +229,50 @@ def fold_scores(
         alpha = gl.exp2(m - m_new)
         l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
         return gl.convert_layout(p.to(DTYPE), P_LAYOUT), m_new, l, alpha
+
+
+@constexpr_function
+def reach_of(dtype):
+    """Where sums of a tile's probabilities become too large: fp16 ends at 65504, and the accumulator takes them times V."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**48
+
+
+@jit
+def look(s, m, scale):
+    """m after a look at the tile's maxima: with it, no sum of the tile is larger than 2^13."""
+    top = gl.max(s, 1) * scale
+    return gl.where(top - m > GROWTH, top, m)
+
+
+@jit
+def fold_lazily(s, m, m_next, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    """fold_scores with SKIP, but the number that a row's sums are relative to follows the sums, after the tile (`follow`),
+    instead of the maxima, before it: no maximum is looked for, and the exponentials wait for none.  m_next is what it has become
+    since m.  -> p, m_next, l, alpha, the tile's sums."""
+    p = gl.exp2(s * scale - gl.expand_dims(m_next, 1))
+    alpha = gl.exp2(m - m_next)
+    part = quad_sums(p)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + part
+    return gl.convert_layout(p.to(DTYPE), P_LAYOUT), m_next, l, alpha, part
+
+
+@jit
+def follow(part, m, worst, DTYPE: gl.constexpr):
+    """-> m for the next tile, and the largest sum of any: from the sums of this one (each thread's), which are relative to m.
+
+    Sums of 2^8 to reach_of are right as they are (a float's mantissa does not care) and raise m.  Larger ones may be infinite,
+    and so may be what they are added to; then the block has to be made again (`outgrown`)."""
+    REACH: gl.constexpr = reach_of(DTYPE)
+    largest = gl.convert_layout(gl.max(part, 1), m.type.layout)
+    raised = (largest > 2.0**GROWTH) & (largest < REACH)
+    return gl.where(raised, m + quick_log2(largest), m), gl.maximum(worst, largest)
+
+
+@jit
+def outgrown(worst, item, DTYPE: gl.constexpr):
+    """[64] int32: item + 1 where some tile's sum was too large, else 0."""
+    REACH: gl.constexpr = reach_of(DTYPE)
+    return gl.where(worst >= REACH, item + 1, 0)
 
 
 # ---------------------------------------------------------------- begin and end

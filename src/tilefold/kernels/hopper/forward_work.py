@@ -6,6 +6,8 @@ from .parts import columns_of, place_of_item
 FULL = gl.constexpr(0)
 CAUSAL = gl.constexpr(1)
 WINDOW = gl.constexpr(2)
+LEAVE = gl.constexpr(-1)  # notes that name no block: there are no more
+NOTHING = gl.constexpr(-2)  # there may be; only say that the one before is through
 
 
 # ---------------------------------------------------------------- where a block lies
@@ -52,7 +54,8 @@ def find_place(CuQ, CuK, batch, item, seq_q, seq_k, heads, q_blocks, VARLEN: gl.
 
 @jit
 def write_note(note, item, i_q, seq_q, seq_k, first_q, i_s, VARLEN: gl.constexpr, NUMBERED: gl.constexpr):
-    """What the consumers are to do, -1 to leave; of a packed batch, where its sequence lies, too, and if NUMBERED which it is."""
+    """What the consumers are to do, or LEAVE or NOTHING; of a packed batch, where its sequence lies, too, and if NUMBERED which
+    it is."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     if VARLEN:
         note.index(0).store(gl.full([1], item, gl.int32, LAYOUT))
@@ -100,6 +103,51 @@ def read_sequence(note, i_b, VARLEN: gl.constexpr):
         return i_b
 
 
+# ---------------------------------------------------------------- how blocks came out
+
+
+@jit
+def begin_telling(CONSUMERS: gl.constexpr):
+    """-> [2 * CONSUMERS, 4] numbers: of the last two blocks, by each consumer's warps, item + 1 if it has to be made again, else
+    0; and [1]: more than 0 if the present block is made with care."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    told = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for c in gl.static_range(2 * CONSUMERS):
+        told.index(c).store(gl.zeros([4], gl.int32, LAYOUT))
+    care = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    care.store(gl.zeros([1], gl.int32, LAYOUT))
+    return told, care
+
+
+@jit
+def tell(told, place, rows):
+    """rows [64] int32: what each has to say of its block.  Each warp tells of its own 16."""
+    told[0].index(place).store(gl.max(rows.reshape([4, 16]), 1))
+
+
+@jit
+def read_told(told, block, CONSUMERS: gl.constexpr):
+    """Item + 1 of block number `block` (0 or 1) if it has to be made again, else 0."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    found = told[0].index(block * CONSUMERS).load(LAYOUT)
+    for c in gl.static_range(CONSUMERS - 1):
+        found = gl.maximum(found, told[0].index(block * CONSUMERS + c + 1).load(LAYOUT))
+    return gl.max(found, 0)
+
+
+@jit
+def write_care(told, again):
+    """again: more than 0 if the block that comes next is to be made with care."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    told[1].store(gl.full([1], again, gl.int32, LAYOUT))
+
+
+@jit
+def read_care(told):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(told[1].load(LAYOUT), 0)
+
+
 # ---------------------------------------------------------------- its tiles and masks
 
 
@@ -141,14 +189,20 @@ def cut(s, row, begin, shift, seq_k, left, right, KIND: gl.constexpr, KEYS: gl.c
 
 
 @jit
-def cut_if_needed(s, row, begin, shift, seq_k, left, right, KIND: gl.constexpr, KEYS: gl.constexpr, PACK: gl.constexpr):
-    """`cut`, where some of the 64 rows does not see some key of the tile; `row` is a multiple of 64, 64 one of PACK."""
+def is_cut(row, begin, shift, seq_k, left, right, KIND: gl.constexpr, KEYS: gl.constexpr, PACK: gl.constexpr):
+    """Does some of the 64 rows not see some key of the tile?  `row` is a multiple of 64, 64 one of PACK."""
     end = seq_k
     if KIND != FULL:
         end = gl.minimum(seq_k, row // PACK + shift + 1 + (right if KIND == WINDOW else 0))
     needed = begin + KEYS > end
     if KIND == WINDOW:
         needed = needed | (begin < row // PACK + (64 // PACK - 1) + shift - left)
-    if needed:
+    return needed
+
+
+@jit
+def cut_if_needed(s, row, begin, shift, seq_k, left, right, KIND: gl.constexpr, KEYS: gl.constexpr, PACK: gl.constexpr):
+    """`cut`, where it changes something."""
+    if is_cut(row, begin, shift, seq_k, left, right, KIND, KEYS, PACK):
         s = cut(s, row, begin, shift, seq_k, left, right, KIND, KEYS, PACK)
     return s

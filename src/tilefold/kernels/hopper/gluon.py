@@ -21,7 +21,9 @@
     copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
     wait_for_previous, let_next_start     dependent launches
 
-Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.
+Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.  Names that begin
+a `while` as one and the same value, and of which one takes over another's (`before = last`), are taken for unchanged by it:
+the loop goes on with what was there first, without an error.
 """
 
 from triton._C.libtriton import ir
@@ -61,6 +63,7 @@ __all__ = [
     "mma",
     "narrowed",
     "opaque",
+    "quick_log2",
     "quick_reciprocal",
     "reinterpret",
     "scale_unless_one",
@@ -126,6 +129,12 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 def quick_reciprocal(x):
     """1 / x in one instruction, right to 1 bit of fp32; 0 of inf."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def quick_log2(x):
+    """log2(x) in one instruction, right to 2^-22 of 1."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit

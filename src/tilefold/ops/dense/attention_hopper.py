@@ -82,7 +82,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "PACK": rules.packed_heads(n, plan.options),
         "VARLEN": n.varlen,
         "SOFTCAP": softcap,
-        **{option.upper(): option in plan.options for option in ("fence", "late", "turns", "skip")},
+        **{option.upper(): option in plan.options for option in ("fence", "late", "turns", "skip", "lazy")},
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
