@@ -135,7 +135,7 @@ def explain(
     tflops: Annotated[
         float | None,
         typer.Option(
-            help="With --ranks: attention TFLOP/s of one GPU.", show_default="640, and 530 of the backward pass"
+            help="With --ranks: attention TFLOP/s of one GPU.", show_default="680, and 530 of the backward pass"
         ),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
