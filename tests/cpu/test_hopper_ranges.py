@@ -25,9 +25,9 @@ NAMES = {
     "WINDOW": WINDOW,
     "cut": lambda *args: "cut",
 }
-range_of_block, cut_if_needed, sequence_of_place = (
+range_of_block, cut_if_needed, sequence_of_place, NAMES["is_cut"] = (
     types.FunctionType(getattr(kernel, name).fn.__code__, NAMES)
-    for name in ("range_of_block", "cut_if_needed", "sequence_of_place")
+    for name in ("range_of_block", "cut_if_needed", "sequence_of_place", "is_cut")
 )
 
 

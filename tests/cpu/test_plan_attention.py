@@ -326,13 +326,19 @@ def test_two_programs_an_sm_where_blocks_are_short(problem: AttentionProblem, ro
 @pytest.mark.parametrize(
     ("problem", "options"),
     [
-        (LONG, ("fence", "turns", "skip")),
+        (LONG, ("fence", "turns", "skip", "lazy")),
+        (replace(LONG, dtype="float16"), ("fence", "turns", "skip")),
+        (replace(LONG, causal=True, seq_q=4096, seq_k=4096), ("fence", "turns", "skip", "lazy")),
+        (replace(LONG, causal=True, seq_q=4095, seq_k=4095), ("fence", "turns", "skip")),
+        (replace(LONG, seq_k=2048), ("fence", "turns", "skip", "lazy")),
+        (replace(LONG, seq_k=2047), ("fence", "turns", "skip")),
+        (replace(LONG, window=(4095, 0)), ("fence", "turns", "skip")),
         (short(128, 512, 32, causal=True), ("fence", "skip", "late")),
         (short(64, 512, 32, causal=True), ("skip",)),
-        (NARROW, ("turns", "skip")),
+        (NARROW, ("turns", "skip", "lazy")),
         (replace(LONG, dim_qk=192, dim_v=128), ("fence", "turns", "skip", "late")),
-        (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "pack")),
-        (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip")),
+        (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "lazy", "pack")),
+        (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip", "lazy")),
         (replace(LONG, dim_qk=256, dim_v=256, kv_heads=4), ("fence", "turns", "skip")),
         (replace(LONG, dim_qk=256, dim_v=256, seq_q=64, kv_heads=4, batch=16), ("fence", "turns", "skip", "pack")),
         (replace(LONG, kv_heads=4, varlen=True), ("fence", "turns", "skip")),
@@ -348,6 +354,21 @@ def test_versions_that_are_taken(problem: AttentionProblem, options: tuple[str, 
     alone = portable(problem, H200).with_tile(kernel=HOPPER, block_m=64, block_n=64, num_warps=4, num_stages=1)
     alike = {"turns", "late"}  # nobody to take turns with; late pays for one warpgroup at 128, too
     assert set(alone.options) - alike == set(options) - alike and "turns" not in alone.options
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        ({}, ("fence", "lazy"), "lazy is a version of skip"),
+        ({}, ("skip", "lazy", "polynomial 2"), "lazy is a version of skip, without polynomials"),
+        ({"window": (100, 0)}, ("skip", "lazy"), "which a window, a bias"),
+        ({"score_mods": ("alibi",)}, ("skip", "lazy"), "which a window, a bias"),
+        ({"mask_mods": ("mask",), "mask_descriptors": "tiles"}, ("skip", "lazy"), "which a window, a bias"),
+    ],
+)
+def test_lazy_needs_a_first_tile_to_go_by(changes: dict[str, Any], options: tuple[str, ...], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        forced(replace(LONG, **changes), options=options)
 
 
 def test_versions_for_sm_90_may_be_asked_for() -> None:
