@@ -26,6 +26,8 @@ class Kernels(NamedTuple):
     """What folds one piece; for tests and for other libraries' kernels.  Both get a `Call` with causal, window, scale, softcap
     and, where pieces were packed, `packed`; tensors [batch, seq, heads, dim] or [total, heads, dim], any strides.
 
+    What they return is taken over: other pieces may be merged into it.
+
     forward(q, k, v, call) -> (out, lse).  backward((q, k, v, out, lse), dout, dlse or None, call, (True, True, True)) -> (dq, dk,
     dv, ...), out and lse being those over all keys."""
 

@@ -29,8 +29,8 @@ class Links:
     )
     across: float = 50e9  # one 400 Gb/s port a GPU
     latency: float = 10e-6
-    flops: float = 680e12  # bfloat16, D=128, on the slowest of four H200 at work, all at their power limit
-    flops_backward: float = 530e12  # the same
+    flops: float = 680e12  # bfloat16, D=128, at the power limit: slow H200 had 640 before `lazy`, 718 with it
+    flops_backward: float = 530e12  # the slowest of four
     dram: float = 4e12  # of an H200, as kernels that add and merge reach it
     memory: float | None = None
 
