@@ -157,6 +157,7 @@ def two():
     yield from library()
     yield "helpers", helpers
     yield "context", context
+    yield "any-order", any_order
     yield "decode", decode
     yield "repeated-bits", repeated_bits
     yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
@@ -254,6 +255,37 @@ def context():
     local = tilefold.attention(*(t.float() for t in mine))  # outside again
     exact, _ = reference.attention(*mine)
     assert compare(local, exact, exact.float()).ok
+
+
+def any_order():
+    """deterministic reaches every rank's kernels, from the function and from the context, and nothing else changes."""
+    rank, sharding = dist.get_rank(), tp.shard(20, dist.get_world_size(), "zigzag")
+    q, k, v = (tp.shard_sequence(torch.randn(1, 20, 2, 8, dtype=torch.float64), sharding, rank) for _ in range(3))
+    told = []
+
+    def noting(saved, dout, dlse, call, wanted):
+        told.append(call.deterministic)
+        return PLAIN.backward(saved, dout, dlse, call, wanted)
+
+    kernels = tp.Kernels(PLAIN.forward, noting)
+    for scheme in SCHEMES:
+        found = []
+        for options in ({}, {"deterministic": True}, {"deterministic": False}):
+            with tp.context_parallel(None, sharding, scheme=scheme, kernels=kernels):
+                for call in (
+                    tilefold.attention,
+                    partial(tp.attention, sharding=sharding, scheme=scheme, kernels=kernels),
+                ):
+                    told.clear()
+                    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+                    call(*leaves, causal=True, **options).square().sum().backward()
+                    assert told
+                    assert set(told) == {options.get("deterministic", True)}
+                    found.append([t.grad for t in leaves])
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+    refused(
+        tilefold.DtypeError, "deterministic must be a bool", lambda: tp.attention(q, k, v, sharding, deterministic=0)
+    )
 
 
 def decode():

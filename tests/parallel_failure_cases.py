@@ -36,6 +36,11 @@ def disagreement():
         "scheme is",
         lambda: tp.attention(x, x, x, sharding, kernels=PLAIN, scheme="heads" if odd else "ring"),
     )
+    refused(
+        tilefold.ShapeError,
+        "deterministic is",
+        lambda: tp.attention(x, x, x, sharding, deterministic=not odd, **call),
+    )
     half = x.half() if odd else x
     refused(tilefold.ShapeError, "dtype of q is", lambda: tp.attention(half, half, half, sharding, **call))
     long = torch.zeros(1, 5, 4, 8) if odd else x

@@ -38,8 +38,16 @@ def compiled(scheme):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     counter = CompileCounterWithBackend("aot_eager")
 
+    told = []
+
+    def noting(saved, dout, dlse, call, wanted):
+        told.append(call.deterministic)
+        return PLAIN.backward(saved, dout, dlse, call, wanted)
+
+    kernels = tp.Kernels(PLAIN.forward, noting)
+
     def step(q, k, v):
-        out, lse = tilefold.attention(q * 2, k, v, causal=True, scale=0.3, return_lse=True)
+        out, lse = tilefold.attention(q * 2, k, v, causal=True, scale=0.3, return_lse=True, deterministic=False)
         return out.square().sum() + lse.sum()
 
     program = torch.compile(step, fullgraph=True, backend=counter)
@@ -49,9 +57,12 @@ def compiled(scheme):
     for run in (step, program, program):
         sharding = tp.shard(15, ranks, "zigzag")
         leaves = [tp.shard_sequence(t, sharding, rank).clone().requires_grad_() for t in (q, k, v)]
-        with tp.context_parallel(None, sharding, scheme=scheme, kernels=PLAIN):
+        with tp.context_parallel(None, sharding, scheme=scheme, kernels=kernels):
             loss = run(*leaves)
         loss.backward()
+        assert told
+        assert not any(told)
+        told.clear()
         found.append([loss.detach(), *(t.grad for t in leaves)])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12, msg=scheme)

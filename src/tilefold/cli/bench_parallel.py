@@ -80,6 +80,9 @@ def parallel(
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "both",
     full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
     per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for two_level.")] = 1,
+    any_order: Annotated[
+        bool, typer.Option("--any-order", help="Gradients by deterministic=False, in any order as torch's are.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
     budget: Annotated[
@@ -117,6 +120,7 @@ def parallel(
         budget=budget,
         per_node=per_node,
         trace=trace,
+        deterministic=not any_order,
     )
     lines = _run(work, runtime, ranks)
     if lines is not None:
@@ -219,7 +223,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
     console.print(
         Text(
             f"{lines[0].ranks if lines else 0} ranks, {work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, "
-            f"{'causal' if work.causal else 'full'}; ms, TFLOP/s a rank, GB a rank"
+            f"{'causal' if work.causal else 'full'}{'' if work.deterministic else ', any order'}; ms, TFLOP/s a rank, GB a rank"
         )
     )
     wide = Console(width=max(console.width, 130), file=console.file)

@@ -41,6 +41,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     return_lse: bool = False,
+    deterministic: bool = True,
     links: Links | None = None,
     kernels: Kernels | None = None,
 ) -> Any:
@@ -58,12 +59,15 @@ def attention(
             exchange, Ulysses), "two_level" (heads within a node, a ring across), or "auto": the choice of `plan_parallel`.
         causal, window, scale, softcap: as for `tilefold.attention`, of the whole sequences.
         return_lse: also return the logarithm of each row's softmax denominator over all keys.
+        deterministic: as for `tilefold.attention`, of the gradients.  False lets the kernels of one rank add in an order that
+            changes from run to run, where that is faster; what ranks send each other is added in the same order anyway.
         links: what "auto" assumes of the machine; default `Links` of the group's ranks.
         kernels: what folds a pair of shards; default tilefold's.
 
     Returns:
         out, like q with dim_v; with return_lse (out, lse), lse [batch, heads, seq] or [heads, seq] fp32.  Both differentiable in
-        q, k and v, once; the same bits every run.  Partial results are merged, and gradients added, in fp32.
+        q, k and v, once; the same bits every run, unless deterministic=False.  Partial results are merged, and gradients
+        added, in fp32.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument; on every rank, if one
@@ -78,7 +82,7 @@ def attention(
         )
     ranks = ranks_of(group)
     setting = Setting(ranks, sharding, sharding if kv_sharding is None else kv_sharding, scheme, links, kernels or OWN)
-    out, lse = eager_attention(setting, q, k, v, (causal, window, scale, softcap), return_lse)
+    out, lse = eager_attention(setting, q, k, v, (causal, window, scale, softcap, deterministic), return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -129,7 +133,8 @@ def attention_plan(
     scheme, links, kernels = options.get("scheme", "auto"), options.get("links"), options.get("kernels") or OWN
     setting = Setting(ranks, sharding, options.get("kv_sharding") or sharding, scheme, links, kernels)
     sizes = sizes_of(setting, q, k, v)
-    return plan_of(setting, q, sizes, window_of(options.get("window"), options.get("causal", False)), wanted(q, k, v))
+    band = window_of(options.get("window"), options.get("causal", False))
+    return plan_of(setting, q, sizes, band, wanted(q, k, v), options.get("deterministic", True))
 
 
 class _Attention(torch.autograd.Function):

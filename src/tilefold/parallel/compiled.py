@@ -31,9 +31,11 @@ def context_attention_op(
     right: int,
     scale: float | None,
     softcap: float,
+    deterministic: bool,
 ) -> Seven:
     """(out, lse) of this rank's queries; and q, k, v, out and lse after the head exchange, empty where there is none."""
-    job = agreed_job(setting_of(number), q, k, v, (causal, (left, right), scale, softcap), needs)
+    scores = causal, (left, right), scale, softcap, deterministic
+    job = agreed_job(setting_of(number), q, k, v, scores, needs)
     found, saved = schemes.forward(job, q, k, v)
     kept = saved if needs and job.inner is not None else [q.new_empty(0) for _ in range(5)]
     return _apart((*found, *kept))  # type: ignore[return-value]
@@ -42,10 +44,11 @@ def context_attention_op(
 @context_attention_op.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: bool, causal: bool, left: int, right: int,
-    scale: float | None, softcap: float,
+    scale: float | None, softcap: float, deterministic: bool,
 ) -> Seven:  # fmt: skip
     setting = setting_of(number)
-    job = job_of(setting, q, sizes_of(setting, q, k, v), (causal, (left, right), scale, softcap), needs)
+    scores = causal, (left, right), scale, softcap, deterministic
+    job = job_of(setting, q, sizes_of(setting, q, k, v), scores, needs)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
@@ -86,11 +89,12 @@ def context_attention_backward_op(
     right: int,
     scale: float | None,
     softcap: float,
+    deterministic: bool,
 ) -> Three:
     """dq, dk, dv of this rank's tokens; q to lse as the forward pass saved them; tokens: the shapes of q, k and v before."""
     setting = setting_of(number)
     sizes = {"batch": tokens[0], "heads": tokens[2], "kv_heads": tokens[6], "dim_qk": tokens[3], "dim_v": tokens[11]}
-    job = job_of(setting, q, sizes, (causal, (left, right), scale, softcap), True)
+    job = job_of(setting, q, sizes, (causal, (left, right), scale, softcap, deterministic), True)
     found = schemes.backward(job, (q, k, v, out, lse), dout, dlse, tokens[6])
     return _apart(found)  # type: ignore[return-value]
 
@@ -116,6 +120,7 @@ def _shapes(tokens: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tenso
 def _(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, tokens: list[int], number: int, causal: bool, left: int, right: int, scale: float | None, softcap: float,
+    deterministic: bool,
 ) -> Three:  # fmt: skip
     return tuple(t.new_empty(shape) for t, shape in _shapes(tokens, q, k, v))  # type: ignore[return-value]
 
@@ -130,12 +135,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Seven) -> None:
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dout is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 11
     shape = ctx.rest[0]
     if dout is None:
         saved = ctx.saved_tensors[0]
         dout = saved.new_zeros((*shape[:3], shape[11]))
-    return (*context_attention_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.rest), *(None,) * 7)
+    return (*context_attention_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.rest), *(None,) * 8)
 
 
 context_attention_op.register_autograd(_differentiate, setup_context=_keep)
@@ -143,9 +148,9 @@ context_attention_op.register_autograd(_differentiate, setup_context=_keep)
 
 def compiled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: bool, causal: bool, window: Window | None,
-    scale: float | None, softcap: float,
+    scale: float | None, softcap: float, deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) through the dispatcher; number: of the Setting."""
     left, right = (-1 if side is None else side for side in window or (None, None))
-    found = context_attention_op(q, k, v, number, needs, causal, left, right, scale, float(softcap))
+    found = context_attention_op(q, k, v, number, needs, causal, left, right, scale, float(softcap), deterministic)
     return found[0], found[1]

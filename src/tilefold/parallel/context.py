@@ -45,8 +45,9 @@ def context_parallel(
     sharding, scheme, links, kernels: as for `tilefold.parallel.attention`.
 
     A call whose tokens are not those of this rank, a packed call (give the sequences to `shard` instead), e4m3 tensors, and
-    arguments other than causal, window, scale, softcap and layout raise ShapeError or Unsupported: nothing is computed on one
-    rank's tokens as if they were all.  Other functions, `attention_kvcache` and the sparse ones, are not concerned."""
+    arguments other than causal, window, scale, softcap, deterministic and layout raise ShapeError or Unsupported: nothing is
+    computed on one rank's tokens as if they were all.  Other functions, `attention_kvcache` and the sparse ones, are not
+    concerned."""
     ranks = ranks_of(group)
     check_sharding(sharding, ranks)
     if scheme not in ("auto", *SCHEMES):
@@ -75,7 +76,7 @@ def _route(setting: Setting) -> route.Route:
             raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
         if call.layout == "bhsd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        scores = call.causal, call.window, call.scale, call.softcap
+        scores = call.causal, call.window, call.scale, call.softcap, call.deterministic
         if torch.compiler.is_compiling():
             out, lse = compiled_attention(q, k, v, number, wanted(q, k, v), *scores)
         else:

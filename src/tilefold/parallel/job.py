@@ -34,8 +34,8 @@ __all__ = [
 
 OWN = Kernels()
 
-Scores = tuple[bool, Window | None, float | None, float]
-"""causal, window, scale, softcap, as given."""
+Scores = tuple[bool, Window | None, float | None, float, bool]
+"""causal, window, scale, softcap, deterministic, as given."""
 
 
 class Setting(NamedTuple):
@@ -99,7 +99,7 @@ def agreed_job(
     error: Exception | None = None
     sizes: dict[str, int] = {}
     try:
-        check_kinds(return_lse)
+        check_kinds(return_lse, deterministic=scores[4])
         refuse_tangents({"q": q, "k": k, "v": v})
         sizes = sizes_of(setting, q, k, v)
         job = job_of(setting, q, sizes, scores, needs)
@@ -167,26 +167,26 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 def job_of(setting: Setting, q: torch.Tensor, sizes: dict[str, int], scores: Scores, needs: bool) -> Job:
     """The scheme, by the plan, and the scores; a pure function of its arguments."""
-    causal, window, scale, softcap = scores
+    causal, window, scale, softcap, deterministic = scores
     band = window_of(tuple(window) if isinstance(window, list) else window, causal)
     if scale is not None:
         check_number("scale", scale, above=0.0)
     check_number("softcap", softcap, low=0.0)
-    plan = plan_of(setting, q, sizes, band, needs)
+    plan = plan_of(setting, q, sizes, band, needs, deterministic)
     tokens, other = setting.q_tokens, setting.k_tokens
-    pair = Pair(tokens.starts, other.starts, band, scale, float(softcap), setting.kernels)
+    pair = Pair(tokens.starts, other.starts, band, scale, float(softcap), setting.kernels, deterministic)
     return Job(setting.ranks, plan.scheme, tokens, other, pair)
 
 
 def plan_of(
-    setting: Setting, q: torch.Tensor, sizes: dict[str, int], band: tuple[int, int], backward: bool
+    setting: Setting, q: torch.Tensor, sizes: dict[str, int], band: tuple[int, int], backward: bool, deterministic: bool
 ) -> ParallelPlan:
     """What plan_parallel says of a call."""
     ranks, tokens, other, scheme, links, _ = setting
     named = {name: int(sizes[name]) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
     dtype = str(q.dtype).removeprefix("torch.")
     problem = ParallelProblem(seq_q=tokens.total, seq_k=other.total, dtype=dtype, window=band, kind=tokens.kind,
-                              backward=backward, sequences=tokens.sequences, **named)  # fmt: skip
+                              backward=backward, sequences=tokens.sequences, deterministic=deterministic, **named)  # fmt: skip
     if links is None:
         links = Links(ranks.size, ranks.per_node)
     elif not isinstance(links, Links):
@@ -208,7 +208,7 @@ def _fields(job: Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool
     texts: dict[str, object] = {"dtype of q": getattr(q, "dtype", None), "gradients wanted": needs}
     found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
     if job is None:
-        names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "ranks per node")
+        names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "deterministic", "ranks per node")
         return found | dict.fromkeys(names, (0, ""))
     pair = job.pair
     scale = 0.0 if pair.scale is None else float(pair.scale)
@@ -219,5 +219,6 @@ def _fields(job: Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool
         "window": (text_of(pair.window), str(pair.window)),
         "scale": (number_of(scale), str(pair.scale)),
         "softcap": (number_of(pair.softcap), str(pair.softcap)),
+        "deterministic": (int(pair.deterministic), str(pair.deterministic)),
         "ranks per node": (job.ranks.per_node, str(job.ranks.per_node)),
     }

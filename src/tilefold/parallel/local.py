@@ -36,7 +36,8 @@ class Kernels(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Which queries meet which keys: global token numbers, offsets of the sequences, the mask and what else the scores take."""
+    """Which queries meet which keys: global token numbers, offsets of the sequences, the mask, what else the scores take, and
+    whether gradients have to be the same bits every run."""
 
     q_starts: tuple[int, ...]
     k_starts: tuple[int, ...]
@@ -44,6 +45,7 @@ class Pair(NamedTuple):
     scale: float | None
     softcap: float
     kernels: Kernels
+    deterministic: bool = True
 
     def chains(self, q_spans: Spans, k_spans: Spans, batch: int) -> tuple[Chain, ...]:
         """The calls for a shard of queries and one of keys; only a batch of one can be packed."""
@@ -135,6 +137,7 @@ def _call(pair: Pair, chain: Chain, q: torch.Tensor) -> Call:
         scale=pair.scale,
         softcap=pair.softcap,
         packed=packed,
+        deterministic=pair.deterministic,
     )
 
 

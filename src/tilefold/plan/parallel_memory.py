@@ -49,19 +49,25 @@ class Bytes:
         return max(self.running(part), self.q + self.found(part) + self.kv / 2 * part.exact)
 
 
-def parts_of(scheme: str, ring: int, halves: bool) -> tuple[Part, ...]:
+def parts_of(scheme: str, ring: int, halves: bool, smaller: bool = False) -> tuple[Part, ...]:
     """The largest backward calls of any rank: of its own keys, then of others'.
 
     ring: ranks, or nodes, between which keys travel.  halves: a causal mask over zigzag shards, of which the second half of the
-    queries sees all of an earlier rank's keys, or all queries see the first half of a later rank's keys."""
+    queries sees all of an earlier rank's keys, or all queries see the first half of a later rank's keys.  smaller: those of other
+    ranks with fewer keys too, for which a plan may take another kernel, with more memory."""
     own = Part(1.0, 1.0)
     others = {"ring": 1.0, "two_level": 1.0, "all_gather": ring - 1.0}.get(scheme, 0.0) if ring > 1 else 0.0
     if not others:
         return (own,)
     if not halves:
-        return own, Part(1.0, others)
-    found = own, Part(0.5, others), Part(1.0, others / 2)
-    return (*found, Part(0.5, others - 0.5, later=True)) if scheme == "all_gather" and ring > 2 else found
+        found: tuple[Part, ...] = own, Part(1.0, others)
+        fewer = tuple(Part(1.0, float(n)) for n in range(1, ring - 1))
+    else:
+        found = own, Part(0.5, others), Part(1.0, others / 2)
+        if scheme == "all_gather" and ring > 2:
+            found += (Part(0.5, others - 0.5, later=True),)
+        fewer = tuple(Part(0.5, n / 2, later=n >= ring) for n in range(1, 2 * ring - 3))
+    return found + fewer if scheme == "all_gather" and smaller else found
 
 
 def memory_of(scheme: str, s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...], backward: bool) -> float:

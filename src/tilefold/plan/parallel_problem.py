@@ -61,7 +61,8 @@ class Links:
 @dataclass(frozen=True, slots=True)
 class ParallelProblem:
     """What is asked: sizes of the whole attention over all ranks.  window: (left, right), -1 for unbounded; (-1, 0) is causal.
-    kind: how tokens are sharded.  backward: gradients follow.  sequences: packed ones, of which seq_q and seq_k are the sums."""
+    kind: how tokens are sharded.  backward: gradients follow.  sequences: packed ones, of which seq_q and seq_k are the sums.
+    deterministic: gradients have the same bits every run; else a rank's kernels may add in any order, with other memory."""
 
     batch: int
     seq_q: int
@@ -75,6 +76,7 @@ class ParallelProblem:
     kind: str = "contiguous"
     backward: bool = False
     sequences: int = 1
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:

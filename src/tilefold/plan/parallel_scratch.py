@@ -20,7 +20,8 @@ def calls_of(plan: ParallelPlan) -> tuple[AttentionProblem, ...]:
 
 
 def _parts(plan: ParallelPlan) -> tuple[Part, ...]:
-    return parts_of(plan.scheme, plan.ring, plan.problem.halves)
+    n = plan.problem
+    return parts_of(plan.scheme, plan.ring, n.halves, smaller=not n.deterministic and n.window != (-1, -1))
 
 
 def _call(plan: ParallelPlan, part: Part, own: bool) -> AttentionProblem:
@@ -36,9 +37,9 @@ def _call(plan: ParallelPlan, part: Part, own: bool) -> AttentionProblem:
     )
 
 
-def _run(part: Part, n: AttentionProblem, device: Device) -> tuple[Part, int]:
+def _run(part: Part, n: AttentionProblem, device: Device, deterministic: bool) -> tuple[Part, int]:
     """The part with what its kernel takes, and all of that by the kernel's own plan, which rounds the gradients as well."""
-    plan = plan_attention_backward(n, device)
+    plan = plan_attention_backward(n, device, deterministic=deterministic)
     keys = n.batch * n.seq_k * n.kv_heads * (n.dim_qk + n.dim_v) * n.itemsize
     extra = plan.scratch_bytes - (keys if plan.queries_at_once else 0)
     return replace(part, extra=float(extra), exact=bool(plan.queries_at_once)), plan.scratch_bytes
@@ -50,7 +51,9 @@ def memory_on(plan: ParallelPlan, device: Device) -> tuple[float, int]:
     if not plan.problem.backward or plan.problem.dtype == "float64":
         return plan.cost.memory, 0
     try:
-        found = [_run(*both, device) for both in zip(_parts(plan), calls_of(plan), strict=True)]
+        found = [
+            _run(*both, device, plan.problem.deterministic) for both in zip(_parts(plan), calls_of(plan), strict=True)
+        ]
     except TilefoldError:
         return plan.cost.memory, 0
     parts, scratch = zip(*found, strict=True)

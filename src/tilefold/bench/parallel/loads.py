@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,9 @@ class Work:
     """What all ranks do.  tokens: of the whole sequence; heads: of Q and of K and V; ways: of SCHEMES, "sparse" and PEERS.
 
     rounds: timed calls; budget: seconds after which no line begins; per_node: ranks of a node, for two_level; trace: a file's
-    stem, or ""; density: share of the KV blocks that a block of queries attends, for sparse; block: tokens of one."""
+    stem, or ""; density: share of the KV blocks that a block of queries attends, for sparse; block: tokens of one.
+    deterministic: the library's gradients of dense attention have the same bits every run, as they have if nobody says otherwise;
+    torch's have not."""
 
     tokens: tuple[int, ...]
     heads: tuple[int, int] = (32, 8)
@@ -39,12 +41,14 @@ class Work:
     trace: str = ""
     density: float = 0.1
     block: int = 128
+    deterministic: bool = True
 
     def problem(self, tokens: int, backward: bool) -> ParallelProblem:
         window = (-1, 0) if self.causal else (-1, -1)
         return ParallelProblem(
-            1, tokens, tokens, *self.heads, self.dim, self.dim, self.dtype, window, "zigzag", backward
-        )
+            1, tokens, tokens, *self.heads, self.dim, self.dim, self.dtype, window, "zigzag", backward,
+            deterministic=self.deterministic,
+        )  # fmt: skip
 
 
 class Load(NamedTuple):
@@ -61,7 +65,8 @@ def dense(work: Work, tokens: int, backward: bool) -> Load:
     n = work.problem(tokens, backward)
     seen: Mask | None = (lambda queries, keys: keys <= queries) if work.causal else None
     flops = n.flops * (BACKWARD_FLOPS if backward else 1.0)
-    return Load(flops, seen, lambda q, k, v: attention(q, k, v, causal=work.causal))
+    options: dict[str, Any] = {"causal": work.causal, "deterministic": work.deterministic}
+    return Load(flops, seen, lambda q, k, v: attention(q, k, v, **options))
 
 
 def lists_of(work: Work, tokens: int, device: torch.device) -> torch.Tensor:

@@ -69,23 +69,24 @@ def timed(step: Callable[[], object], rounds: int, device: torch.device, ready: 
 
 def warmed(plan: ParallelPlan, device: torch.device) -> None:
     """Let rank 0 compile what the calls of a plan need; the others find it in Triton's cache.  A collective."""
-    backward = plan.problem.backward
-    calls = tuple(call for call in calls_of(plan) if (call, backward) not in _WARM)
-    _WARM.update((call, backward) for call in calls)
+    backward, deterministic = plan.problem.backward, plan.problem.deterministic
+    calls = tuple(call for call in calls_of(plan) if (call, backward, deterministic) not in _WARM)
+    _WARM.update((call, backward, deterministic) for call in calls)
     if device.type == "cuda" and dist.get_rank() == 0:
         for call in calls:
             with suppress(TilefoldError, RuntimeError):  # the line itself will say
-                _warm(call, backward, device)
+                _warm(call, backward, deterministic, device)
         torch.cuda.synchronize()
     barrier()
 
 
-def _warm(n: AttentionProblem, backward: bool, device: torch.device) -> None:
+def _warm(n: AttentionProblem, backward: bool, deterministic: bool, device: torch.device) -> None:
     """One call with a merge of every kind, of at most LONGEST queries and keys."""
     rows, keys = min(n.seq_q, LONGEST), min(n.seq_k, LONGEST)
     shapes = (rows, n.heads, n.dim_qk), (keys, n.kv_heads, n.dim_qk), (keys, n.kv_heads, n.dim_v)
     q, k, v = (torch.zeros(n.batch, *shape, dtype=getattr(torch, n.dtype), device=device) for shape in shapes)
-    call = Call(causal=n.causal, window=None if n.causal or n.window == (-1, -1) else n.window)
+    window = None if n.causal or n.window == (-1, -1) else n.window
+    call = Call(causal=n.causal, window=window, deterministic=deterministic)
     kernels = Kernels()
     out, lse = kernels.forward(q, k, v, call)
     exact = out.float()

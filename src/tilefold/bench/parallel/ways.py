@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,8 @@ def way_of(
             yield call, Note()
     else:
         ranks = tp.ranks_of(None, ranks_per_node=work.per_node if way == "two_level" else None)
-        yield lambda q, k, v: tp.attention(q, k, v, sharding, group=ranks, scheme=way, causal=work.causal), Note()
+        options: dict[str, Any] = {"scheme": way, "causal": work.causal, "deterministic": work.deterministic}
+        yield lambda q, k, v: tp.attention(q, k, v, sharding, group=ranks, **options), Note()
 
 
 def _sparse(work: Work, sharding: tp.Sharding, device: torch.device) -> tuple[Callable[..., torch.Tensor], Note]:
