@@ -32,8 +32,8 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_KEYS = {64: 16384, 128: 32768}
-"""By head dim: with so many it was measured to be faster than the kernel that keeps the order, with a quarter of them not."""
+LEAST_KEYS = 16384
+"""With so many it was measured to be faster than the kernel that keeps the order, with 8192 and fewer not."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
 ORDERS = ("keys first", "queries first", "keys late")
@@ -87,8 +87,8 @@ def reduce_unmeasured(problem: AttentionProblem, device: Device) -> str | None:
     """As reduce_refusal, also of what it can serve, but was not measured to serve faster than the kernel that keeps the order."""
     if refusal := reduce_refusal(problem, device):
         return refusal
-    if (least := LEAST_KEYS[problem.dim_qk]) > problem.seq_k:
-        return f"with fewer than {least} keys it was not faster than keeping the order"
+    if problem.seq_k < LEAST_KEYS:
+        return f"with fewer than {LEAST_KEYS} keys it was not faster than keeping the order"
     if min(problem.sides) >= 0:
         return "it was not measured with a window"
     return None
