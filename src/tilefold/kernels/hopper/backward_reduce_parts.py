@@ -201,7 +201,7 @@ def reduce_tile(s, dp_flying, dk, dv, tiles, stat_buf, ds_buf, bars, sums, tile,
         dsa = gl.convert_layout(ds16, A_LAYOUT)
     if ORDER == KEYS_FIRST:
         dk_flying = wgmma(dsa, q.index(slot), dk, is_async=True)
-    meet(CID)
+    meet(CID, turn)
     dq_flying = dq_product(ds, k, CID, D, Q_LAYOUT)
     done = slot
     if ORDER == KEYS_FIRST:

@@ -228,16 +228,21 @@ def turn_pass(NEXT: gl.constexpr):
 
 @constexpr_function
 def _crossing(own):
-    return f"bar.arrive {9 - own}, 256; bar.sync {8 + own}, 256; mov.b32 $0, 0;"
+    return (
+        "{ .reg .b32 own, other; and.b32 own, $1, 1; shl.b32 own, own, 1; "
+        f"add.s32 own, own, {8 + own}; xor.b32 other, own, 1; "
+        "bar.arrive other, 256; bar.sync own, 256; mov.b32 $0, 0; }"
+    )
 
 
 @jit
-def meet(OWN: gl.constexpr):
+def meet(OWN: gl.constexpr, turn):
     """Two warpgroups, number 0 and 1, wait for each other here, and see what the other wrote to shared memory before.
 
     Each has a barrier of its own, at which the other only arrives: one barrier at which both wait, each at its place in the code,
-    is right as well, but synccheck takes it for threads that went apart."""
-    gl.inline_asm_elementwise(_crossing(OWN), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+    is right as well, but synccheck takes it for threads that went apart.  turn: how often they have met: they take two pairs of
+    barriers in turns, or who goes on at once could arrive a second time where the other's last warp does not wait yet."""
+    gl.inline_asm_elementwise(_crossing(OWN), "=r,r,~{memory}", [turn], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function
