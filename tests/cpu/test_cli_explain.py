@@ -199,10 +199,38 @@ def test_context_parallelism_over_ranks_that_are_not_here():
     assert figures["scaling"][1][1]["seconds"] == figures["plan"]["cost"]["seconds"]
 
 
+def test_ranks_in_any_order():
+    """Another kernel: more FLOP/s, less memory."""
+    sizes = (
+        "--heads",
+        "32",
+        "--kv-heads",
+        "8",
+        "--q",
+        "131072",
+        "--dim",
+        "128",
+        "--causal",
+        "--ranks",
+        "2",
+        "--backward",
+    )
+    kept, free = (run(*sizes, *extra).output for extra in ((), ("--any-order",)))
+    assert "with backward\n" in kept
+    assert "with backward in any order\n" in free
+    assert "(530 backward)" in kept
+    assert "(565 backward)" in free
+    figures = [json.loads(run(*sizes, "--json", *extra).output) for extra in ((), ("--any-order",))]
+    assert figures[0]["plan"]["cost"]["seconds"] > figures[1]["plan"]["cost"]["seconds"]
+    assert figures[0]["kernels"]["scratch"] > 2 * figures[1]["kernels"]["scratch"]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         (("--per-node", "2"), "--per-node needs --ranks"),
+        (("--any-order",), "--any-order needs --ranks"),
+        (("--ranks", "4", "--any-order"), "--any-order needs --backward"),
         (("--ranks", "4", "--cache", "same"), "--cache does not go with --ranks"),
         (("--ranks", "4", "--link", "fast"), "--link must be"),
         (("--ranks", "4", "--shards", "striped"), "--shards must be"),

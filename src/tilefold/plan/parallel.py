@@ -43,11 +43,12 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         n, links = self.problem, self.links
-        backward = f" ({links.flops_backward / 1e12:.0f} backward)" if n.backward else ""
+        backward = f" ({links.backward(n) / 1e12:.0f} backward)" if n.backward else ""
+        gradients = "" if not n.backward else ", with backward" if n.deterministic else ", with backward in any order"
         lines = [
             f"Context-parallel plan for {_count(links.ranks, 'rank')}, {_count(links.nodes, 'node')}: {self.scheme}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
-            f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{', with backward' if n.backward else ''}",
+            f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{gradients}",
             f"  assumed   {links.inside / 1e9:.0f} GB/s inside, {links.across / 1e9:.0f} GB/s across, "
             f"{links.latency * 1e6:.0f} us a message, {links.flops / 1e12:.0f} TFLOP/s a rank{backward}, "
             f"{links.dram / 1e12:g} TB/s of its memory",

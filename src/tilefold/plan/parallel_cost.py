@@ -47,7 +47,7 @@ def _sizes(n: ParallelProblem, links: Links, sharing: int = 1) -> _Sizes:
     kv = keys * n.kv_heads * _spread(n, sharing) * (n.dim_qk + n.dim_v)
     out = rows * n.heads * n.dim_v
     flops = n.flops / links.ranks * n.imbalance(links.ranks)
-    back = flops * BACKWARD_FLOPS / links.flops_backward if n.backward else 0.0
+    back = flops * BACKWARD_FLOPS / links.backward(n) if n.backward else 0.0
     later = 0.75 if n.halves else 1.0
     dkv, lse = kv * max(4, each), rows * n.heads * 4
     return _Sizes(

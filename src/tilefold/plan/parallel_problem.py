@@ -18,7 +18,8 @@ class Links:
 
     ranks: GPUs that share a sequence; ranks_per_node: of those with fast links to each other, 1 if not known.
     inside, across: bytes/s that one rank sends, within a node and between nodes.  latency: seconds a message takes at least.
-    flops, flops_backward: attention FLOP/s of one rank, of each pass; where ranks differ, of the slowest.  dram: bytes/s of a
+    flops, flops_backward, flops_any_order: attention FLOP/s of one rank, of each pass, the last of a backward pass that is not
+    deterministic; where ranks differ, of the slowest.  dram: bytes/s of a
     rank's memory.  memory: bytes that one rank can spare for what the scheme adds, None: not limited.
     """
 
@@ -31,6 +32,7 @@ class Links:
     latency: float = 10e-6
     flops: float = 680e12  # bfloat16, D=128, at the power limit: slow H200 had 640 before `lazy`, 718 with it
     flops_backward: float = 530e12  # the slowest of four
+    flops_any_order: float = 565e12  # three H200 had 555 to 585
     dram: float = 4e12  # of an H200, as kernels that add and merge reach it
     memory: float | None = None
 
@@ -41,7 +43,7 @@ class Links:
                 raise ValueRangeError(f"{name} must be an int, at least 1, got {value!r}")
         if self.ranks % self.ranks_per_node:
             raise ValueRangeError(f"ranks_per_node must divide ranks={self.ranks}, got {self.ranks_per_node}")
-        for name in ("inside", "across", "flops", "flops_backward", "dram", "latency", "memory"):
+        for name in ("inside", "across", "flops", "flops_backward", "flops_any_order", "dram", "latency", "memory"):
             value = getattr(self, name)
             if name == "memory" and value is None:
                 continue
@@ -51,6 +53,10 @@ class Links:
                 raise ValueRangeError(f"{name} must be at least 0, got {value!r}")
             if name not in ("latency", "memory") and not value > 0:
                 raise ValueRangeError(f"{name} must be greater than 0, got {value!r}")
+
+    def backward(self, problem: "ParallelProblem") -> float:
+        """FLOP/s of a problem's backward pass."""
+        return self.flops_backward if problem.deterministic else self.flops_any_order
 
     @property
     def nodes(self) -> int:

@@ -46,7 +46,7 @@ class Scaling:
         """Predicted: the time that the arithmetic alone takes, shared out evenly, beside the time of the plan."""
         seconds = self.problem.flops / plan.links.flops
         if self.problem.backward:
-            seconds += self.problem.flops * BACKWARD_FLOPS / plan.links.flops_backward
+            seconds += self.problem.flops * BACKWARD_FLOPS / plan.links.backward(self.problem)
         return seconds / plan.links.ranks / plan.cost.seconds
 
     def __str__(self) -> str:
