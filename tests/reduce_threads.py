@@ -7,7 +7,8 @@ The functions are the kernel's own, but for masks, views of buffers and addresse
 import time
 from collections import Counter
 
-from backward_threads import Launch, Output, Value
+import backward_threads
+from backward_threads import Launch, Output, Ring, Value
 from gluon_threads import Anything, Barrier, Number, Turn, run_threads
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
@@ -23,35 +24,26 @@ KEYS = 128
 BAND = (90, 30)  # of WINDOW
 
 
-class Panel:
-    """A buffer in shared memory: what it holds, and how many read it.  It is written when nobody reads it."""
+class Panel(backward_threads.Panel):
+    """One that holds a set."""
 
     def __init__(self, memory, name):
-        self.memory, self.name, self.content, self.readers = memory, name, frozenset(), 0
-
-    def fill(self, content):
-        with self.memory.changed:
-            if self.readers:
-                self.memory.fail(f"{self.name} is written while it is read")
-            self.content = content
-
-    def store(self, value):
-        self.fill(value)
-
-    def slice(self, begin, size):  # of statistics
-        return self
+        super().__init__(memory, name)
+        self.content = frozenset()
 
     def load(self, layout):
-        with self.memory.changed:
-            return Value(self.content)
+        return Value(self.content)
 
 
-class Sums(Panel):
+class Sums(backward_threads.Panel):
     """A part of a tile of dq, on its way to memory."""
 
     def __init__(self, memory, name):
         super().__init__(memory, name)
         self.content = Value()
+
+    def store(self, value):
+        self.fill(value)
 
 
 class View:
@@ -88,13 +80,9 @@ class Both(View):
         return Half([self.panels[int(begin) // size]]) if dim == 0 else super().slice(begin, size, dim)
 
 
-class Kind(list):
-    """Buffers by number."""
-
-    dtype = Anything()
-
-    def index(self, i):
-        return self[i]
+def ring(items):
+    """Buffers, views or barriers by number."""
+    return Ring(list(items), Anything())
 
 
 class Product(Value):
@@ -148,7 +136,7 @@ class Run(Launch):
             "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
             "cut_if_needed": lambda s, *args: s, "narrowed": lambda x, dtype: x, "widened": lambda x: x,
             "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "meet": self.meet,
-            "views": lambda q, do, k, v, dim, queries, slots: (*(self.ring(b) for b in (q, do)), View(k), View(v)),
+            "views": lambda q, do, k, v, dim, queries, slots: (*map(self.tiles, (q, do)), View(k.items), View(v.items)),
             "place_of_sum": lambda sums, part, layout: Place(part), "add_registers": self.add_registers,
             "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
         }  # fmt: skip
@@ -160,11 +148,9 @@ class Run(Launch):
             names[name] = lambda *args, inner=names[name]: tuple(map(Number, inner(*args)))
         return names
 
-    def ring(self, buffers):
+    def tiles(self, buffers):
         each = self.dim // 64
-        views = Kind(View(buffers[i * each : (i + 1) * each]) for i in range(self.slots))
-        views.dtype = Anything()
-        return views
+        return ring(View(buffers.items[i * each : (i + 1) * each]) for i in range(self.slots))
 
     def copy_in(self, desc, place, barrier, panel):
         panel.fill(frozenset())
@@ -290,18 +276,18 @@ class Run(Launch):
         names, memory, each = self.namespace(), self.memory, self.dim // 64
 
         def buffers(name, count):
-            return Kind(Panel(memory, f"{name} {i}") for i in range(count))
+            return ring(Panel(memory, f"{name} {i}") for i in range(count))
 
         def bars(name, count, arrivals):
-            return Kind(Barrier(memory, f"{name}[{i}]", arrivals) for i in range(count))
+            return ring(Barrier(memory, f"{name}[{i}]", arrivals) for i in range(count))
 
         q, do = (buffers(name, self.slots * each) for name in ("q", "dout"))
         k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", self.slots)
-        ds = Kind(Both(buffers(f"dS {i}", 2)) for i in (0, 1))
+        ds = ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         kv_full, q_full, do_full = bars("kv_full", 1, 1), bars("q_full", self.slots, 1), bars("do_full", self.slots, 1)
         empty = bars("empty", self.slots, 2)
         many = max(1, 2 * self.sum_slots)
-        sums = Kind(Sums(memory, f"dq {i}") for i in range(many)), bars("sum_full", many, 1), bars("sum_empty", many, 1)
+        sums = ring(Sums(memory, f"dq {i}") for i in range(many)), bars("sum_full", many, 1), bars("sum_empty", many, 1)
         self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         lengths = self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64)
         work, order = (self.heads, self.group, self.q_tiles, self.no_tile), (self.blocks, self.batch_heads)

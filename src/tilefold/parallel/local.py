@@ -23,8 +23,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Kernels(NamedTuple):
-    """What folds one piece; for tests and for other libraries' kernels.  Both get a `Call` with causal, window, scale, softcap
-    and, where pieces were packed, `packed`; tensors [batch, seq, heads, dim] or [total, heads, dim], any strides.
+    """What folds one piece; for tests and for other libraries' kernels.  Both get a `Call` with causal, window, scale, softcap,
+    deterministic and, where pieces were packed, `packed`; tensors [batch, seq, heads, dim] or [total, heads, dim], any strides.
 
     What they return is taken over: other pieces may be merged into it.
 
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
     scale: float | None
     softcap: float
     kernels: Kernels
-    deterministic: bool = True
+    deterministic: bool
 
     def chains(self, q_spans: Spans, k_spans: Spans, batch: int) -> tuple[Chain, ...]:
         """The calls for a shard of queries and one of keys; only a batch of one can be packed."""

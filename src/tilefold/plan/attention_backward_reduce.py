@@ -33,7 +33,7 @@ KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 LEAST_KEYS = 16384
-"""With so many it was measured to be faster than the kernel that keeps the order, with 8192 and fewer not."""
+"""With so many it was measured to be faster than the kernel that keeps the order; with 8192 (D=128), 4096 (D=64) not."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
 ORDERS = ("keys first", "queries first", "keys late")

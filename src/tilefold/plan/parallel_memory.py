@@ -61,13 +61,15 @@ def parts_of(scheme: str, ring: int, halves: bool, smaller: bool = False) -> tup
         return (own,)
     if not halves:
         found: tuple[Part, ...] = own, Part(1.0, others)
-        fewer = tuple(Part(1.0, float(n)) for n in range(1, ring - 1))
     else:
         found = own, Part(0.5, others), Part(1.0, others / 2)
         if scheme == "all_gather" and ring > 2:
             found += (Part(0.5, others - 0.5, later=True),)
-        fewer = tuple(Part(0.5, n / 2, later=n >= ring) for n in range(1, 2 * ring - 3))
-    return found + fewer if scheme == "all_gather" and smaller else found
+    if scheme != "all_gather" or not smaller:
+        return found
+    if not halves:
+        return found + tuple(Part(1.0, float(n)) for n in range(1, ring - 1))
+    return found + tuple(Part(0.5, n / 2, later=n >= ring) for n in range(1, 2 * ring - 3))
 
 
 def memory_of(scheme: str, s: Bytes, ranks: int, steps: int, parts: tuple[Part, ...], backward: bool) -> float:

@@ -19,8 +19,8 @@ class Links:
     ranks: GPUs that share a sequence; ranks_per_node: of those with fast links to each other, 1 if not known.
     inside, across: bytes/s that one rank sends, within a node and between nodes.  latency: seconds a message takes at least.
     flops, flops_backward, flops_any_order: attention FLOP/s of one rank, of each pass, the last of a backward pass that is not
-    deterministic; where ranks differ, of the slowest.  dram: bytes/s of a
-    rank's memory.  memory: bytes that one rank can spare for what the scheme adds, None: not limited.
+    deterministic; where ranks differ, of the slowest.  dram: bytes/s of a rank's memory.  memory: bytes that one rank can spare
+    for what the scheme adds, None: not limited.
     """
 
     ranks: int
@@ -32,7 +32,7 @@ class Links:
     latency: float = 10e-6
     flops: float = 680e12  # bfloat16, D=128, at the power limit: slow H200 had 640 before `lazy`, 718 with it
     flops_backward: float = 530e12  # the slowest of four
-    flops_any_order: float = 565e12  # three H200 had 555 to 585
+    flops_any_order: float = 565e12  # three H200 had 555 to 585 with 32768 keys and more in a call
     dram: float = 4e12  # of an H200, as kernels that add and merge reach it
     memory: float | None = None
 
