@@ -14,6 +14,7 @@ from aot_kept import unpack
 from tilefold.aot import TARGETS, CompileReport, Job, JobResult, newest_triton, occupancy, run_jobs, target_named
 from tilefold.aot.cache import CACHE_VARIABLE
 from tilefold.aot.jobs import NEWEST_VARIABLE
+from tilefold.aot.registers import undefined_registers
 from tilefold.aot.sass import parse_listing, tensor_loops, wgmma_hazards
 from tilefold.errors import Unsupported, ValueRangeError
 
@@ -283,3 +284,24 @@ def test_wgmma_hazard_over_the_back_edge() -> None:
     assert wgmma_hazards(body) == ("R4 is written while a wgmma uses it: FADD R4, R5, R6",)
     assert wgmma_hazards([*body, "WARPGROUP.DEPBAR.LE gsb0, 0x0"]) == ()
     assert wgmma_hazards([*body, "WARPGROUP.DEPBAR.LE gsb0, 0x1"]) != ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (("R2UR UR4, R2", "UIADD3 UR5, UR4, 0x40, URZ"), []),
+        (("UIADD3 UR54, UP0, UR54, 0x40, URZ",), ["UR54"]),
+        (("UIMAD.WIDE.U32 UR4, UR6, UR7, URZ", "UMOV UR8, UR5"), ["UR6,7"]),
+        (("ULDC.64 UR12, c[0x0][0x208]", "LDG.E R4, desc[UR12][R2.64]"), []),
+        (("UMOV UR12, 0x1", "LDG.E R4, desc[UR12][R2.64]"), ["UR13"]),
+        (("UMOV UR34, 0x1", "UMOV UR35, 0x1", "HGMMA.64x32x16.F32.BF16 R88, R28, gdesc[UR32].tnspB, R88"), []),
+        (("UMOV UR34, 0x1", "UMOV UR35, 0x1", "HGMMA.64x32x16.F32.BF16 R88, gdesc[UR32], R88"), ["UR32,33"]),
+        (("@P0 BRA `(.L_x_1)", "UMOV UR4, 0x1", ".L_x_1:", "UMOV UR5, UR4"), ["UR4"]),  # one way leads past the write
+        (("@P0 UMOV UR4, 0x1", "UMOV UR5, UR4"), []),
+        (("BRA `(.L_x_2)", ".L_x_1:", "UMOV UR5, UR4", "EXIT", ".L_x_2:", "UMOV UR4, 0x1", "BRA `(.L_x_1)"), []),
+        (("CALL.REL.NOINC `(divide)", "UMOV UR5, UR9", "EXIT", "UMOV UR9, 0x1", "RET.REL.NODEC R10 `(kernel)"), []),
+    ],
+)  # fmt: skip
+def test_undefined_registers(lines: tuple[str, ...], found: list[str]) -> None:
+    text = "\n".join(line if line.startswith(".L") else f"        /*0010*/   {line} ;" for line in lines)
+    assert [one.split()[0] for one in undefined_registers(parse_listing(text, "sass"))] == found

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tilefold.aot.registers import undefined_registers
 from tilefold.aot.sass import Loop, count_prefix, opcode_counts, parse_listing, tensor_loops
 from tilefold.aot.targets import Target, target_named
 
@@ -64,6 +65,7 @@ class CompileReport:
     ptx: Mapping[str, int]
     loops: tuple[Loop, ...]
     warnings: tuple[str, ...]
+    undefined: tuple[str, ...]
 
     @property
     def spills(self) -> int:
@@ -106,6 +108,7 @@ class CompileReport:
         if wanted and not count_prefix(self.opcodes, wanted):
             found.append(f"tensor instructions: none of {', '.join(wanted)} in the machine code")
         found += [f"assembler: {warning}" for warning in self.warnings]
+        found += [f"undefined register: {one}" for one in self.undefined]
         found += [f"wgmma hazard: {hazard}" for loop in self.loops for hazard in loop.hazards]
         return tuple(found)
 
@@ -119,6 +122,7 @@ class CompileReport:
         fields = json.loads(text)
         fields["occupancy"] = Occupancy(**fields["occupancy"])
         fields["warnings"] = tuple(fields["warnings"])
+        fields["undefined"] = tuple(fields["undefined"])
         fields["loops"] = tuple(
             Loop(**{**loop, "schedule": tuple(loop["schedule"]), "hazards": tuple(loop["hazards"])})
             for loop in fields["loops"]
@@ -188,6 +192,7 @@ def report_of(compiled: "Compiled") -> CompileReport:
         ptx=ptx,
         loops=tensor_loops(machine, target.any_tensor),
         warnings=_warnings(compiled.assembler_log),
+        undefined=undefined_registers(machine) if target.backend == "cuda" else (),
         **resources,
     )
 

@@ -17,6 +17,7 @@ _LABEL = re.compile(r"^(\.L\w+):")
 _PREDICATE = re.compile(r"^@!?%?\w+\s+")
 _BRANCH = {"sass": re.compile(r"^BRA\S*\s.*\((\.L\w+)\)"), "amdgcn": re.compile(r"^s_c?branch\w*\s+(\.L\w+)")}
 _ENDS = ("EXIT", "RET", "s_endpgm")
+_JUMP = re.compile(r"^(BRA|BRX|JMP)\b(?!\S*\s+!?U?P\d)")  # with no predicate, before it or as its first operand
 _SPILL = {"sass": ("STL", "LDL"), "amdgcn": ("scratch_",)}
 _LINES = {"sass": _SASS_LINE, "amdgcn": _GCN_LINE, "ptx": _PTX_LINE}
 _TWO_PART_FAMILIES = ("MUFU", "WARPGROUP", "BAR", "SYNCS")  # their second part tells what they do
@@ -26,13 +27,15 @@ _TWO_PART_FAMILIES = ("MUFU", "WARPGROUP", "BAR", "SYNCS")  # their second part 
 class Listing:
     """Instructions in program order, predicates removed.
 
-    `labels` has the index of the instruction after each label, `ends` those of the unconditional ends of the program.
+    `labels` has the index of the instruction after each label, `ends` those of the unconditional ends of the program, `jumps`
+    those of its unconditional branches.
     """
 
     kind: str  # "sass" | "ptx" | "amdgcn"
     instructions: tuple[str, ...]
     labels: Mapping[str, int]
     ends: tuple[int, ...]
+    jumps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,17 @@ def parse_listing(text: str, kind: str) -> Listing:
     instructions: list[str] = []
     labels: dict[str, int] = {}
     ends: list[int] = []
+    jumps: list[int] = []
     for line in text.splitlines():
         if label := _LABEL.match(line.strip()):
             labels[label.group(1)] = len(instructions)
         elif match := _LINES[kind].search(line):
             if match.group(1).startswith(_ENDS):
                 ends.append(len(instructions))
+            if _JUMP.match(match.group(1)):
+                jumps.append(len(instructions))
             instructions.append(_PREDICATE.sub("", match.group(1)))
-    return Listing(kind, tuple(instructions), labels, tuple(ends))
+    return Listing(kind, tuple(instructions), labels, tuple(ends), tuple(jumps))
 
 
 def opcode_counts(listing: Listing) -> dict[str, int]:

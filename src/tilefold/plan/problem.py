@@ -4,7 +4,14 @@ from dataclasses import dataclass
 
 from tilefold.errors import DtypeError, PlanError, ShapeError, ValueRangeError
 
-__all__ = ["DTYPE_BYTES", "MAX_HEAD_DIM", "AttentionProblem", "next_power_of_two", "padded_head_dim"]
+__all__ = [
+    "DTYPE_BYTES",
+    "MAX_HEAD_DIM",
+    "AttentionProblem",
+    "next_power_of_two",
+    "padded_head_dim",
+    "padded_value_dim",
+]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
@@ -22,6 +29,19 @@ def next_power_of_two(n: int) -> int:
 def padded_head_dim(dim: int) -> int:
     """The width of a tile that holds a head dimension: a power of two, at least 16 as tensor cores need."""
     return max(16, next_power_of_two(dim))
+
+
+SWIZZLED = 64  # columns of 16 bits in the widest swizzle of shared memory, 128 bytes
+
+
+def padded_value_dim(dim_v: int, dim_qk: int) -> int:
+    """Width of a tile of V: at least K's, up to the columns of one swizzle.
+
+    A tile of V whose rows are swizzled less than K's goes wrong under ptxas 12.8 (Triton 3.6's): where both tiles go through
+    registers to the same shared memory, the descriptors of their products differ in the swizzle alone, and the assembler adds
+    V's to a uniform register that nobody wrote.  ptxas 12.9 and newer are right; `tilefold.aot.sass.undefined_registers` looks
+    for it."""
+    return max(padded_head_dim(dim_v), min(padded_head_dim(dim_qk), SWIZZLED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +145,7 @@ class AttentionProblem:
     @property
     def block_v(self) -> int:
         """Width of a tile of V or the output (elements)."""
-        return padded_head_dim(self.dim_v)
+        return padded_value_dim(self.dim_v, self.dim_qk)
 
     @property
     def itemsize(self) -> int:

@@ -188,7 +188,7 @@ def _bind(
     """Kernel, grid, scalars and constants; least_q: of the queries of sequences that are served."""
     from ...device import mods
     from ...kernels.attention_cached import attention_cached as kernel
-    from ...plan.problem import padded_head_dim
+    from ...plan.problem import padded_head_dim, padded_value_dim
     from ..launch import Launch
 
     n, paged, device = sizes, cache.block_table is not None, q.device.index or 0
@@ -196,7 +196,7 @@ def _bind(
     window = window_of(call.window, call.causal)
     rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
     out_strides = _row_strides(out_shape)
-    block_v = padded_head_dim(n["dim_v"])
+    block_v = padded_value_dim(n["dim_v"], n["dim_qk"])
     emulate = interpreting() and q.dtype == torch.bfloat16
     constants = {
         "PAGE": n["page_size"] if paged else 0,
@@ -316,7 +316,14 @@ attention_cached_op.register_autograd(_refuse)
 
 
 def example_launch(
-    dtype: str, dim: int, page: int, seq_q: int = 1, causal: bool = True, splits: int = 4, device: str = "h200"
+    dtype: str,
+    dim: int,
+    page: int,
+    seq_q: int = 1,
+    causal: bool = True,
+    splits: int = 4,
+    device: str = "h200",
+    dim_v: int = 0,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     from ...plan.cached import plan_cached
@@ -327,13 +334,13 @@ def example_launch(
 
     dt = getattr(torch, dtype)
     q = tensor(2, seq_q, 8, dim, kind=dt)
-    k = tensor(64, page, 2, dim, kind=dt) if page else tensor(2, 4096, 2, dim, kind=dt)
+    k, v = (tensor(64, page, 2, d, kind=dt) if page else tensor(2, 4096, 2, d, kind=dt) for d in (dim, dim_v or dim))
     cache = Cache(tensor(2), block_table=tensor(2, 32) if page else None, splits=splits)
     call = Call(causal=causal)
-    sizes = cached_sizes(q, k, k, call, cache)
-    problem = problem_of(q, k, k, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
+    sizes = cached_sizes(q, k, v, call, cache)
+    problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
     tile, parts = plan_cached(problem, device_named(device), splits)
-    p = _bind(q, k, k, call, cache, sizes, tile, parts)
+    p = _bind(q, k, v, call, cache, sizes, tile, parts)
     out, lse = tensor(*p.out_shape, kind=torch.float32), tensor(*p.lse_shape, kind=torch.float32)
-    args = (q, k, k, out, lse, None, None, None, *cache[:4], *p.scalars, (), (), ())
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *p.scalars, (), (), ())
     return p.launch.fn, args, p.launch.keywords

@@ -1,0 +1,46 @@
+"""V narrower than K, at dims whose rows go through registers: no machine code reads a register that nobody wrote.
+
+Under Triton 3.6 (ptxas 12.8) it did, in kernels over pages, packed and dense ones, until V's tile had K's swizzle."""
+
+import pytest
+
+from aot_cases import Results, compiled, problem
+from tilefold.aot import Job
+from tilefold.plan import device_named, plan_attention
+
+DIMS = [(40, 24), (33, 17), (100, 20), (20, 10)]
+H200 = device_named("h200")
+
+
+def dense(dim: int, dim_v: int, varlen: bool) -> Job:
+    asked = problem(dim, dim_v, causal=varlen, varlen=varlen, descriptors=False)
+    plan = plan_attention(asked, H200, portable=True)
+    return Job("tilefold.ops.dense.attention:example_launch", {"problem": asked, "plan": plan}, "sm_90")
+
+
+def cached(dim: int, dim_v: int, page: int) -> Job:
+    kwargs = {"dtype": "bfloat16", "dim": dim, "dim_v": dim_v, "page": page, "seq_q": 65, "splits": 1, "device": "h200"}
+    return Job("tilefold.ops.cache.cached:example_launch", kwargs, "sm_90")
+
+
+JOBS = {
+    **{(f"dense {d} {v}", "sm_90"): dense(d, v, False) for d, v in DIMS},
+    **{(f"packed {d} {v}", "sm_90"): dense(d, v, True) for d, v in DIMS},
+    **{(f"pages of 16 {d} {v}", "sm_90"): cached(d, v, 16) for d, v in DIMS},
+    **{(f"one piece {d} {v}", "sm_90"): cached(d, v, 0) for d, v in DIMS[:1]},
+}
+pytestmark = pytest.mark.xdist_group("test_aot_narrow_values")  # one process compiles, the others would only repeat it
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def results(request: pytest.FixtureRequest) -> Results:
+    names = [name for name, _ in JOBS]
+    return compiled(JOBS, request.param, (), names if request.param == "installed" else names[:1])
+
+
+@pytest.mark.parametrize("name", [name for name, _ in JOBS])
+def test_kernels(results: Results, name: str) -> None:
+    found = results.of(name, "sm_90")
+    assert found.problems(tensor="any", spills="outside loops") == ()
+    assert found.report is not None
+    assert found.report.undefined == ()
