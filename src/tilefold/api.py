@@ -16,7 +16,7 @@ from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tang
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
-    from .plan import AttentionFp8Plan, AttentionPlan
+    from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan
     from .plan.attention_backward import AttentionBackwardPlan
 
 __all__ = [
@@ -48,7 +48,7 @@ def attention(
     mask_args: ModArgs = (),
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: "AttentionPlan | AttentionFp8Plan | Constant | None" = None,
+    plan: "AttentionPlan | DecodePlan | AttentionFp8Plan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
@@ -81,7 +81,8 @@ def attention(
         mask_args: as score_args.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
         return_lse: also return the logarithm of each row's softmax denominator.
-        plan: an `AttentionPlan` to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.
+        plan: the plan to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.  A
+            `DecodePlan` splits the keys, an `AttentionPlan` does not.
             Inside torch.compile, pass score_mod, mask_mod, score_grad and the plans as `tilefold.constant(...)`, made outside.
         score_grad: as score_mod, but returns the derivative of the new score by the given one: needed for gradients if there is
             a score_mod.
@@ -160,7 +161,7 @@ def attention_varlen(
     mask_mod: ModFunction | Constant | None = None,
     mask_args: ModArgs = (),
     return_lse: bool = False,
-    plan: "AttentionPlan | Constant | None" = None,
+    plan: "AttentionPlan | DecodePlan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
@@ -243,8 +244,10 @@ def apply_rotary(
 
 
 def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """The AttentionPlan that `attention(q, k, v, **options)` follows, without running it (an AttentionFp8Plan for e4m3 tensors);
-    `print` it to read the decision.
+    """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
+
+    An `AttentionPlan`; a `DecodePlan` where few queries meet many keys, which are split (see `tilefold.plan.plan_forward`); an
+    `AttentionFp8Plan` for e4m3 tensors.
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
@@ -253,7 +256,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
         return fp8_library.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
-    return prepared.plan
+    return prepared.plan if prepared.decoder is None else prepared.decoder.plan
 
 
 def attention_backward_plan(

@@ -157,7 +157,7 @@ def explain(
     from tilefold.cli.explain_decode import CacheOptions, check_cache, explain_cache
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
-    from tilefold.plan import AttentionProblem, plan_attention
+    from tilefold.plan import AttentionProblem, plan_forward
     from tilefold.plan.sparse import plan_sparse
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
@@ -206,7 +206,7 @@ def explain(
         return
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)
-    plan = plan_attention(problem, record) if sparse is None else plan_sparse(sparse, record)
+    plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
     typer.echo(plan.to_json() if as_json else str(plan))
 
 

@@ -15,16 +15,15 @@ from .state import LOG2E, state_step, state_weights
 
 @triton.jit
 def fold_cache_tiles(
-    q, rest, state, ahead, lo, hi, place, scale, source, k_side, rest_side, v_side, score_mods, band,
-    NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
+    q, rest, state, ahead, lo, hi, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods,
+    band, NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
     QUANT: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST:
     tl.constexpr,
     DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l) -> (state, ahead of tile hi); q [M, BLOCK_K], rest [M, BLOCK_REST] q's columns
     past DIM_K (not read if BLOCK_REST = 0).  SHARED: V is K's first DIM_K columns, and they are loaded once.  PAIRS: V is bytes
-    in
-    pairs; state = (acc of the even columns, m, l, acc of the odd ones)."""
+    in pairs; state = (acc of the even columns, m, l, acc of the odd ones)."""
     if PAIRS:
         acc, m, l, odd = state
     else:
@@ -41,7 +40,7 @@ def fold_cache_tiles(
             r = fetch_cache(rest_side, rows, live, q, EDGE, EMULATE, QUANT, DIM_REST, BLOCK_REST)
             s = tl.dot(rest, tl.trans(r), s, input_precision="ieee")
         kv_index = (tl.minimum(cols, place[3][1] - 1) if EDGE else cols)[None, :]
-        s = shape_scores(s, kv_index, live, place, scale, score_mods, (), band, KIND, EDGE)
+        s = shape_scores(s, kv_index, live, place, scale, score_mods, mask_mods, band, KIND, EDGE)
         unit = LOG2E if len(score_mods) > 0 else scale * LOG2E
         if PAIRS:
             # [N, BLOCK_V / 2]
@@ -65,8 +64,8 @@ def fold_cache_tiles(
 
 @triton.jit
 def fold_cache_range(
-    q, rest, state, tiles, place, scale, source, k_side, rest_side, v_side, score_mods, band,
-    NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, QUANT: tl.constexpr,
+    q, rest, state, tiles, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods,
+    band, NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, QUANT: tl.constexpr,
     SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V:
     tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -76,12 +75,15 @@ def fold_cache_range(
     ahead = NEXT(lo, source, BLOCK_N)
     if KIND == WINDOW:
         state, ahead = fold_cache_tiles(
-            q, rest, state, ahead, lo, full_lo, place, scale, source, k_side, rest_side, v_side, score_mods, band, NEXT, LOCATE,
-            KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+            q, rest, state, ahead, lo, full_lo, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
+            NEXT, LOCATE, KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
+            DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
     state, ahead = fold_cache_tiles(
-        q, rest, state, ahead, full_lo, full_hi, place, scale, source, k_side, rest_side, v_side, score_mods, band, NEXT, LOCATE,
-        KIND, False, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+        q, rest, state, ahead, full_lo, full_hi, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
+        NEXT, LOCATE, KIND, False, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
+        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
     state, ahead = fold_cache_tiles(
-        q, rest, state, ahead, full_hi, hi, place, scale, source, k_side, rest_side, v_side, score_mods, band, NEXT, LOCATE,
-        KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+        q, rest, state, ahead, full_hi, hi, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
+        NEXT, LOCATE, KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
+        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
     return state

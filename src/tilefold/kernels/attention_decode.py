@@ -115,7 +115,7 @@ def attention_decode(
     Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table, KScale, VScale, Part, Stat, Arrived,
     scale, batch, max_q, capacity, more, kv_heads, group, left, right, blocks, splits, least, stride_sinks, stride_tb, stride_lb,
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods,
+    stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods, mask_mods,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
     QUANT: tl.constexpr, PER_PAGE: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
     FUSED: tl.constexpr, EARLY: tl.constexpr,
@@ -227,7 +227,7 @@ def attention_decode(
             r_side = (k_0 + DIM_K, outer_k, row_k, None, 0)
             v_side = (v_0, outer_v, row_v, None, 0)
         state = fold_cache_range(
-            q, rest, state, mine, place, unit, source, k_side, r_side, v_side, score_mods, (left, right),
+            q, rest, state, mine, place, unit, source, k_side, r_side, v_side, score_mods, mask_mods, (left, right),
             next_none if PAGE == 0 else (next_page if ONE else next_pages),
             locate_run if PAGE == 0 else (locate_in_page if ONE else locate_in_pages), KIND, EMULATE, QUANT, SHARED, PAIRS,
             BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip

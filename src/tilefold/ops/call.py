@@ -11,7 +11,7 @@ from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRang
 from ..types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
-    from ..plan import AttentionPlan
+    from ..plan import AttentionPlan, DecodePlan
     from ..plan.attention_backward import AttentionBackwardPlan
 
 __all__ = [
@@ -115,7 +115,7 @@ class Call(NamedTuple):
     mask_mod: ModFunction | Constant | None = None
     mask_args: ModArgs = ()
     packed: Packed | None = None
-    plan: "AttentionPlan | Constant | None" = None
+    plan: "AttentionPlan | DecodePlan | Constant | None" = None
     score_grad: ModFunction | Constant | None = None
     backward_plan: "AttentionBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0

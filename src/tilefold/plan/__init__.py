@@ -7,6 +7,7 @@ from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode
 from tilefold.plan.device import DEVICES, Device, device_named
 from tilefold.plan.dispatch import POLICIES, SplitDecision, plan_splits
+from tilefold.plan.forward import plan_forward
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
@@ -45,6 +46,7 @@ __all__ = [
     "plan_attention_backward",
     "plan_attention_fp8",
     "plan_decode",
+    "plan_forward",
     "plan_shared_prefix",
     "plan_sparse",
     "plan_sparse_backward",

@@ -161,6 +161,17 @@ class DecodePlan:
         """The roofline of a full cache."""
         return bound(self.cost, self.device, self.problem.attention.dtype)
 
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
+        self.problem.attention.require_same(problem)
+        for name, asked in (("storage", "plain"), ("page_size", 0), ("shared", False)):
+            if (mine := getattr(self.problem, name)) != asked:
+                raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={asked!r}")
+        for name in ("backend", "arch"):
+            mine, here = getattr(self.device, name), getattr(device, name)
+            if mine != here:
+                raise PlanError(f"plan was made for a device with {name}={mine!r}, this device has {name}={here!r}")
+
     def to_json(self) -> str:
         """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
         return serialise.to_json(self)

@@ -6,18 +6,18 @@ from typing import Any
 
 from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
-from tilefold.plan.attention import Rejected, plan_attention
+from tilefold.plan.attention import Rejected
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.cached import LEAST_TILES, MAX_SPLITS, plan_cached
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys, visited_tiles
+from tilefold.plan.decode import DecodePlan
 from tilefold.plan.device import Device
-from tilefold.plan.dispatch_decode import decode_fields
+from tilefold.plan.dispatch_decode import decode_fields, fields_of
 from tilefold.plan.explain_dispatch import explain_decision
 from tilefold.plan.flash_split import (
     CALLS,
     COMBINE,
     ENOUGH,
-    FUNCTIONS,
     GOOD,
     PLAIN,
     SPLIT,
@@ -31,6 +31,7 @@ from tilefold.plan.flash_split import (
     flash_splits,
     flash_work,
 )
+from tilefold.plan.forward import decodes, plan_forward
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
@@ -310,11 +311,14 @@ def _ours(
     if call == "kvcache" or paged:
         return _ours_cached(same, problem, device, capacity, given)
     packed = call == "varlen"
-    plan = plan_attention(replace(problem, varlen=packed, descriptors=problem.descriptors and not packed), device)
+    plan = plan_forward(replace(problem, varlen=packed, descriptors=problem.descriptors and not packed), device)
+    if isinstance(plan, DecodePlan):
+        fields = fields_of(problem, plan)
+        return SplitDecision(**same, **fields, bound=bound(fields["cost"], device, problem.dtype))
     cost = plan.cost
     if plan.kernel != HOPPER:
         cost = _cost(problem, problem.heads, _keys_drawn(problem, plan.block_m, plan.block_n), 1, problem.dim_v)
-    reason = f"{FUNCTIONS[call]} has no split kernel; {plan.rule}: {plan.reason}"
+    reason = f"Not split, since {decodes(problem)}; {plan.rule}: {plan.reason}"
     return SplitDecision(
         **same, kernel=plan.kernel, combine="", block_m=plan.block_m, block_n=plan.block_n, tiles=plan.grid[0],
         splits=plan.splits, programs=plan.grid[0], working=plan.grid[0], slots=device.sms * plan.programs_per_sm,

@@ -9,25 +9,31 @@ from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves,
 from tilefold.plan.device import Device
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["decode_fields"]
+__all__ = ["decode_fields", "fields_of"]
 
 
 def decode_fields(problem: AttentionProblem, device: Device, capacity: int, given: int) -> dict[str, Any] | None:
-    """Fields of the decision for a problem whose seq_k are the keys that there are, None if attention_cached serves it."""
+    """Fields of the decision for a cache and a problem whose seq_k are the keys that there are, None if attention_cached serves
+    it."""
     whole = DecodeProblem(replace(problem, seq_k=capacity))
     if serves(whole):
         return None
     plan = plan_decode(whole, device, given)
+    return {**fields_of(problem, plan, given), "rejected": _rejected(plan, given)}
+
+
+def fields_of(problem: AttentionProblem, plan: DecodePlan, given: int = 0) -> dict[str, Any]:
+    """Fields of the decision where the decode kernel follows this plan."""
     working, merged = _working(problem, plan)
     partials = 2 * merged * plan.block_m * (problem.dim_v + 2) * 4
-    once = replace(whole, attention=problem).cost
+    once = replace(plan.problem, attention=problem).cost
     cost = Cost(once.flops, once.bytes + partials, once.exps, once.bytes + partials)
     parts = max(1, plan.splits)
     merge = "decode_combine" if plan.merge == "kernel" and plan.splits != 1 else ""
     return {
         "kernel": "attention_decode", "combine": merge, "block_m": plan.block_m, "block_n": plan.block_n,
         "tiles": plan.grid // parts, "splits": parts, "programs": plan.grid, "working": working, "slots": plan.programs,
-        "reason": _reason(plan, given), "cost": cost, "rejected": _rejected(plan, given),
+        "reason": _reason(plan, given), "cost": cost, "rejected": plan.rejected,
     }  # fmt: skip
 
 

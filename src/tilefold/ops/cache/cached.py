@@ -8,8 +8,7 @@ import torch
 
 from ...errors import Unsupported
 from ..call import UNBOUNDED, Call, Packed, check_offsets, window_of
-from ..dense.attention import problem_of
-from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of
+from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of, problem_of
 from ..device import device_of, interpreting
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient

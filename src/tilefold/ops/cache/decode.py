@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import Unsupported
+from ...types import Layout
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention import problem_of
-from ..dense.attention_parts import head_strides, kind_of, mods_of
+from ..dense.attention_parts import head_strides, kind_of, mods_of, problem_of
 from ..device import interpreting
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters
@@ -54,9 +54,9 @@ class Decoder:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         if self.in_pairs:
             v = v.view(torch.int16)
-        score, _ = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
+        score, masks = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
         self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived,
-                     *self.scalars, score))  # fmt: skip
+                     *self.scalars, score, masks))  # fmt: skip
         if self.merge is not None:
             self.merge((part, stat, out, lse, cache.cu_q, cache.cu_k, *cache[:2], *self.merge_scalars))
 
@@ -152,7 +152,7 @@ def bind_decode(
     n, index, p = sizes, q.device.index or 0, plan.problem
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
-    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
+    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, call.layout) for t in (q, k, v))]
     wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
     wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31
     pairs = _lies_in_pairs(v, plan.problem)
@@ -162,8 +162,7 @@ def bind_decode(
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
     per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
-    batch_stride = 0 if len(out_shape) == 3 else math.prod(out_shape[1:])
-    strides_out = (batch_stride, out_shape[-2] * out_shape[-1], out_shape[-1])
+    strides_out = _out_strides(out_shape, call.layout)
     shape = (n["batch"], n["seq_q"], n["capacity"], cache.more, n["kv_heads"], n["heads"] // n["kv_heads"], left, right,
              plan.blocks, max(1, plan.splits), plan.least)  # fmt: skip
     scalars = (
@@ -182,6 +181,15 @@ def bind_decode(
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
     as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
     return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
+
+
+def _out_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
+    """(batch, row, head) of a contiguous result; shape: [batch, seq, heads, dim], or packed [total, heads, dim]."""
+    dim = shape[-1]
+    if len(shape) == 3:
+        return 0, shape[1] * dim, dim
+    row, head = (shape[2] * dim, dim) if layout == "bshd" else (dim, shape[1] * dim)
+    return math.prod(shape[1:]), row, head
 
 
 def _dependent(device: "Device") -> dict[str, bool]:
@@ -271,5 +279,5 @@ def example_launch(
     if made.in_pairs:
         v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
     parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *made.scalars, ())
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *made.scalars, (), ())
     return made.launch.fn, args, made.launch.keywords

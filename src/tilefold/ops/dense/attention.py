@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import DtypeError
+from ..cache.cached_call import Cache
 from ..call import (
     UNBOUNDED,
     Call,
@@ -27,17 +28,25 @@ from ..call import (
 from ..device import device_of, interpreting
 from ..records import remember
 from ..startup import uncollected
-from .attention_parts import Prepared, boxable, describe_box, dropout_of, head_strides, hooks_of, kind_of, mods_of
+from .attention_parts import (
+    Prepared,
+    describe_box,
+    dropout_of,
+    head_strides,
+    hooks_of,
+    kind_of,
+    mods_of,
+    problem_of,
+)
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem
+    from ...plan import AttentionPlan, AttentionProblem, DecodePlan
 
 __all__ = [
     "example_call",
     "example_launch",
     "forward",
     "prepare",
-    "problem_of",
 ]
 
 HOPPER_KERNEL = "attention_forward_hopper"
@@ -54,7 +63,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     if prepared.plan is not None:
         if call.packed is not None and interpreting():
             check_offsets(call.packed, q.shape[0], k.shape[0])
-        prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
+        if prepared.decoder is not None:
+            prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), (None, None))
+        else:
+            prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
     return out, lse
 
 
@@ -75,7 +87,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 
 @uncollected()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    from ...plan import AttentionPlan, plan_attention
+    from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
+    from ..hopper import bound_or_none, disabled
 
     check_options(call)
     sizes = sizes_of(q, k, v, call)
@@ -83,56 +96,27 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
     softcap = float(call.softcap)
     check_hooks(call, q.device)
-    if call.plan is not None and not isinstance(call.plan, AttentionPlan):
-        raise DtypeError(f"plan must be an AttentionPlan or None, got {type(call.plan).__name__}")
+    if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan)):
+        raise DtypeError(f"plan must be an AttentionPlan, a DecodePlan or None, got {type(call.plan).__name__}")
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window)
-    if call.plan is None:
-        from ..hopper import bound_or_none, disabled
+    plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
+    if call.plan is not None:
+        call.plan.check(problem, device)
+    if isinstance(plan, DecodePlan):
+        return _bind_decoder(q, k, v, call, sizes, scale, plan, out_shape, lse_shape)
+    if call.plan is None and plan.kernel == HOPPER_KERNEL:
+        from . import attention_hopper
 
-        plan = plan_attention(problem, device, portable=disabled())
-        if plan.kernel == HOPPER_KERNEL:
-            from . import attention_hopper
-
-            made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
-            found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call))
-            if found is not None:
-                return found
-            plan = plan_attention(problem, device, portable=True)
-    else:
-        plan = call.plan
-        plan.check(problem, device)
+        made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+        found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call))
+        if found is not None:
+            return found
+        plan = plan_attention(problem, device, portable=True)
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
-
-
-def problem_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
-) -> "AttentionProblem":
-    from ...plan import AttentionProblem
-
-    score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
-                               ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
-    masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
-    from .attention_tiles import tiles_of
-
-    return AttentionProblem(
-        **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
-        dtype=str(q.dtype).removeprefix("torch."),
-        causal=window == (-1, 0),
-        window=(-1, -1) if window == (-1, 0) else window,
-        varlen=call.packed is not None,
-        score_mods=tuple(score),
-        mask_mods=tuple(masks),
-        sinks=call.sinks is not None,
-        dropout=call.dropout_p > 0,
-        descriptors=boxable(k) and boxable(v),
-        query_descriptors=boxable(q),
-        bias_descriptors=tiles_of(call.bias),
-        mask_descriptors=tiles_of(call.mask),
-    )
 
 
 # ---------------------------------------------------------------- binding a plan to a call
@@ -195,6 +179,44 @@ def _bind(
         launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
         keep=hooks_of(call),
     )
+
+
+def _bind_decoder(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    sizes: dict[str, int],
+    scale: float,
+    plan: "DecodePlan",
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+) -> Prepared:
+    """The decode kernel over k and v as they lie: a cache that is full."""
+    from ...device import mods
+    from ...plan import plan_attention
+    from ..cache.decode import bind_decode
+
+    sizes = {**sizes, "capacity": sizes["seq_k"]}
+    decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, (None, None), plan)
+    return Prepared(
+        plan=plan_attention(plan.problem.attention, plan.device, portable=True),
+        out_shape=out_shape,
+        lse_shape=lse_shape,
+        scalars=(scale,),
+        softcap=float(call.softcap),
+        mods=mods,
+        decoder=decoder,
+        keep=hooks_of(call),
+    )
+
+
+def _cache_of(call: Call) -> Cache:
+    """Where the keys of a dense or packed call lie, as the decode kernel is told."""
+    if call.packed is None:
+        return Cache()
+    cu_q, cu_k, max_q, max_k = call.packed
+    return Cache(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
 
 
 # ---------------------------------------------------------------- every time

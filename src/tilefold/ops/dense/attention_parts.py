@@ -9,17 +9,27 @@ from ...types import Layout
 from ..call import Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan
+    from ...plan import AttentionPlan, AttentionProblem
     from ..launch import Box
 
-__all__ = ["Prepared", "boxable", "describe_box", "dropout_of", "head_strides", "hooks_of", "kind_of", "mods_of"]
+__all__ = [
+    "Prepared",
+    "boxable",
+    "describe_box",
+    "dropout_of",
+    "head_strides",
+    "hooks_of",
+    "kind_of",
+    "mods_of",
+    "problem_of",
+]
 
 
 @dataclass(slots=True)
 class Prepared:
     """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
 
-    plan: "AttentionPlan | None"  # None: nothing to compute
+    plan: "AttentionPlan | None"  # None: nothing to compute.  The backward pass's, too
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
@@ -30,8 +40,36 @@ class Prepared:
     plain: bool = True  # no mods and no packed offsets among the arguments
     launch: Any = None
     mods: Any = None  # the module device.mods, which `import tilefold` does not load
+    decoder: Any = None  # the decode kernel's launches, instead of `launch`
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
+) -> "AttentionProblem":
+    from ...plan import AttentionProblem
+    from .attention_tiles import tiles_of
+
+    score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
+                               ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
+    masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
+
+    return AttentionProblem(
+        **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
+        dtype=str(q.dtype).removeprefix("torch."),
+        causal=window == (-1, 0),
+        window=(-1, -1) if window == (-1, 0) else window,
+        varlen=call.packed is not None,
+        score_mods=tuple(score),
+        mask_mods=tuple(masks),
+        sinks=call.sinks is not None,
+        dropout=call.dropout_p > 0,
+        descriptors=boxable(k) and boxable(v),
+        query_descriptors=boxable(q),
+        bias_descriptors=tiles_of(call.bias),
+        mask_descriptors=tiles_of(call.mask),
+    )
 
 
 def boxable(t: torch.Tensor) -> bool:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call import check_offsets, check_pages, result_shapes
-from ..dense.attention import problem_of
-from ..dense.attention_parts import boxable, describe_box, head_strides
+from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
 from ..device import device_of, interpreting
 from ..records import remember
 from ..startup import uncollected
