@@ -1,11 +1,15 @@
 """conv2d against its oracle, forward and backward: options in pairs, layouts, groups, dtypes, methods, plans, what is refused."""
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from cases import rand
 from conv_cases import held
 from tilefold import ops
+from tilefold.device.convolution import folded, tap_of
 from tilefold.errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops.matrix.conv import conv_plan
 from tilefold.ops.matrix.conv_layout import channels_run, pixels_run, strides_of
@@ -21,6 +25,8 @@ CASES = [  # channels, size, output channels, taps, options, memory format
     (3, (9, 9), 12, (4, 3), {"stride": 2, "padding": "valid"}, LAST),
     (3, (6, 6), 12, (3, 3), {"padding": 1, "stride": (2, 3), "dilation": (3, 2)}, FIRST),
     (16, (6, 5), 3, (1, 1), {"stride": 2}, LAST),
+    (18, (7, 6), 7, (3, 3), {"padding": 2, "stride": 2, "dilation": 2}, LAST),
+    (3, (7, 6), 8, (3, 3), {"padding": 2, "stride": 4, "dilation": 2}, FIRST),
 ]
 
 
@@ -29,6 +35,35 @@ def test_options(channels, size, out, taps, options, memory, device):
     x = rand(2, channels, *size, device=device).contiguous(memory_format=memory)
     got = held(x, rand(out, channels, *taps, device=device) / 8, rand(out, device=device), **options)
     assert got.is_contiguous(memory_format=memory)
+
+
+@triton.jit
+def taps_and_tiles(X, Weight, A, B, Taps, count_h, count_w):
+    """What the loop of conv_implicit reads in a step, where taps and channels are one axis, and a tap's place."""
+    o = tl.arange(0, 16)
+    live = o < 16
+    a, b = folded(
+        X, Weight, o, o * 4, o, o * 0, o * 0, live, live, 1, 1, 4, count_h, count_w, 1, 1, 1, 1, (0, 4, 4, 1), (1, 16, 4, 4),
+        False, 1, 1,
+    )  # fmt: skip
+    tl.store(A + o[:, None] * 16 + o[None, :], a)
+    tl.store(B + o[:, None] * 16 + o[None, :], b)
+    i_h, i_w = tap_of(o, count_w)
+    tl.store(Taps + o, i_h * 100 + i_w)
+
+
+@pytest.mark.parametrize(("count_h", "count_w"), [(0, 0), (2, 0), (0, 2)])
+def test_nothing_divides_by_a_number_of_taps_that_is_0(count_h, count_w, device):
+    """Where stride and dilation share a factor no tap meets some pixels, and the loop over taps does not run; but the compiler
+    computes in front of a loop what its first step needs, and concludes from a division that the divisor is not 0."""
+    x, w = torch.ones(64, device=device), torch.ones(256, device=device)
+    a, b, taps = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device), torch.zeros(16, device=device)
+    with np.errstate(divide="raise"):
+        taps_and_tiles[(1,)](x, w, a, b, taps, count_h, count_w)
+    if count_h == 0:
+        assert not a.any() and not b.any()
+    n = max(count_w, 1)
+    assert taps.tolist() == [i // n * 100 + i % n for i in range(16)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

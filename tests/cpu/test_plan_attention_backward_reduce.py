@@ -1,12 +1,19 @@
 """The plan of the dense backward kernel for sm_90 that adds dq in memory: who asks for it, what it refuses, its versions."""
 
+import json
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import tilefold
+from examples import examples
 from tilefold.errors import DtypeError, PlanError
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan import attention_backward_reduce as rules
@@ -17,6 +24,13 @@ H200 = device_named("h200")
 LONG = AttentionProblem(1, 65536, 65536, 16, 16, 128, 128)
 NARROW = replace(LONG, heads=32, kv_heads=32, dim_qk=64, dim_v=64)
 DETERMINISTIC = "attention_backward_hopper"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "dense.jsonl"
+LENGTHS = st.sampled_from([1, 63, 512, 1024, 4096, 8192, 16383, 16384, 16385, 65536]) | st.integers(1, 1 << 17)
+CHANGES = st.sampled_from(
+    [{}, {}, {}, {"causal": True}, {"causal": True}, {"window": (4095, 0)}, {"window": (-1, 512)}, {"sinks": True},
+     {"dropout": True}, {"score_mods": ("bias",)}, {"mask_mods": ("mask",)}, {"varlen": True}, {"descriptors": False},
+     {"query_descriptors": False}, {"dtype": "float16"}, {"dtype": "float32"}]
+)  # fmt: skip
 
 
 def free(problem: AttentionProblem, **fields: Any) -> AttentionBackwardPlan:
@@ -75,6 +89,63 @@ def test_other_chips_and_short_keys() -> None:
     other = plan_attention_backward(LONG, device_named("a100"), deterministic=False)
     assert other.kernel == plan_attention_backward(LONG, device_named("a100")).kernel
     assert f"{rules.KERNEL} is not taken: it is written for sm_90" in other.reason
+
+
+def plain_and_long(problem: AttentionProblem, device: str) -> bool:
+    """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
+    n = problem
+    plain = n.plain and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
+    unbounded = n.window[0] < 0 or n.window[1] < 0
+    return device in ("h100", "h200") and plain and unbounded and n.seq_k >= 16384 and n.dim_qk == n.dim_v in (64, 128)
+
+
+@examples(400)
+@given(
+    batch=st.integers(1, 16),
+    lengths=st.tuples(LENGTHS, LENGTHS) | LENGTHS.map(lambda n: (n, n)),
+    heads=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 4, 7])),
+    dims=st.sampled_from([(64, 64), (128, 128), (96, 96), (128, 64), (256, 256), (40, 40)]),
+    changes=CHANGES,
+    device=st.sampled_from(["h200", "h100", "a100", "b200", "mi300x"]),
+)
+@example(16, (1024, 1024), (16, 1), (128, 128), {"causal": True}, "h200")
+@example(1, (16384, 16384), (16, 1), (128, 128), {"causal": True}, "h100")
+def test_being_allowed_more_changes_nothing_but_the_kernel(
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    changes: dict[str, Any],
+    device: str,
+) -> None:
+    """Where the kernel that adds in any order is not admitted, the plan is the default's, field for field, and says why."""
+    kv_heads, group = heads
+    chip = device_named(device)
+    problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
+    kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
+    if other.kernel == rules.KERNEL:
+        assert plain_and_long(problem, device)
+        return
+    assert other == replace(kept, reason=other.reason)
+    assert other.reason.startswith(f"{kept.reason} {rules.KERNEL} is not taken: ")
+    assert not plain_and_long(problem, device) or rules.reduce_refusal(problem, chip)
+
+
+def test_what_is_admitted_was_measured_to_be_faster() -> None:
+    """The benchmark's rows: where both were timed in one run the kernel that is taken for deterministic=False won, and the
+    shortest sequences for which it is taken are among them."""
+    runs: Mapping[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for line in MEASURED.read_text().splitlines():
+        row = json.loads(line)
+        if row["implementation"] in ("tilefold", "any-order") and row.get("ms"):
+            runs[row["device"], row["commit"], row["date"][:13], row["case"], row["dtype"]][row["implementation"]] = (
+                row["ms"]
+            )
+    gains = {key[3]: times["tilefold"] / times["any-order"] for key, times in runs.items() if len(times) == 2}
+    assert min(gains.values()) > 1.0
+    for shape in ("d128_h16_n16384x1", "d64_h32_n16384x1"):
+        assert {f"{shape}_backward", f"{shape}_causal_backward"} <= gains.keys()
+    assert rules.LEAST_KEYS == 16384
 
 
 @pytest.mark.parametrize(

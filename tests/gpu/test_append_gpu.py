@@ -84,6 +84,37 @@ def test_append(tokens, packed, dtype, page, no_waiting):
         assert not placed(raw, table, torch.arange(capacity, device=DEVICE)[others]).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "pairs", "tokens", "packed"),
+    [(256, 93, 11, True), (256, 105, 11, True), (128, 29, 300, False), (128, 51, 300, False), (64, 13, 300, False)],
+)
+def test_bytes_with_an_odd_number_of_pairs(dim, pairs, tokens, packed, interleaved, dtype):
+    """Codes that are stored one by one, off any alignment, of rows that were loaded several numbers at a time."""
+    batch, kv_heads, heads, first = 3, 2, 4, 7
+    caches = [torch.zeros(batch, 512, kv_heads, dim, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    k, v = (rand(batch, tokens, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    q = rand(batch, tokens, heads, dim, dtype=dtype, device=DEVICE)
+    cos, sin = angles(512, pairs, torch.float32, DEVICE)
+    scale = torch.tensor([0.0553, 0.0379], device=DEVICE)
+    call, given = [k, v, q], {}
+    if packed:
+        call = [t.flatten(0, 1) for t in call]
+        given = {"cu_seqlens": (torch.arange(batch + 1, device=DEVICE) * tokens).int(), "max_seqlen": tokens}
+    lengths = torch.full((batch,), first, dtype=torch.int32, device=DEVICE)
+    options = {"cache_seqlens": lengths, "rotary_cos": cos, "rotary_sin": sin, "interleaved": interleaved, **given}
+    for with_q in (False, True):  # of other launches: fewer rows a program
+        more = {"q": call[2]} if with_q else {}
+        tilefold.kvcache_append(*call[:2], *caches, k_scale=scale, v_scale=scale, **more, **options)
+        rows = torch.arange(first, first + tokens, device=DEVICE)
+        for cache, new in zip(caches, (turned(k, cos, sin, interleaved, rows), v.double()), strict=True):
+            want = new / scale.double()[:, None]
+            turn = 2.0**-22 * want.abs().max()  # fp32 sums of two products, which may cancel
+            assert ((cache[:, rows].double() - want.clamp(-128, 127)).abs() <= 0.5 + turn).all()
+            cache.zero_()
+
+
 @pytest.mark.parametrize("dtype", CODED)
 def test_codes_are_quantize_kv_s(dtype):
     """Bit for bit, without rotation: every exponent, ties among them."""

@@ -58,6 +58,19 @@ def test_groups(channels, out_channels, groups, memory_format):
         held(x, w, rand(out_channels, dtype=x.dtype, device=DEVICE), groups=groups, **options)
 
 
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["implicit", "relayout", "im2col"])
+@pytest.mark.parametrize(("channels", "out_channels", "groups"), [(32, 7, 1), (3, 8, 1), (16, 15, 1), (64, 32, 4)])
+def test_pixels_that_no_tap_meets(channels, out_channels, groups, method, dtype, memory_format):
+    """Where stride and dilation share a factor the gradient of some pixels is 0; few output channels, which are one axis with
+    taps there."""
+    x = rand(2, channels, 11, 13, dtype=dtype, device=DEVICE).contiguous(memory_format=memory_format)
+    for taps, stride, dilation in ((3, 2, 2), (5, 2, 2), (3, 4, 2), (3, (2, 3), (4, 3))):
+        w = rand(out_channels, channels // groups, taps, taps, device=DEVICE).div(taps * (channels / groups) ** 0.5)
+        held(x, w.to(dtype), method=method, stride=stride, padding=3, dilation=dilation, groups=groups)
+
+
 @pytest.mark.parametrize("size", [(8, 8), (14, 14), (7, 7), (6, 9), (1, 16), (5, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_pixels(dtype, size):

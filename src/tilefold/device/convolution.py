@@ -86,13 +86,22 @@ def multiple(o, RUN: tl.constexpr):
 
 
 @triton.jit
+def tap_of(i, count_w):
+    """-> line and column of tap i of lines of count_w, which may be 0: then there is no tap, but the compiler moves divisions in
+    front of a loop that never runs, and concludes from them that the divisor is not 0."""
+    count_w = tl.maximum(count_w, 1)
+    return i // count_w, i % count_w
+
+
+@triton.jit
 def folded(
     p_x, p_w, k, rows, cols, y, x, live, m_n, in_high, in_wide, reduced, count_h, count_w, step_h, step_w, every_h, every_w,
     x_strides, w_strides, INSIDE: tl.constexpr, RUN: tl.constexpr, W_RUN: tl.constexpr,
 ):  # fmt: skip
     """-> the tiles [rows, k] of the input and [k, cols] of the weight, where taps and channels are one axis k.  RUN,
     W_RUN: channels that lie side by side in them."""
-    k_c, k_w, k_h = k % reduced, k // reduced % count_w, k // reduced // count_w
+    k_h, k_w = tap_of(k // reduced, count_w)
+    k_c = k % reduced
     m_k = k_h < count_h
     d_y, d_x = k_h * step_h, k_w * step_w
     o_x = k_c * x_strides[3] + d_y * x_strides[1] + d_x * x_strides[2]

@@ -42,8 +42,11 @@ def store_code(Out, offsets, x, m, CODE: tl.constexpr):
     """Store x fp32 at Out + offsets where m holds, as e4m3 (NaN stays NaN) or int8 (-128 to 127, NaN is 0)."""
     if CODE == INT8:
         near = tl.minimum(tl.maximum(x, -128.0), 127.0)
-        near = tl.where(x == x, near, 0.0) + 12582912.0  # 1.5 * 2^23: its last place is 1, so the sum is rounded there
-        tl.store(Out + offsets, (near.to(tl.int32, bitcast=True) & 0xFF).to(tl.int8), mask=m)
+        # 1.5 * 2^23, whose last place is 1, so the sum is rounded there; and 128 more, so that its last byte is the code with the
+        # sign's bit turned.  The exclusive or must stay: ptxas 12.8 and 12.9 make of a store of the low byte of a register that a
+        # float instruction wrote a store of the float's value, converted and saturated: 255, which is -1, whatever the code is.
+        near = tl.where(x == x, near, 0.0) + 12583040.0
+        tl.store(Out + offsets, (near.to(tl.int32, bitcast=True) ^ 0x80).to(tl.int8), mask=m)
     else:
         near = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
         tl.store(Out + offsets, near.to(tl.float8e4nv) if CODE == E4M3 else e4m3_bits(near), mask=m)

@@ -7,7 +7,16 @@ channels are one axis.  Result, weight and input lie anywhere: strides of all fo
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish_pixels, folded, multiple, offset_of, offset_of_channels, place_of, taps_of
+from ...device.convolution import (
+    finish_pixels,
+    folded,
+    multiple,
+    offset_of,
+    offset_of_channels,
+    place_of,
+    tap_of,
+    taps_of,
+)
 from ...device.product import add_product
 from ...device.tile import widen
 
@@ -79,8 +88,7 @@ def conv_implicit(
     end = tl.minimum(begin + share, steps)
     tap = begin // blocks if not FOLD else 0
     c = (begin % blocks) * BLOCK_K if not FOLD else 0
-    i_w = tap % tl.maximum(count_w, 1)
-    i_h = tap // tl.maximum(count_w, 1)
+    i_h, i_w = tap_of(tap, count_w)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if NEVER_EMPTY:  # else ptxas sees the zeros of a sum of nothing in registers of a wgmma, and serialises all of them
         tl.assume(begin < end)

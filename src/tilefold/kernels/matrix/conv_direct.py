@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.convolution import finish_pixels, offset_of, offset_of_channels, place_of, taps_of
+from ...device.convolution import finish_pixels, offset_of, offset_of_channels, place_of, tap_of, taps_of
 from ...device.tile import widen
 
 GEOMETRY = [
@@ -46,7 +46,7 @@ def conv_direct(
     p_w = Weight + (o_w + first_h * w_strides[2] + first_w * w_strides[3])
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(count_h * count_w):
-        i_h, i_w = i // count_w, i % count_w
+        i_h, i_w = tap_of(i, count_w)
         d_y, d_x = i_h * step_h, i_w * step_w
         inside = live & (y + d_y >= 0) & (y + d_y < in_high) & (x + d_x >= 0) & (x + d_x < in_wide)
         at_x = tl.cast(d_y, tl.int64) * x_strides[1] + d_x * x_strides[2]

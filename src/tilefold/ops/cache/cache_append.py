@@ -350,11 +350,12 @@ def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def example_launch(
     dtype: str, dim: int, page: int, pairs: int, cache: str = "", packed: bool = False, heads: int = 0, tokens: int = 64,
-    native: bool = True,
+    native: bool = True, interleaved: bool = True,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.
 
-    cache: dtype of the caches, "" for that of the source; heads: of q, 0 for none; native: the device converts to e4m3."""
+    cache: dtype of the caches, "" for that of the source; heads: of q, 0 for none; native: the device converts to e4m3;
+    interleaved: a pair is of neighbours, else of both halves."""
     kind, held = getattr(torch, dtype), getattr(torch, cache or dtype)
     caches = torch.empty((64, page or 4096, 2, dim), dtype=held, device="meta")
     new = torch.empty((tokens, 2, dim) if packed else (64, tokens // 64, 2, dim), dtype=kind, device="meta")
@@ -364,7 +365,7 @@ def example_launch(
     table = torch.empty((64, 16), dtype=torch.int32, device="meta") if page else None
     cos = torch.empty((8192, pairs), dtype=kind, device="meta") if pairs else None
     scale = torch.empty(64, 2, dtype=torch.float32, device="meta") if cache else None
-    call = Append(caches, caches, new, new, index, None, table, cos, cos, True, cu, scale, scale, q)
+    call = Append(caches, caches, new, new, index, None, table, cos, cos, interleaved, cu, scale, scale, q)
     p = _bind(call, _sizes(call), native, 132)
     caches = _held(caches, native)
     args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *p.scalars)
