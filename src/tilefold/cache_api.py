@@ -6,7 +6,7 @@ import torch
 
 from .errors import DtypeError, Unsupported
 from .ops.call import Call, check_kinds
-from .ops.faults import mode_of, watch_of
+from .ops.faults import asked, mode_of
 from .ops.quantise import quantize_kv
 from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
 from .types import Window
@@ -102,7 +102,7 @@ def attention_kvcache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
     out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, cache, (k_scale, v_scale), plan,
-                                         watch_of("attention_kvcache") if mode == "device" else bool(mode))  # fmt: skip
+                                         asked(mode, "attention_kvcache"))  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -219,7 +219,7 @@ def kvcache_append(
                 )
     return cache_append.cache_append(
         k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
-        k_scale, v_scale, q, max_seqlen, watch_of("kvcache_append") if mode == "device" else bool(mode))  # fmt: skip
+        k_scale, v_scale, q, max_seqlen, asked(mode, "kvcache_append"))  # fmt: skip
 
 
 def merge_attention(

@@ -35,9 +35,9 @@ from ..device.work import (
     width_of_item,
 )
 
-RUNTIME = ["operation", "limit", "fewest", "shift", "columns", "scale", "batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "right", "blocks", "splits", "least",
-           "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp", "stride_ksh", "stride_vsp",
-           "stride_vsh"]  # fmt: skip
+RUNTIME = ["operation", "limit", "fewest", "shift", "columns", "scale", "batch", "max_q", "capacity", "more", "kv_heads", "group",
+           "left", "right", "blocks", "splits", "least", "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp",
+           "stride_ksh", "stride_vsp", "stride_vsh"]  # fmt: skip
 
 ENTRIES = tl.constexpr(256)  # of a table, looked at at a time
 
@@ -141,7 +141,8 @@ def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, Batch
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_decode(
     Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table, KScale, VScale, Part, Stat, Arrived, Fault,
-    operation, limit, fewest, shift, columns, scale, batch, max_q, capacity, more, kv_heads, group, left, right, blocks, splits, least, stride_sinks, stride_tb, stride_lb,
+    operation, limit, fewest, shift, columns,
+    scale, batch, max_q, capacity, more, kv_heads, group, left, right, blocks, splits, least, stride_sinks, stride_tb, stride_lb,
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods,
     PAGE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, WIDE: tl.constexpr,
@@ -158,9 +159,11 @@ def attention_decode(
     counter an item in Arrived (0 before and after) if FUSED: the last who arrives merges; else another kernel does.
     KScale, VScale fp32 or None: what K and V are to be multiplied with, strides over page or cache, and head; PER_PAGE: over
     pages
-    of the table.  Fault: a note of device.fault, None where the index tensors are trusted; limit: pages, or caches; fewest: keys of
-    a sequence, at least; shift, columns: where Table lies in the caller's.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage
-    (QUANT): device.cache."""
+    of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage
+    (QUANT): device.cache.
+
+    Fault: a note of device.fault, None where the index tensors are trusted; limit: pages, or caches; fewest: keys of a sequence,
+    at least; shift, columns: where Table lies in the caller's."""
     wait_for_previous_kernel(EARLY)
     let_next_kernel_start(EARLY)  # after the wait: what comes next may read what came before
     pid = tl.program_id(0)

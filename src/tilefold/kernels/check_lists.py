@@ -34,7 +34,8 @@ def inspect_sizes(Fault, operation, argument, Sizes, New, chunk, size, blocks, h
     if count > 0:
         at = tl.min(tl.where(wrong, o, FAR), 0)
         high = tl.minimum(seq - at % blocks * block, block)
-        raise_fault(Fault, operation, argument, count, (at, 0, heads, blocks), tl.load(Sizes + at), 0, high, 0)
+        place = (at, 0, tl.maximum(heads, 0), tl.where(heads < 0, 0, blocks))
+        raise_fault(Fault, operation, argument, count, place, tl.load(Sizes + at), 0, high, 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -45,8 +46,8 @@ def check_lists(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Index [B, H, Q blocks, capacity], Count [B, H, Q blocks] (strides of 0 share), NewCount [B, H, Q blocks] contiguous: rows =
-    B * H * Q blocks.  Sizes [.., KV blocks], QuerySizes [.., Q blocks] or None, contiguous, heads_k and heads_q the size of their
-    last dimension but one, 0 for none.
+    B * H * Q blocks.  Sizes [.., KV blocks], QuerySizes [.., Q blocks] or None, contiguous, heads_k and heads_q their
+    size [B, heads, ..], 0 of [B, ..], -1 of [..].
     Grid: a program a row, then rows_k = cdiv(size_k, CHUNK) for Sizes, then cdiv(size_q, CHUNK) for QuerySizes."""
     pid = tl.program_id(0)
     if pid >= rows:

@@ -62,7 +62,7 @@ def check_places(
     batch, total_q, total_k, max_q, max_k, capacity, more, limit, page_size, stride_tb, operation, fewest, shift, columns,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """CuQ, CuK [B + 1], Lengths, Pads, BatchIndex [B], Table [B, pages a sequence], int32 or None, as attention_cached takes them;
+    """CuQ, CuK [B + 1], Lengths, Pads, BatchIndex [B], Table [B, pages a sequence], int32 or None, as for attention_cached;
     New*: copies without what is out of range (None where there is nothing to copy).  A sequence ends before the first page that
     does not exist.  limit: pages, or caches.  fewest: keys that a sequence has, at least; shift, columns: where Table lies in the
     tensor that the note is to name.  Grid (B,), or (B + 1,) with offsets."""
@@ -73,9 +73,7 @@ def check_places(
     if CuQ is not None:
         inspect_offset(Fault, operation, CU_Q, MAX_Q, CuQ, NewQ, i_b, batch, total_q, max_q, CHUNK)
     if CuK is not None:
-        first_k, length = inspect_offset(
-            Fault, operation, CU_K, MAX_K, CuK, NewK, i_b, batch, total_k, max_k, CHUNK
-        )
+        first_k, length = inspect_offset(Fault, operation, CU_K, MAX_K, CuK, NewK, i_b, batch, total_k, max_k, CHUNK)
         end = length.to(tl.int64)
         if Table is None:
             room = (total_k - first_k).to(tl.int64)

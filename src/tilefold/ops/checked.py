@@ -1,25 +1,26 @@
-"""Index tensors in range for kernels that trust them: one small launch before the call, no synchronisation; an operator of torch's
-dispatcher where somebody traces or watches.
+"""Index tensors in range for kernels that trust them: one small launch before the call, no synchronisation; and operators for
+torch's dispatcher, where somebody traces or watches.
 
 The kernels of decoding and appending look at what they follow by themselves (ops.cache); this is for all others, whose calls take
 a hundred times as long as such a launch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from .call import keyed
-from .faults import WORDS, Watch, note_of
+from .call import Packed, check_offsets, keyed
+from .faults import WORDS, Mode, Watch, note_of, watch_of
 from .records import remember
 from .watch import is_watched
 
-__all__ = ["checked_lists", "checked_places", "example_launches"]
+__all__ = ["checked_lists", "checked_packed", "checked_places", "example_launch"]
 
 CHUNK = 128  # entries that a program looks at at a time
 _CACHE: dict[Any, Any] = {}
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Places = tuple[torch.Tensor | None, ...]  # cu_q, cu_k, lengths, pads, batch_index, table
+Maybe = torch.Tensor | None
+Places = tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]  # cu_q, cu_k, lengths, pads, batch_index, table
 
 
 def checked_places(
@@ -34,6 +35,27 @@ def checked_places(
     through = torch.compiler.is_compiling() or is_watched(places)
     made = (checked_places_op if through else _places)(*places, numbers)
     return tuple(None if shape is None else t for t, shape in zip(made, _news(places), strict=True))  # type: ignore[return-value]
+
+
+def checked_packed(q: Any, k: Any, packed: Packed, mode: Mode, operation: str) -> Packed:
+    """The places of packed sequences as `check` asks for them: looked at on the host, or in range by a launch; k None: queries
+    alone.  What is no such tensor is left to the call's own checks."""
+    both = (packed.cu_q,) if k is None else (packed.cu_q, packed.cu_k)
+    if not all(isinstance(t, torch.Tensor) for t in (q, *both, *(() if k is None else (k,)))):
+        return packed
+    fits = all(t.dtype == torch.int32 and t.dim() == 1 and t.is_contiguous() and t.device == q.device for t in both)
+    numbers = (packed.max_q, packed.max_k)
+    if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not q.dim():
+        return packed
+    if any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in numbers):
+        return packed
+    rows = q.shape[0], q.shape[0] if k is None or not k.dim() else k.shape[0]
+    if mode != "device":
+        check_offsets(packed, *rows)
+        return packed
+    places: Places = (packed.cu_q, None if k is None else packed.cu_k, None, None, None, None)
+    cu_q, cu_k, _, _ = checked_places(places, watch_of(operation), rows, numbers)
+    return packed._replace(cu_q=cast("torch.Tensor", cu_q), cu_k=cast("torch.Tensor", cu_q if cu_k is None else cu_k))
 
 
 def checked_lists(
@@ -117,12 +139,12 @@ def _lists(
     query_sizes: torch.Tensor | None,
     numbers: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sizes = [None if t is None else t.contiguous() for t in (block_sizes, query_sizes)]
+    sizes = tuple(None if t is None else t.contiguous() for t in (block_sizes, query_sizes))
     new, *news = _empty(counts, _list_shapes(indices, counts, *sizes))
     key = keyed((indices, counts, *sizes, *numbers))
     made = None if key is None else _CACHE.get(key)
     if made is None:
-        made = remember(_CACHE, key, _bind_lists(indices, counts, *sizes, numbers))
+        made = remember(_CACHE, key, _bind_lists(indices, counts, sizes, numbers))
     launch, scalars = made
     if launch is not None:
         outs = [None if given is None else t for given, t in zip(sizes, news, strict=True)]
@@ -138,9 +160,8 @@ def _list_shapes(
 
 
 def _bind_lists(
-    indices: torch.Tensor, counts: torch.Tensor, block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None,
-    numbers: Sequence[int],
-) -> tuple[Any, tuple[int, ...]]:  # fmt: skip
+    indices: torch.Tensor, counts: torch.Tensor, sizes: tuple[torch.Tensor | None, ...], numbers: Sequence[int]
+) -> tuple[Any, tuple[int, ...]]:
     from ..kernels.check_lists import check_lists
     from .launch import Launch
 
@@ -152,9 +173,9 @@ def _bind_lists(
         return (0 if t.shape[0] == 1 else t.stride(0)), (0 if t.shape[1] == 1 else t.stride(1))
 
     def shape(t: torch.Tensor | None) -> tuple[int, int]:
-        return (0, 0) if t is None else (t.numel(), t.shape[-2] if t.dim() > 1 else 0)
+        return (0, 0) if t is None else (t.numel(), t.shape[1] if t.dim() == 3 else t.dim() - 2)
 
-    (size_k, heads_k), (size_q, heads_q) = shape(block_sizes), shape(query_sizes)
+    (size_k, heads_k), (size_q, heads_q) = (shape(t) for t in sizes)
     rows_k = -(-size_k // CHUNK)
     scalars = (
         rows, rows_k, max(1, q_blocks), max(1, -(-seq_k // block_k)), max(1, heads), indices.shape[3], block_q, block_k, seq_q,
@@ -194,24 +215,20 @@ def _(
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launches() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """(kernel, args, kwargs) by name, on tensors without memory: to compile ahead of time."""
+def example_launch(what: str, full: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, args, kwargs) on tensors without memory: to compile ahead of time.  what: "places", full: of a paged cache, else
+    of packed sequences; "lists", full: with sizes of blocks."""
 
     def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
     note, cu, each = tensor(WORDS, kind=torch.int64), tensor(17), tensor(16)
-    found = {}
-    packed: Places = (cu, cu, None, None, None, None)
-    paged: Places = (None, None, each, each, each, tensor(16, 512))
-    for name, places in (("packed", packed), ("paged", paged)):
+    if what == "places":
+        packed: Places = (cu, cu, None, None, None, None)
+        places: Places = (None, None, each, each, each, tensor(16, 512)) if full else packed
         launch, scalars = _bind_places(places, [16384, 16384, 1024, 1024, 8192, 0, 8192, 16, 1, 0, 0, 0])
         news = [None if shape is None else tensor(*shape) for shape in _news(places)]
-        found[f"places {name}"] = launch.fn, (note, *places, *news, *scalars), launch.keywords
-    indices, counts = tensor(1, 24, 364, 364), tensor(1, 24, 364)
-    for name, sizes in (("plain", None), ("sized", tensor(364))):
-        launch, scalars = _bind_lists(indices, counts, sizes, sizes, [64, 64, 23296, 23296, 5])
-        args = (note, indices, counts, sizes, sizes, counts, sizes, sizes, *scalars)
-        found[f"lists {name}"] = launch.fn, args, launch.keywords
-    return found
-
+        return launch.fn, (note, *places, *news, *scalars), launch.keywords
+    indices, counts, sizes = tensor(1, 24, 364, 364), tensor(1, 24, 364), tensor(364) if full else None
+    launch, scalars = _bind_lists(indices, counts, (sizes, sizes), [64, 64, 23296, 23296, 5])
+    return launch.fn, (note, indices, counts, sizes, sizes, counts, sizes, sizes, *scalars), launch.keywords

@@ -13,7 +13,18 @@ import torch
 from ..errors import DtypeError, Unsupported, ValueRangeError
 from .device import interpreting
 
-__all__ = ["VARIABLE", "Fault", "Mode", "Watch", "last_fault", "mode_of", "note_of", "watch_of"]
+__all__ = [
+    "VARIABLE",
+    "Fault",
+    "Mode",
+    "Watch",
+    "asked",
+    "asked_by_default",
+    "last_fault",
+    "mode_of",
+    "note_of",
+    "watch_of",
+]
 
 VARIABLE = "TILEFOLD_CHECK"
 DEFAULT = os.environ.get(VARIABLE, "")  # read once, when tilefold is imported
@@ -108,6 +119,10 @@ def mode_of(check: object) -> Mode:
         found = _DEFAULTS.get(DEFAULT)
         if found is None:
             raise ValueRangeError(f"{VARIABLE} must be 0, 1 or device, got {DEFAULT!r}")
+        if found is True and torch.compiler.is_compiling():
+            raise Unsupported(
+                f"{VARIABLE}=1 reads index tensors on the host, which torch.compile cannot: use {VARIABLE}=device"
+            )
         return found  # type: ignore[no-any-return]
     if isinstance(check, str):
         if check != "device":
@@ -122,6 +137,16 @@ def mode_of(check: object) -> Mode:
 
 def watch_of(operation: str) -> Watch:
     return Watch(OPERATIONS.index(operation) + 1)
+
+
+def asked(mode: Mode, operation: str) -> bool | Watch:
+    """A call's mode as the functions of `ops.cache` take it."""
+    return watch_of(operation) if mode == "device" else bool(mode)
+
+
+def asked_by_default(operation: str) -> bool | Watch:
+    """`asked` of callers without an argument for it: the environment alone says."""
+    return asked(mode_of(None), operation)
 
 
 def note_of(device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..call import check_integer, keyed
 from ..checked import checked_places
 from ..device import device_of, interpreting
-from ..faults import Watch, note_of
+from ..faults import WORDS, Watch, note_of
 from ..records import remember
 from ..watch import is_watched
 from .cached_call import check_scales
@@ -372,7 +372,7 @@ def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def example_launch(
     dtype: str, dim: int, page: int, pairs: int, cache: str = "", packed: bool = False, heads: int = 0, tokens: int = 64,
-    native: bool = True,
+    native: bool = True, watched: bool = False,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.
 
@@ -389,5 +389,6 @@ def example_launch(
     call = Append(caches, caches, new, new, index, None, table, cos, cos, True, cu, scale, scale, q)
     p = _bind(call, _sizes(call), native, 132)
     caches = _held(caches, native)
-    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *UNWATCHED, *p.scalars)
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 3, 16) if watched else UNWATCHED
+    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *noted, *p.scalars)
     return p.launch.fn, args, p.launch.keywords

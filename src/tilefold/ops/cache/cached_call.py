@@ -194,7 +194,9 @@ def check_room(sizes: dict[str, int]) -> None:
     """On the device a number of nothing counts as 0: there has to be a cache, or page, 0."""
     for kind in ("pages", "caches"):
         if sizes["batch"] and sizes.get(kind) == 0:
-            raise ShapeError(f"k_cache has no {kind}: check='device' needs one, to be read where a number is out of range")
+            raise ShapeError(
+                f"k_cache has no {kind}: check='device' needs one, to be read where a number is out of range"
+            )
 
 
 def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:
@@ -205,7 +207,14 @@ def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:
     if all(t is None for t in places):
         return cache
     cu_q, cu_k, lengths, batch_index = checked_places(
-        places, watch, total, (cache.max_q, cache.max_k), sizes["capacity"], cache.more, limit, sizes.get("page_size", 1)
+        places,
+        watch,
+        total,
+        (cache.max_q, cache.max_k),
+        sizes["capacity"],
+        cache.more,
+        limit,
+        sizes.get("page_size", 1),
     )
     return cache._replace(lengths=lengths, batch_index=batch_index, cu_q=cu_q, cu_k=cu_k)
 

@@ -11,7 +11,7 @@ from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention import problem_of
 from ..dense.attention_parts import head_strides, kind_of, mods_of
 from ..device import interpreting
-from ..faults import Watch, note_of
+from ..faults import WORDS, Watch, note_of
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters
 
@@ -241,7 +241,8 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
 
 def example_launch(
     dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
-    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, **changes: Any,
+    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, watched: bool = False,
+    **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
     from dataclasses import replace
@@ -284,5 +285,6 @@ def example_launch(
     if made.in_pairs:
         v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
     parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *UNWATCHED, *made.scalars, ())
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32) if watched else UNWATCHED
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *noted, *made.scalars, ())
     return made.launch.fn, args, made.launch.keywords

@@ -111,12 +111,26 @@ def _forward(
 
 
 def _record(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    cache: Cache,
+    scales: Scales,
+    plan: Any,
+    watched: bool,
 ) -> Prepared:
     """What a call of this kind left, or leaves now.  watched: on the device."""
     try:
         facts = tuple(None if t is None else facts_of(t) for t in scales)
-        key = (cached_key(q, k, v, call, cache), facts, k.data_ptr() == v.data_ptr(), scales[0] is scales[1], plan, watched)
+        key = (
+            cached_key(q, k, v, call, cache),
+            facts,
+            k.data_ptr() == v.data_ptr(),
+            scales[0] is scales[1],
+            plan,
+            watched,
+        )
         p = _CACHE.get(key)
     except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
         p = key = None
