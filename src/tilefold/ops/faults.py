@@ -232,8 +232,7 @@ def _sentence(
     if number == 13:
         return f"{argument}[{place}] is {value}: {more} more tokens do not fit into {high} rows"
     if name in ("max_seqlen_q", "max_seqlen_k"):
-        offsets = _OTHER_NAMES.get((operation, f"cu_seqlens_{name[-1]}"), f"cu_seqlens_{name[-1]}")
-        return f"{argument} must be at least {value}, the length of sequence {place} in {offsets}, got {high}"
+        return too_long(operation, name, position[0], value, high)
     if name.startswith("cu_seqlens"):
         return f"{argument} must ascend from at least 0 to at most {high}, got {value} at {place}"
     if name == "cache_seqlens" and operation == "sparse_attention_paged":
@@ -245,5 +244,12 @@ def _sentence(
     if name == "cache_seqlens":
         return f"{argument}[{place}] leads to {value + more} keys, there is room for {high}"
     if name == "cache_leftpad":
-        return f"{argument} must be at least 0, got {value} at {place}"
+        return f"{argument}[{place}] is {value}, expected at least 0"
     return f"{argument}[{place}] is {value}, expected {low} to {high}{_TAILS.get(argument, '')}"
+
+
+def too_long(operation: str, name: str, sequence: int, length: int, longest: int) -> str:
+    """A packed sequence has more rows than the call says; name: "max_seqlen_q" or "max_seqlen_k"."""
+    offsets = f"cu_seqlens_{name[-1]}"
+    argument, offsets = (_OTHER_NAMES.get((operation, n), n) for n in (name, offsets))
+    return f"{argument} must be at least {length}, the length of sequence {sequence} in {offsets}, got {longest}"

@@ -87,8 +87,9 @@ def flash_attn_with_kvcache(
     # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
     local = causal or any(0 <= side < capacity for side in window)
     turned, mode = None, mode_of(None)
+    check = asked(mode, "flash_attn_with_kvcache")
     if k is not None and lengths is not None:
-        check_cached(q, k_cache, v_cache, call, cache, mode)  # a call that is refused has not changed the cache
+        check_cached(q, k_cache, v_cache, call, cache, check)  # a call that is refused has not changed the cache
         # Queries at the positions of the new keys turn in the same launch, unless someone waits for their gradient to be refused.
         same = (
             q.dim() == 4
@@ -99,14 +100,14 @@ def flash_attn_with_kvcache(
         turned = cache_append(
             k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved,
             q=q if same and rotary_cos is not None else None,
-            check=asked(mode, "flash_attn_with_kvcache"))  # fmt: skip
+            check=check)  # fmt: skip
     if turned is not None:
         q = turned
     elif rotary_cos is not None and rotary_sin is not None and lengths is not None:
         rows = cu_seqlens_q if not mode or cu_seqlens_q is None else checked_offsets(q, cu_seqlens_q, packed, mode)
         q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
                          cu_seqlens=rows, max_seqlen=max_seqlen_q)  # fmt: skip
-    out, lse = attention_cached(q, k_cache, v_cache, call, cache, mode, "flash_attn_with_kvcache")
+    out, lse = attention_cached(q, k_cache, v_cache, call, cache, check)
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
 

@@ -14,7 +14,7 @@ from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import attention_backward_op, dispatched
-from ...ops.faults import mode_of
+from ...ops.faults import asked_by_default
 from .arguments import (
     check_tensor,
     checked_call,
@@ -89,7 +89,7 @@ def _flash_attn_varlen_forward(
         cache = Cache(seqused_k, leftpad_k, None, contiguous_last(block_table)[0], *packed)
         with torch.no_grad():
             out, lse = attention_cached(
-                q, k, v, call._replace(packed=None), cache, mode_of(None), "flash_attn_varlen_func"
+                q, k, v, call._replace(packed=None), cache, asked_by_default("flash_attn_varlen_func")
             )
         found = out, flash_lse(lse), q.new_empty(0), _state(call, q)
     if zero_tensors:

@@ -186,8 +186,9 @@ def check_values(cache: Cache, sizes: dict[str, int]) -> None:
             for i, number in enumerate(cache.block_table[b, : -(-end // page)].tolist()):
                 if not 0 <= number < sizes["pages"]:
                     raise ValueRangeError(f"block_table[{b}, {i}] is {number}, expected 0 to {sizes['pages'] - 1}")
-    if cache.pads is not None and cache.pads.numel() and int(cache.pads.min()) < 0:
-        raise ValueRangeError(f"{_names(cache)['pads']} must be at least 0, got {cache.pads.tolist()}")
+    for b, pad in enumerate([] if cache.pads is None else cache.pads.tolist()):
+        if pad < 0:
+            raise ValueRangeError(f"{_names(cache)['pads']}[{b}] is {pad}, expected at least 0")
 
 
 def check_room(sizes: dict[str, int]) -> None:

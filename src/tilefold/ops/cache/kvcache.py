@@ -89,17 +89,16 @@ def _forward(
     watch = check if isinstance(check, Watch) else None
     watched = watch is not None
     p = _record(q, k, v, call, cache, scales, plan, watched)
-    if watch is not None and (p.prompts or cache.cu_q is not None):
-        # Calls that take longer: their kernels trust what they get.
-        cache = watched_cache(cache, p.sizes, watch)
-        watch = None
-        p = _record(q, k, v, call, cache, scales, plan, False)
     if p.prompts:
         from .cached import attention_cached
 
-        if check and not watched:
+        if check is True:
             check_contents(q, cache, scales, p.sizes)
-        return attention_cached(q, k, v, call, cache)
+        return attention_cached(q, k, v, call, cache, watch or False)
+    if watch is not None and cache.cu_q is not None:  # the kernel trusts packed calls, which take longer
+        cache = watched_cache(cache, p.sizes, watch)
+        watch = None
+        p = _record(q, k, v, call, cache, scales, plan, False)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:

@@ -69,8 +69,9 @@ def attend(
                     f"{name} requires a gradient, but attention_shared_prefix passes none: call it under torch.no_grad()"
                 )
     if torch.compiler.is_compiling() or is_transformed() or is_watched((*named.values(), *given[:5])):
-        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(q, k_cache, v_cache, *given,
-                                                                                     check == "device")  # fmt: skip
+        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(
+            q, k_cache, v_cache, *given, check == "device"
+        )
         return found
     return _forward(q, k_cache, v_cache, given, check)
 
@@ -234,7 +235,7 @@ def attention_shared_prefix_op(
     """`attend` for those who trace or watch."""
     given = SharedPrefix(lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade,
                          k_scale, v_scale)  # fmt: skip
-    return _forward(q, k_cache, v_cache, given)
+    return _forward(q, k_cache, v_cache, given, "device" if watched else False)
 
 
 @attention_shared_prefix_op.register_fake
