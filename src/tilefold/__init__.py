@@ -28,6 +28,7 @@ from .errors import (
     Unsupported,
     ValueRangeError,
 )
+from .ops.faults import Fault, last_fault
 from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attention_varlen, sparse_plan
 from .types import constant
 
@@ -58,6 +59,7 @@ __all__ = [
     "DecodePlan",
     "DeviceError",
     "DtypeError",
+    "Fault",
     "LayoutError",
     "ModifiedError",
     "OutOfPages",
@@ -80,6 +82,7 @@ __all__ = [
     "constant",
     "conv2d",
     "kvcache_append",
+    "last_fault",
     "load_quantized",
     "lowbit_matmul",
     "lowbit_matmul_plan",

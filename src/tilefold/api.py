@@ -10,6 +10,7 @@ from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
+from .ops.faults import mode_of
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
@@ -166,6 +167,7 @@ def attention_varlen(
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    check: bool | str | None = None,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -180,6 +182,10 @@ def attention_varlen(
         max_seqlen_k: at least the longest key sequence: planning, and the last dimension of bias and mask.
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].
+        check: True: first read cu_seqlens_q and cu_seqlens_k, and raise ValueRangeError naming what is out of range.  "device": a
+            launch before the kernel's takes note of offsets that are out of range or descend, and replaces each by the one
+            before it (in both passes); nothing waits: `last_fault` tells.  Unsupported then with bias or mask, whose keys such a
+            launch cannot bound.  Default: what the environment variable TILEFOLD_CHECK said, else False.
         The other arguments are those of `attention`; masks are aligned to the bottom right of each sequence, dropout goes by the
         indices in the sequence.
 
@@ -195,6 +201,15 @@ def attention_varlen(
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     refuse_packed(q)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if mode := mode_of(check):
+        from .ops.checked import checked_packed  # here: `import tilefold` stays light
+
+        if mode == "device" and (bias is not None or mask is not None):
+            raise Unsupported(
+                "check='device' with bias or mask: what they hold past max_seqlen_k is read where a sequence is longer; pass "
+                "check=False or True, or give a mask_mod or score_mod"
+            )
+        packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = route(q, k, v, call) if STACK else _run(q, k, v, call)
@@ -213,6 +228,7 @@ def apply_rotary(
     max_seqlen: int | None = None,
     inplace: bool = False,
     conjugate: bool = False,
+    check: bool | str | None = None,
 ) -> torch.Tensor:
     """x with its first 2 * pairs channels turned by each token's position.
 
@@ -228,6 +244,7 @@ def apply_rotary(
         max_seqlen: at least the longest sequence, needed with cu_seqlens.  Rows beyond it are not written.
         inplace: write into x and return it.
         conjugate: turn back.
+        check: of cu_seqlens, as for `attention_varlen`.
 
     Returns:
         Like x; arithmetic in fp32.  Differentiable in x, once.
@@ -239,6 +256,8 @@ def apply_rotary(
     Source: RoPE (Su et al. 2021, arXiv:2104.09864)."""
     from .ops.cache import rotary  # here: `import tilefold` stays light
 
+    if (mode := mode_of(check)) and cu_seqlens is not None and isinstance(max_seqlen, int):
+        cu_seqlens = rotary.checked_offsets(x, cu_seqlens, max_seqlen, mode)
     return rotary.apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets, step=step, cu_seqlens=cu_seqlens,
                                max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip
 

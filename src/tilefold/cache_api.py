@@ -6,6 +6,7 @@ import torch
 
 from .errors import DtypeError, Unsupported
 from .ops.call import Call, check_kinds
+from .ops.faults import asked, mode_of
 from .ops.quantise import quantize_kv
 from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
 from .types import Window
@@ -45,7 +46,7 @@ def attention_kvcache(
     num_splits: int = 0,
     return_lse: bool = False,
     plan: "DecodePlan | None" = None,
-    check: bool = False,
+    check: bool | str | None = None,
 ) -> Any:
     """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
 
@@ -75,9 +76,10 @@ def attention_kvcache(
             cut into so many equal parts instead, so that its bits do not depend on the other sequences of the batch.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: a `DecodePlan` to follow exactly, made by `attention_kvcache_plan` and perhaps changed by dataclasses.replace.
-        check: first read the index tensors and the factors that are used, and raise ValueRangeError naming the entry that is out
-            of range.  Off, nothing is read on the host: lengths past the cache's room count as the room, page numbers have to be
-            right.
+        check: True: first read the index tensors and the factors that are used, and raise ValueRangeError naming the entry that
+            is out of range.  "device": kernels follow no index out of a tensor and take note of it, and nothing waits:
+            `last_fault` tells.  False: lengths past the cache's room count as the room, page numbers have to be right.  Default:
+            what the environment variable TILEFOLD_CHECK (0, 1 or device) said when tilefold was imported, else False.
 
     Returns:
         out like q with dim_v; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32, natural log.  A
@@ -94,13 +96,13 @@ def attention_kvcache(
     from .ops.cache.cached_call import Cache
 
     check_kinds(return_lse)
-    if not isinstance(check, bool):
-        raise DtypeError(f"check must be a bool, got {check!r}")
+    mode = mode_of(check)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     cache = Cache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
-    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, cache, (k_scale, v_scale), plan, check)
+    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, cache, (k_scale, v_scale), plan,
+                                         asked(mode, "attention_kvcache"))  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -119,8 +121,7 @@ def attention_kvcache_plan(
         if name not in _OPTIONS:
             raise TypeError(f"attention_kvcache_plan() got an unexpected keyword argument {name!r}")
     check_kinds(options.get("return_lse", False))
-    if not isinstance(options.get("check", False), bool):
-        raise DtypeError(f"check must be a bool, got {options['check']!r}")
+    mode_of(options.get("check"))
     given = {name: options[name] for name in _OF_CALL if name in options}
     places = {field: options[name] for name, field in _OF_CACHE.items() if name in options}
     scales = options.get("k_scale"), options.get("v_scale")
@@ -152,6 +153,7 @@ def kvcache_append(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q: torch.Tensor | None = None,
+    check: bool | str | None = None,
 ) -> torch.Tensor | None:
     """Write the keys and values of new tokens into a KV cache in place, in one launch that reads no length on the host.
 
@@ -173,6 +175,7 @@ def kvcache_append(
             the cache is to be multiplied by its head's factor.  `quantize_kv` finds such factors.
         q: [batch, seq, heads, dim] or [total, heads, dim], dtype of k: the queries of the same tokens, turned by the same
             angles in the same launch.  Only with rotary_cos and rotary_sin.
+        check: as for `attention_kvcache`; "device" notes the rows that are not written.
 
     Returns:
         The turned queries, a new contiguous tensor like q (packed rows of no sequence as they were), or None without q.
@@ -193,6 +196,7 @@ def kvcache_append(
     Source: RoPE (Su et al. 2021, arXiv:2104.09864); pages (Kwon et al. 2023, arXiv:2309.06180)."""
     from .ops.cache import cache_append  # here: `import tilefold` stays light
 
+    mode = mode_of(check)
     named = {
         "k": k,
         "v": v,
@@ -215,7 +219,7 @@ def kvcache_append(
                 )
     return cache_append.cache_append(
         k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
-        k_scale, v_scale, q, max_seqlen)  # fmt: skip
+        k_scale, v_scale, q, max_seqlen, asked(mode, "kvcache_append"))  # fmt: skip
 
 
 def merge_attention(
@@ -264,6 +268,7 @@ def attention_shared_prefix(
     num_splits: int = 0,
     cascade: bool | None = None,
     return_lse: bool = False,
+    check: bool | str | None = None,
 ) -> Any:
     """Attention over a KV cache whose sequences all begin with the same keys, which are read once for the whole batch.
 
@@ -290,6 +295,7 @@ def attention_shared_prefix(
         num_splits: parts of the keys that are folded apart, in either attention; 0: the plan decides.
         cascade: True to share, False to attend plainly, None for what `tilefold.plan.plan_shared_prefix` predicts to be faster.
         return_lse: also return the logarithm of each row's softmax denominator.
+        check: as for `attention_kvcache`; that all rows of block_table begin alike is looked at by check=True alone.
 
     Returns:
         out, like q with the dim of v_cache; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32,
@@ -310,7 +316,8 @@ def attention_shared_prefix(
             )
     if not isinstance(return_lse, bool):
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
+    mode = mode_of(check)
     given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
                                        max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale)  # fmt: skip
-    out, lse = shared_prefix.attend(q, k_cache, v_cache, given)
+    out, lse = shared_prefix.attend(q, k_cache, v_cache, given, mode)
     return (out, lse) if return_lse else out

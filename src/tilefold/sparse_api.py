@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
-from .ops.call import Packed, Paged, args_of, check_kinds
+from .ops.call import Packed, Paged, args_of, check_kinds, check_pages
+from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
+from .ops.faults import Mode, mode_of, watch_of
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
-from .ops.sparse.sparse_call import facts_of_lists
+from .ops.sparse.sparse_call import check_lists, facts_of_lists
 from .ops.sparse.sparse_library import paged_dispatched, sparse_dispatched
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction
@@ -41,6 +43,7 @@ def sparse_attention(
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
+    check: bool | str | None = None,
 ) -> Any:
     """Attention of each query block over the KV blocks that its list names.
 
@@ -57,6 +60,10 @@ def sparse_attention(
             one; needed for gradients where score_mod is given (a mod that only adds: 1).
         plan: a `SparsePlan` to follow exactly, made by `sparse_plan` and perhaps changed; PlanError if it does not fit.
         backward_plan: the same for the backward pass, a `SparseBackwardPlan`.
+        check: True: first read the lists and raise ValueRangeError naming what is out of range.  "device": a launch before the
+            kernel's takes note of it and makes copies in range of counts and sizes: a list ends before the first block that does
+            not exist; nothing waits, `last_fault` tells.  Gradients then transpose the lists in each call.  Default: what the
+            environment variable TILEFOLD_CHECK said, else False.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
@@ -76,6 +83,7 @@ def sparse_attention(
     """
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    index = _checked(index, mode_of(check), "sparse_attention")
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
@@ -100,6 +108,7 @@ def sparse_attention_varlen(
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
+    check: bool | str | None = None,
 ) -> Any:
     """`sparse_attention` within each of many sequences that are packed along the first dimension, each with its own lists.
 
@@ -115,6 +124,7 @@ def sparse_attention_varlen(
             within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         causal: aligned to the bottom right of each sequence.
+        check: as for `sparse_attention` and `attention_varlen`.
         The other arguments are those of `sparse_attention`.
 
     Returns:
@@ -126,8 +136,12 @@ def sparse_attention_varlen(
     """
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
+    mode = mode_of(check)
+    index = _checked(index, mode, "sparse_attention_varlen")
     lists = _lists_of(index)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
+    if mode:
+        packed = checked_packed(q, k, packed, mode, "sparse_attention_varlen")
     call = SparseCall(lists, causal, scale, softcap, "bshd", *hooks, packed, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
@@ -151,6 +165,7 @@ def sparse_attention_paged(
     layout: Layout = "bshd",
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
+    check: bool | str | None = None,
 ) -> Any:
     """`sparse_attention` over a KV cache in pages: key j of sequence b is row j % page_size of page
     block_table[b, j // page_size].
@@ -167,6 +182,8 @@ def sparse_attention_paged(
             both are, and ValueRangeError names the entry that is out of range.
         causal: query i sees key j only if j <= i + cache_seqlens[b] - seq_q: the queries are the last ones of the sequence.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q and out and [pages, kv_heads, page_size, dim].
+        check: as for `sparse_attention`, of block_table and cache_seqlens, too: a sequence ends before the first page that does
+            not exist.
         The other arguments are those of `sparse_attention`.  Mods are given cache_seqlens[b] as seq_k.
 
     Returns:
@@ -179,7 +196,9 @@ def sparse_attention_paged(
     """
     check_kinds(return_lse)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
-    paged = Paged(block_table, cache_seqlens)
+    mode = mode_of(check)
+    index = _checked(index, mode, "sparse_attention_paged")
+    paged = _checked_pages(k_pages, Paged(block_table, cache_seqlens), index, layout, mode)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
     tensors = (q, k_pages, v_pages)
     if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
@@ -290,6 +309,41 @@ def _run(
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
     return _sparse.forward(q, k, v, resolved(call))
+
+
+def _checked(index: "BlockIndex", mode: Mode, operation: str) -> "BlockIndex":
+    """The index as `check` asks for it; what is none is left to `_lists_of`."""
+    from .sparse import BlockIndex
+
+    if not mode or not isinstance(index, BlockIndex):
+        return index
+    if mode != "device":
+        check_lists(_lists_of(index))
+        return index.validate()
+    counts, block_sizes, query_sizes = checked_lists(index.tensors(), index.geometry, watch_of(operation))
+    return index.with_tensors(index.indices, counts, block_sizes, query_sizes)
+
+
+def _checked_pages(k_pages: Any, paged: Paged, index: Any, layout: str, mode: Mode) -> Paged:
+    """Where the keys of a paged call lie, as `check` asks for it; what is no such tensor is left to the call's own checks."""
+    from .sparse import BlockIndex
+
+    table, lengths = paged
+    if not mode or not isinstance(index, BlockIndex) or layout not in ("bshd", "bhsd"):
+        return paged
+    if not all(isinstance(t, torch.Tensor) for t in (k_pages, *paged)) or k_pages.dim() != 4:
+        return paged
+    page = k_pages.shape[1 if layout == "bshd" else 2]
+    shapes = table.dim() == 2 and lengths.shape == table.shape[:1] and index.seq_k <= page * table.shape[1]
+    if not shapes or any(t.dtype != torch.int32 or t.device != k_pages.device or t.stride(-1) != 1 for t in paged):
+        return paged
+    if mode != "device":
+        check_pages(paged, k_pages.shape[0], page, index.seq_k)
+        return paged
+    places = (None, None, lengths, None, None, table)
+    limit, watch = k_pages.shape[0], watch_of("sparse_attention_paged")
+    _, _, lengths, _ = checked_places(places, watch, capacity=index.seq_k, limit=limit, page=page)  # type: ignore[assignment]
+    return Paged(table, lengths)
 
 
 def _instead(given: object) -> str:

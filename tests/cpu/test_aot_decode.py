@@ -22,6 +22,8 @@ CASES = {
     "one share": {"dtype": "bfloat16", "dim": 128, "page": 0, "splits": 1},
     "pages of 256, splits": {"dtype": "float16", "dim": 128, "page": 256, "splits": 8},
     "merge": {"dtype": "bfloat16", "dim": 128, "page": 64, "merge": True},
+    "pages of 16, watched": {"dtype": "bfloat16", "dim": 128, "page": 16, "watched": True},
+    "plain, watched": {"dtype": "bfloat16", "dim": 128, "page": 0, "watched": True},
 }  # fmt: skip
 ELSEWHERE = {  # beside sm_90: each target's products, each conversion of bytes that it does not share with another
     "plain": ("sm_80", "sm_100"),
@@ -36,6 +38,8 @@ JOBS = {
     for target, device in DEVICES.items()
     if target == "sm_90" or target in ELSEWHERE.get(name, ())
 }
+CHECKS = {f"{what}, {full}": {"what": what, "full": full} for what in ("places", "lists") for full in (False, True)}
+JOBS |= {(name, "sm_90"): Job("tilefold.ops.checked:example_launch", kwargs) for name, kwargs in CHECKS.items()}
 pytestmark = pytest.mark.xdist_group("test_aot_decode")  # one process compiles, the others would only repeat it
 
 
@@ -48,7 +52,7 @@ def results(request: pytest.FixtureRequest) -> Results:
 def test_kernels(results: Results, name: str, target: str) -> None:
     """Tensor instructions where there are products of halves, and no spilled register in a loop."""
     found = results.of(name, target)
-    tensor = "none" if name in ("fp32", "merge") else "any"
+    tensor = "none" if name in ("fp32", "merge", *CHECKS) else "any"
     assert found.problems(tensor=tensor, spills="outside loops") == ()  # type: ignore[arg-type]
     assert found.report is not None
     assert found.report.loop_spills == 0

@@ -11,6 +11,7 @@ LOCATE(i, ahead, source, BLOCK_N) -> rows, cols, live, as in device.source; rows
 import triton
 import triton.language as tl
 
+from .fault import existing
 from .grid import rows_of_sequence
 from .source import load_lanes
 from .tile import widen
@@ -33,7 +34,7 @@ def keys_of_sequence(CuK, Lengths, Pads, i_b, capacity, more, PAGE: tl.constexpr
         room = capacity
     if Lengths is not None:
         length = tl.load(Lengths + i_b).to(tl.int32) + more
-    length = tl.minimum(length, room)
+    length = tl.maximum(tl.minimum(length, room), 0)
     if Pads is not None:
         pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
         first += pad
@@ -58,10 +59,11 @@ def locate_run(i, ahead, source, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def next_page(i, source, BLOCK_N: tl.constexpr):
-    """The page of tile i, source = (length, table, 0, PAGE), PAGE a multiple of N; past the end the table says nothing."""
+    """The page of tile i, source = (length, table, 0, PAGE, pages), PAGE a multiple of N; past the end the table says nothing.
+    pages: how many there are, None where the table is trusted; instead of others page 0 is read."""
     PAGE: tl.constexpr = source[3]
     start = i * BLOCK_N
-    return tl.load(source[1] + start // PAGE, mask=start < source[0], other=0)
+    return existing(tl.load(source[1] + start // PAGE, mask=start < source[0], other=0), source[4])
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def next_pages(i, source, BLOCK_N: tl.constexpr):
     """The page of each key of tile i, of pages of any size, the first source[2] rows of which are no keys: [N]."""
     PAGE: tl.constexpr = source[3]
     cols = i * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(source[1] + (cols + source[2]) // PAGE, mask=cols < source[0], other=0)
+    return existing(tl.load(source[1] + (cols + source[2]) // PAGE, mask=cols < source[0], other=0), source[4])
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from ..device.cache import (
     next_page,
     next_pages,
 )
+from ..device.fault import BATCH_INDEX, LENGTHS, PADS, existing, inspect_pages, inspect_value
 from ..device.fold_cache import fold_cache_range
 from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import arrive, merge_parts, store_part
@@ -34,9 +35,11 @@ from ..device.work import (
     width_of_item,
 )
 
-RUNTIME = ["scale", "batch", "max_q", "capacity", "more", "kv_heads", "group", "left", "right", "blocks", "splits", "least",
-           "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp", "stride_ksh", "stride_vsp",
-           "stride_vsh"]  # fmt: skip
+RUNTIME = ["operation", "limit", "fewest", "shift", "columns", "scale", "batch", "max_q", "capacity", "more", "kv_heads", "group",
+           "left", "right", "blocks", "splits", "least", "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp",
+           "stride_ksh", "stride_vsp", "stride_vsh"]  # fmt: skip
+
+ENTRIES = tl.constexpr(256)  # of a table, looked at at a time
 
 
 @triton.jit
@@ -110,9 +113,35 @@ def share_of_item(first, count, begin, end, length, splits, EVEN: tl.constexpr):
         return 0, t_0, t_1, pid // splits * splits, splits, pid, pid % splits == 0
 
 
+@triton.jit
+def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens, first_key,
+                 end_key, PAGE: tl.constexpr):  # fmt: skip
+    """Note what is wrong with the index tensors where keys first_key to end_key of sequence i_b lie; opens: with its length, too.
+
+    What of the table is looked at is what the fold is about to ask for, so that it is waited for once."""
+    Lengths = lengths[2]
+    Pads = lengths[3]
+    if opens:
+        if Lengths is not None:
+            inspect_value(Fault, operation, LENGTHS, i_b, tl.load(Lengths + i_b), fewest, lengths[5], lengths[6])
+        if Pads is not None:
+            inspect_value(Fault, operation, PADS, i_b, tl.load(Pads + i_b), 0, 2147483647, 0)
+        if BatchIndex is not None:
+            inspect_value(Fault, operation, BATCH_INDEX, i_b, tl.load(BatchIndex + i_b), 0, limit - 1, 0)
+    if PAGE > 0:
+        pad = 0
+        if Pads is not None:
+            pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
+        b = tl.cast(i_b, tl.int64)
+        if first_key < end_key:
+            inspect_pages(Fault, operation, Table + b * stride_tb, (first_key + pad) // PAGE, tl.cdiv(end_key + pad, PAGE),
+                          b * columns + shift, columns, limit, ENTRIES)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_decode(
-    Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table, KScale, VScale, Part, Stat, Arrived,
+    Q, K, V, Out, Lse, Sinks, CuQ, CuK, Lengths, Pads, BatchIndex, Table, KScale, VScale, Part, Stat, Arrived, Fault,
+    operation, limit, fewest, shift, columns,
     scale, batch, max_q, capacity, more, kv_heads, group, left, right, blocks, splits, least, stride_sinks, stride_tb, stride_lb,
     stride_lh, stride_ksp, stride_ksh, stride_vsp, stride_vsh, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_ob, stride_om, stride_oh, score_mods, mask_mods,
@@ -131,10 +160,14 @@ def attention_decode(
     KScale, VScale fp32 or None: what K and V are to be multiplied with, strides over page or cache, and head; PER_PAGE: over
     pages
     of the table.  DIM_REST: columns of K behind the first DIM_K.  PAIRS: V is int16, of two bytes each.  Kinds of storage
-    (QUANT): device.cache."""
+    (QUANT): device.cache.
+
+    Fault: a note of device.fault, None where the index tensors are trusted; limit: pages, or caches; fewest: keys of a sequence,
+    at least; shift, columns: where Table lies in the caller's."""
     wait_for_previous_kernel(EARLY)
     let_next_kernel_start(EARLY)  # after the wait: what comes next may read what came before
     pid = tl.program_id(0)
+    CHECKED: tl.constexpr = Fault is not None
     lengths = (CuQ, CuK, Lengths, Pads, max_q, capacity, more, left, right)
     each = kv_heads * blocks
     if EVEN:
@@ -188,7 +221,7 @@ def attention_decode(
         unit = scale * factor
         i_c = b
         if BatchIndex is not None:
-            i_c = tl.load(BatchIndex + i_b).to(tl.int64)
+            i_c = existing(tl.load(BatchIndex + i_b), limit if CHECKED else None).to(tl.int64)
         if KScale is not None and not PER_PAGE:
             unit = unit * tl.load(KScale + i_c * stride_ksp + i_h * stride_ksh)
         # ---- the fold
@@ -215,7 +248,11 @@ def attention_decode(
             pad = 0
             if PADDED:
                 pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
-            source = (seq_k, Table + b * stride_tb, pad, PAGE)
+            source = (seq_k, Table + b * stride_tb, pad, PAGE, limit if CHECKED else None)
+        if CHECKED:
+            if i_r == 0:
+                inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens,
+                             mine[0] * BLOCK_N, tl.minimum(mine[3] * BLOCK_N, seq_k), PAGE)  # fmt: skip
         outer_k = stride_kn if PAGE == 0 else stride_kb
         outer_v = stride_vn if PAGE == 0 else stride_vb
         if PER_PAGE:

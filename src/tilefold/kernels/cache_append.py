@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..device.encode import PLAIN
+from ..device.fault import BATCH_INDEX, FAR, ROOM, TABLE, raise_fault
 from ..device.rotary import copy_rows, load_angles, turn_rows
 
 RUNTIME = [
@@ -21,8 +22,9 @@ RUNTIME = [
     "heads",
     "kv_programs",
     "stride_tb",
+    "operation",
+    "columns",
 ]
-FAR = tl.constexpr(2147483647)  # an offset that no token has
 
 
 @triton.jit
@@ -63,10 +65,34 @@ def rows_of_cache(row, i_b, live, BatchIndex, Table, stride_tb, capacity, pages,
     return page, row, live & (page >= 0) & (page < pages)
 
 
+@triton.jit
+def inspect_rows(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, position, i_b, meant, live, seq_new,
+                 capacity, pages, PAGE: tl.constexpr):  # fmt: skip
+    """Note the first of the rows that were meant to be written and are not, for they lie nowhere: position [M] of each."""
+    wrong = meant & (live == 0)
+    count = tl.sum(wrong.to(tl.int32), 0)
+    if count > 0:
+        o = tl.arange(0, wrong.shape[0])
+        chosen = o == tl.min(tl.where(wrong, o, FAR), 0)
+        b = tl.sum(tl.where(chosen, i_b, 0), 0).to(tl.int64)
+        row = tl.sum(tl.where(chosen, position, 0), 0)
+        new = seq_new
+        if Cu is not None:
+            new = tl.load(Cu + b + 1) - tl.load(Cu + b)
+        if (row < 0) | (row >= capacity):
+            raise_fault(Fault, operation, ROOM, count, (b, 0, 0, 0), tl.load(Lengths + b), 0, capacity, new)
+        elif PAGE > 0:
+            at = b * columns + row // PAGE
+            number = tl.load(Table + b * stride_tb + row // PAGE)
+            raise_fault(Fault, operation, TABLE, count, (at, 0, 0, columns), number, 0, pages - 1, 0)
+        elif BatchIndex is not None:
+            raise_fault(Fault, operation, BATCH_INDEX, count, (b, 0, 0, 0), tl.load(BatchIndex + b), 0, pages - 1, 0)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def cache_append(
     K, V, Q, KCache, VCache, QOut, Cos, Sin, Cu, Lengths, BatchIndex, Table, KScale, VScale,
-    tokens, batch, seq_new, capacity, pages, seq_table, kv_heads, heads, kv_programs, stride_tb,
+    Fault, operation, columns, tokens, batch, seq_new, capacity, pages, seq_table, kv_heads, heads, kv_programs, stride_tb,
     stride_kb, stride_km, stride_kh, stride_vb, stride_vm, stride_vh, stride_qb, stride_qm, stride_qh, stride_om, stride_oh,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, stride_c, stride_s,
     stride_kp, stride_kg, stride_vp, stride_vg,
@@ -78,7 +104,7 @@ def cache_append(
     sequence b becomes row Lengths[b] + i of its cache: KCache, VCache [pages, capacity, Hkv, D], that of sequence
     BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, max_pages] int32.  PAIRS > 0: keys are turned by
     Cos, Sin [seq_table, PAIRS] at their row in the cache, and so are Q [.., H, Dqk] into QOut.  CODE: how the caches hold
-    numbers, KScale and VScale fp32 [pages, Hkv] (stride_kp and stride_vp may be 0).
+    numbers, KScale and VScale fp32 [pages, Hkv] (stride_kp and stride_vp may be 0).  Fault: a note of device.fault or None.
     Grid (kv_programs + cdiv(tokens * H, BLOCK_M),)."""
     pid = tl.program_id(0)
     if Q is not None:
@@ -107,7 +133,11 @@ def cache_append(
         rows_v = token.to(tl.int64) * stride_vm + i_h * stride_vh
     live = inside & (i_n >= 0)
     position = tl.load(Lengths + i_b, mask=live, other=0).to(tl.int64) + i_n
+    meant = live
     page, row, live = rows_of_cache(position, i_b, live, BatchIndex, Table, stride_tb, capacity, pages, PAGE)
+    if Fault is not None:
+        inspect_rows(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, position, i_b,
+                     meant & (i_h == 0), live, seq_new, capacity, pages, PAGE)  # fmt: skip
     rows_x = page * stride_xb + row * stride_xn + i_h * stride_xh
     rows_y = page * stride_yb + row * stride_yn + i_h * stride_yh
     factor_k, factor_v = None, None

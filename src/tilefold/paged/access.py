@@ -18,10 +18,12 @@ def append_rows(
 ) -> None:  # fmt: skip
     """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
     from ..ops.cache.cache_append import cache_append
+    from ..ops.faults import asked_by_default
 
     # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
     offsets = batch.cu_seqlens_q if batch.count is None else None
-    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales)
+    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales,
+                 check=asked_by_default("kvcache_append"))  # fmt: skip
 
 
 def attend(
@@ -36,6 +38,7 @@ def attend(
     from ..ops.cache.cached_call import Cache
     from ..ops.cache.kvcache import attention_kvcache
     from ..ops.call import Call
+    from ..ops.faults import asked_by_default
 
     splits = options.pop("num_splits", 0)
     packed = q.dim() == 3
@@ -43,4 +46,5 @@ def attend(
         batch.cache_seqlens, None, None, batch.block_table, batch.cu_seqlens_q if packed else None, None,
         batch.max_seqlen_q if packed else 0, 0, 0, splits,
     )  # fmt: skip
-    return attention_kvcache(q, *caches, Call(causal, **options), cache, scales, None, False)
+    return attention_kvcache(q, *caches, Call(causal, **options), cache, scales, None,
+                             asked_by_default("attention_kvcache"))  # fmt: skip

@@ -11,10 +11,14 @@ import torch
 from ... import errors
 from ...check import check_number
 from ...errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
+from ...ops.call import Call
+from ...ops.checked import checked_packed
+from ...ops.faults import mode_of
 
 __all__ = [
     "VERSION",
     "check_tensor",
+    "checked_call",
     "contiguous_last",
     "dropout_of",
     "flash_errors",
@@ -175,3 +179,10 @@ def refuse(**named: Any) -> None:
                 raise Unsupported(f"{name} must be 0, got {value!r}: {_ADVICE[name]}")
         elif value is not None:
             raise Unsupported(f"{name} must be None, got a {type(value).__name__}: {_ADVICE[name]}")
+
+
+def checked_call(q: Any, k: Any, call: Call, operation: str) -> Call:
+    """A packed call whose offsets are looked at as the environment variable TILEFOLD_CHECK asks; others as they are."""
+    if (mode := mode_of(None)) and call.packed is not None:
+        return call._replace(packed=checked_packed(q, k, call.packed, mode, operation))
+    return call

@@ -14,8 +14,10 @@ from ...ops.cache.cached import attention_cached
 from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.dense.attention_weights import attention_weights
+from ...ops.faults import asked_by_default
 from .arguments import (
     check_tensor,
+    checked_call,
     contiguous_last,
     dropout_of,
     flash_errors,
@@ -119,10 +121,11 @@ def _dense(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
 def _packed(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
     """attention_varlen, and what return_attn_probs adds."""
     q, k, v = contiguous_last(q, k, v)
+    call = checked_call(q, k, call, "flash_attn_varlen_func")
     found = api.attention_varlen(
         q, k, v, *call.packed, causal=call.causal, window=call.window, scale=call.scale,  # type: ignore[misc]
         softcap=call.softcap, alibi_slopes=call.alibi_slopes, sinks=call.sinks, dropout_p=call.dropout_p,
-        dropout_seed=call.dropout_seed, return_lse=return_attn_probs,
+        dropout_seed=call.dropout_seed, return_lse=return_attn_probs, check=False,
     )  # fmt: skip
     return (found[0], flash_lse(found[1]), _dropped(q, k, call)) if return_attn_probs else found
 
@@ -261,7 +264,7 @@ def flash_attn_varlen_func(
     (table,) = contiguous_last(block_table)
     splits = host_int("num_splits", num_splits)
     cache = Cache(seqused_k, leftpad_k, None, table, cu_seqlens_q, cu_seqlens_k, *longest, splits=splits)
-    out, lse = attention_cached(q, k, v, _call(*given), cache)
+    out, lse = attention_cached(q, k, v, _call(*given), cache, asked_by_default("flash_attn_varlen_func"))
     return (out, flash_lse(lse), torch.empty(0, dtype=q.dtype, device=q.device)) if return_attn_probs else out
 
 

@@ -8,8 +8,9 @@ from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...ops.cache.cache_append import cache_append
 from ...ops.cache.cached import attention_cached, check_cached
 from ...ops.cache.cached_call import Cache
-from ...ops.cache.rotary import apply_rotary
+from ...ops.cache.rotary import apply_rotary, checked_offsets
 from ...ops.call import Call
+from ...ops.faults import asked, mode_of
 from .arguments import check_tensor, contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
 from .results import flash_lse
 
@@ -53,7 +54,8 @@ def flash_attn_with_kvcache(
         out like q; with return_softmax_lse (out, lse [batch, heads, seqlen_q] fp32, [heads, total_q] packed, +inf where no key
         is seen).  There are no gradients: a backward pass through out raises Unsupported.
 
-    No index tensor is read on the host: lengths have to fit the cache (rows that do not are not written)."""
+    No index tensor is read on the host: lengths have to fit the cache (rows that do not are not written).  The environment
+    variable TILEFOLD_CHECK asks for more, as for `tilefold.attention_kvcache`."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
            rotary_seqlens=rotary_seqlens, scheduler_metadata=scheduler_metadata, attention_chunk=attention_chunk)  # fmt: skip
     if pack_gqa is not None and pack_gqa is not False:
@@ -84,9 +86,10 @@ def flash_attn_with_kvcache(
                   host_int("num_splits", num_splits))  # fmt: skip
     # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
     local = causal or any(0 <= side < capacity for side in window)
-    turned = None
+    turned, mode = None, mode_of(None)
+    check = asked(mode, "flash_attn_with_kvcache")
     if k is not None and lengths is not None:
-        check_cached(q, k_cache, v_cache, call, cache)  # a call that is refused has not changed the cache
+        check_cached(q, k_cache, v_cache, call, cache, check)  # a call that is refused has not changed the cache
         # Queries at the positions of the new keys turn in the same launch, unless someone waits for their gradient to be refused.
         same = (
             q.dim() == 4
@@ -96,13 +99,15 @@ def flash_attn_with_kvcache(
         )
         turned = cache_append(
             k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved,
-            q=q if same and rotary_cos is not None else None)  # fmt: skip
+            q=q if same and rotary_cos is not None else None,
+            check=check)  # fmt: skip
     if turned is not None:
         q = turned
     elif rotary_cos is not None and rotary_sin is not None and lengths is not None:
+        rows = cu_seqlens_q if not mode or cu_seqlens_q is None else checked_offsets(q, cu_seqlens_q, packed, mode)
         q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
-                         cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlen_q)  # fmt: skip
-    out, lse = attention_cached(q, k_cache, v_cache, call, cache)
+                         cu_seqlens=rows, max_seqlen=max_seqlen_q)  # fmt: skip
+    out, lse = attention_cached(q, k_cache, v_cache, call, cache, check)
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
 

@@ -14,7 +14,18 @@ from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import attention_backward_op, dispatched
-from .arguments import check_tensor, contiguous_last, dropout_of, flash_errors, host_int, scale_of, seed_for, window_of
+from ...ops.faults import asked_by_default
+from .arguments import (
+    check_tensor,
+    checked_call,
+    contiguous_last,
+    dropout_of,
+    flash_errors,
+    host_int,
+    scale_of,
+    seed_for,
+    window_of,
+)
 from .results import flash_lse, tilefold_lse
 
 __all__ = [
@@ -69,7 +80,7 @@ def _flash_attn_varlen_forward(
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, packed=packed,
                 dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
     if block_table is None and leftpad_k is None and seqused_k is None:
-        found = _results(q, k, v, call, return_softmax)
+        found = _results(q, k, v, checked_call(q, k, call, "flash_attn_varlen_func"), return_softmax)
     else:
         if return_softmax and dropout_p:
             raise Unsupported(
@@ -77,7 +88,9 @@ def _flash_attn_varlen_forward(
             )
         cache = Cache(seqused_k, leftpad_k, None, contiguous_last(block_table)[0], *packed)
         with torch.no_grad():
-            out, lse = attention_cached(q, k, v, call._replace(packed=None), cache)
+            out, lse = attention_cached(
+                q, k, v, call._replace(packed=None), cache, asked_by_default("flash_attn_varlen_func")
+            )
         found = out, flash_lse(lse), q.new_empty(0), _state(call, q)
     if zero_tensors:
         outside = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]
@@ -129,6 +142,7 @@ def _flash_attn_varlen_backward(
     check_tensor("q", q, (3,), "[total_q, heads, head dim]")
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
                 packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
+    call = checked_call(q, k, call, "flash_attn_varlen_func")
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()
 

@@ -7,7 +7,9 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..call import check_integer, keyed
+from ..checked import checked_places
 from ..device import device_of, interpreting
+from ..faults import WORDS, Watch, note_of
 from ..records import remember
 from ..watch import is_watched
 from .cached_call import check_scales
@@ -39,6 +41,7 @@ class Append(NamedTuple):
     v_scale: torch.Tensor | None = None
     q: torch.Tensor | None = None
     max_seqlen: int = 0
+    operation: int = 0  # of a `Watch`, 0 without check="device"
 
 
 class Prepared(NamedTuple):
@@ -69,18 +72,18 @@ def cache_append(
     v_scale: torch.Tensor | None = None,
     q: torch.Tensor | None = None,
     max_seqlen: int = 0,
+    check: bool | Watch = False,
 ) -> torch.Tensor | None:
     """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
     new: list[Any] = [t.detach() if isinstance(t, torch.Tensor) else t for t in (k, v, q)]
     call = Append(k_cache, v_cache, new[0], new[1], lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale,
-                  v_scale, new[2], max_seqlen)  # fmt: skip
-    turned: torch.Tensor = (
-        cache_append_op(*call) if torch.compiler.is_compiling() or is_watched(call) else _launch(call)
-    )
+                  v_scale, new[2], max_seqlen, check.operation if isinstance(check, Watch) else 0)  # fmt: skip
+    traced = torch.compiler.is_compiling() or is_watched(call)
+    turned: torch.Tensor = cache_append_op(*call) if traced else _launch(call, check is True)
     return None if q is None else turned
 
 
-def _launch(call: Append) -> torch.Tensor:
+def _launch(call: Append, check: bool = False) -> torch.Tensor:
     key = keyed(call)
     p = None if key is None else _CACHE.get(key)
     if p is None:
@@ -88,13 +91,30 @@ def _launch(call: Append) -> torch.Tensor:
     q = call.q
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if p.launch is not None:
-        if interpreting():
+        if check or (interpreting() and not call.operation):
             _check_values(p.sizes, call)
+        call, noted = _watched(call, p.sizes)
         out = None if q is None else turned
         k_cache, v_cache = _held(call.k_cache, p.native), _held(call.v_cache, p.native)
         p.launch((call.k, call.v, q, k_cache, v_cache, out, call.cos, call.sin, call.cu, call.lengths,
-                  call.batch_index, call.block_table, call.k_scale, call.v_scale, *p.scalars))  # fmt: skip
+                  call.batch_index, call.block_table, call.k_scale, call.v_scale, *noted, *p.scalars))  # fmt: skip
     return turned
+
+
+UNWATCHED = (None, 0, 0)
+
+
+def _watched(call: Append, n: dict[str, int]) -> tuple[Append, tuple[Any, ...]]:
+    """With check="device": the call with offsets in range, and what the kernel needs to take note of the rest."""
+    if not call.operation:
+        return call, UNWATCHED
+    if call.cu is not None:
+        longest = call.max_seqlen or (1 << 31) - 1
+        places = (call.cu, None, None, None, None, None)
+        cu, _, _, _ = checked_places(places, Watch(call.operation), (n["tokens"], 0), (longest, 0))
+        call = call._replace(cu=cu)
+    columns = 0 if call.block_table is None else call.block_table.shape[1]
+    return call, (note_of(call.k_cache.device), call.operation, columns)
 
 
 def _held(cache: torch.Tensor, native: bool) -> torch.Tensor:
@@ -332,17 +352,19 @@ def cache_append_op(
     v_scale: torch.Tensor | None = None,
     q: torch.Tensor | None = None,
     max_seqlen: int = 0,
+    operation: int = 0,
 ) -> torch.Tensor:
     """`cache_append` for those who trace or watch; an empty tensor without q."""
     return _launch(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale,
-                          q, max_seqlen))  # fmt: skip
+                          q, max_seqlen, operation))  # fmt: skip
 
 
 @cache_append_op.register_fake
 def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
       batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cos: torch.Tensor | None,
       sin: torch.Tensor | None, interleaved: bool, cu: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
-      v_scale: torch.Tensor | None = None, q: torch.Tensor | None = None, max_seqlen: int = 0) -> torch.Tensor:  # fmt: skip
+      v_scale: torch.Tensor | None = None, q: torch.Tensor | None = None, max_seqlen: int = 0,
+      operation: int = 0) -> torch.Tensor:  # fmt: skip
     _sizes(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale, q,
                   max_seqlen))  # fmt: skip
     return k.new_empty(0 if q is None else q.shape)
@@ -350,7 +372,7 @@ def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def example_launch(
     dtype: str, dim: int, page: int, pairs: int, cache: str = "", packed: bool = False, heads: int = 0, tokens: int = 64,
-    native: bool = True, interleaved: bool = True,
+    native: bool = True, interleaved: bool = True, watched: bool = False,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.
 
@@ -368,5 +390,6 @@ def example_launch(
     call = Append(caches, caches, new, new, index, None, table, cos, cos, interleaved, cu, scale, scale, q)
     p = _bind(call, _sizes(call), native, 132)
     caches = _held(caches, native)
-    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *p.scalars)
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 3, 16) if watched else UNWATCHED
+    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *noted, *p.scalars)
     return p.launch.fn, args, p.launch.keywords

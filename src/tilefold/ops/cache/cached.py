@@ -10,9 +10,10 @@ from ...errors import Unsupported
 from ..call import UNBOUNDED, Call, Packed, check_offsets, window_of
 from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of, problem_of
 from ..device import device_of, interpreting
+from ..faults import Watch
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
-from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_values
+from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_room, check_values, watched_cache
 
 __all__ = ["attention_cached", "check_cached", "example_launch"]
 
@@ -41,13 +42,13 @@ _CACHE: dict[Any, Prepared] = {}
 
 
 def attention_cached(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: bool | Watch = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of attention over keys in a cache; forward only: its backward pass raises Unsupported.
 
     q: [batch, seq_q, heads, dim], or [total_q, heads, dim] with cache.cu_q; k, v and the rest: see `Cache`.  Of the call:
     causal, window, scale, softcap, alibi_slopes, sinks, dropout.  Results, masks and errors are those of `attention`, of each
-    sequence with the keys that the cache says it has."""
+    sequence with the keys that the cache says it has.  check: of index tensors, on the host or on the device."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks)
     keys = ("k", "v") if cache.cu_k is not None else ("k_cache", "v_cache")
     refuse_derivatives(("q", *keys, "alibi_slopes", "sinks"), tensors, "attention over a KV cache")
@@ -60,12 +61,14 @@ def attention_cached(
         left, right = window_of(call.window, call.causal)
         found: tuple[torch.Tensor, torch.Tensor] = attention_cached_op(
             q, k, v, call.alibi_slopes, call.sinks, call.dropout_seed, *cache, call.causal, left, right, call.scale,
-            float(call.softcap), float(call.dropout_p))  # fmt: skip
+            float(call.softcap), float(call.dropout_p), check.operation if isinstance(check, Watch) else 0)  # fmt: skip
         return found
-    return _forward(q, k, v, call, cache)
+    return _forward(q, k, v, call, cache, check)
 
 
-def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> None:
+def check_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: bool | Watch = False
+) -> None:
     """Raise what `attention_cached` would, for callers that write into the cache before they call it.
 
     What is being traced is left to the operator, which checks before anything runs."""
@@ -76,12 +79,12 @@ def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     ):
         return
     p = _record(q, k, v, call, cache)
-    if interpreting():
+    if check is True or (interpreting() and not check):
         _check_all_values(q, k, cache, p)
 
 
 def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepared) -> None:
-    """What index tensors hold: in the interpreter only, where reading costs nothing."""
+    """What index tensors hold: on request, and in the interpreter, where reading costs nothing."""
     if p.launch is None:
         return
     check_values(cache, p.sizes)
@@ -105,14 +108,23 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    cache: Cache,
+    check: bool | Watch = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     p = _record(q, k, v, call, cache)
+    if isinstance(check, Watch) and p.launch is not None:
+        check_room(p.sizes)
+        cache = watched_cache(cache, p.sizes, check)
+        p = _record(q, k, v, call, cache)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is None:
         return out, lse
-    if interpreting():
+    if check is True or (interpreting() and not check):
         _check_all_values(q, k, cache, p)
     if p.decode is not None:
         p.decode.run(q, k, v, out, lse, call, cache, (None, None))
@@ -278,12 +290,13 @@ def attention_cached_op(
     scale: float | None,
     softcap: float,
     dropout_p: float,
+    watched: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention_cached`."""
+    """(out, lse) of `attention_cached`; watched: the operation in whose name check="device" is, 0 without."""
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
                 dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
-    return _forward(q, k, v, call, cache)
+    return _forward(q, k, v, call, cache, Watch(watched) if watched else False)
 
 
 @attention_cached_op.register_fake
@@ -292,7 +305,7 @@ def _(
     dropout_seed: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
     batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
     max_q: int, max_k: int, more: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None,
-    softcap: float, dropout_p: float,
+    softcap: float, dropout_p: float, watched: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,

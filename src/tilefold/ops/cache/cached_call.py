@@ -7,8 +7,11 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..call import Call, check_heads, check_integer, check_options, facts_of
+from ..checked import checked_places
+from ..faults import Watch
 
-__all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_scales", "check_values"]
+__all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_room",
+           "check_scales", "check_values", "watched_cache"]  # fmt: skip
 
 _INT = (torch.int32,)
 QUANTISED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with scales
@@ -183,5 +186,38 @@ def check_values(cache: Cache, sizes: dict[str, int]) -> None:
             for i, number in enumerate(cache.block_table[b, : -(-end // page)].tolist()):
                 if not 0 <= number < sizes["pages"]:
                     raise ValueRangeError(f"block_table[{b}, {i}] is {number}, expected 0 to {sizes['pages'] - 1}")
-    if cache.pads is not None and cache.pads.numel() and int(cache.pads.min()) < 0:
-        raise ValueRangeError(f"{_names(cache)['pads']} must be at least 0, got {cache.pads.tolist()}")
+    for b, pad in enumerate([] if cache.pads is None else cache.pads.tolist()):
+        if pad < 0:
+            raise ValueRangeError(f"{_names(cache)['pads']}[{b}] is {pad}, expected at least 0")
+
+
+def check_room(sizes: dict[str, int]) -> None:
+    """On the device a number of nothing counts as 0: there has to be a cache, or page, 0."""
+    for kind in ("pages", "caches"):
+        if sizes["batch"] and sizes.get(kind) == 0:
+            raise ShapeError(
+                f"k_cache has no {kind}: check='device' needs one, to be read where a number is out of range"
+            )
+
+
+def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:
+    """The same places without what is out of range, of which the device takes note."""
+    total = sizes.get("total_q", 0), sizes.get("total_k", LARGEST)
+    limit = sizes["pages"] if cache.block_table is not None else sizes.get("caches", 0)
+    places = (cache.cu_q, cache.cu_k, cache.lengths, cache.pads, cache.batch_index, cache.block_table)
+    if all(t is None for t in places):
+        return cache
+    cu_q, cu_k, lengths, batch_index = checked_places(
+        places,
+        watch,
+        total,
+        (cache.max_q, cache.max_k),
+        sizes["capacity"],
+        cache.more,
+        limit,
+        sizes.get("page_size", 1),
+    )
+    return cache._replace(lengths=lengths, batch_index=batch_index, cu_q=cu_q, cu_k=cu_k)
+
+
+LARGEST = (1 << 31) - 1

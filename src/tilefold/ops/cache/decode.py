@@ -11,6 +11,7 @@ from ...types import Layout
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import head_strides, kind_of, mods_of, problem_of
 from ..device import interpreting
+from ..faults import WORDS, Watch, note_of
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters
 
@@ -36,12 +37,13 @@ class Decoder:
     mods: Any
     as_bytes: bool  # the kernel takes e4m3 as bytes
     in_pairs: bool  # and two elements of V as one of 16 bits
+    limit: int = 0  # how many pages, or caches, there are
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
-        cache: Cache, scales: Scales,
+        cache: Cache, scales: Scales, watch: Watch | None = None,
     ) -> None:  # fmt: skip
-        """Launch; out and lse are written."""
+        """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
         plan, device = self.plan, q.device
         part = stat = arrived = None
         if plan.splits != 1:
@@ -56,9 +58,19 @@ class Decoder:
             v = v.view(torch.int16)
         score, masks = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
         self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived,
-                     *self.scalars, score, masks))  # fmt: skip
+                     *self._watched(watch, cache, device), *self.scalars, score, masks))  # fmt: skip
         if self.merge is not None:
             self.merge((part, stat, out, lse, cache.cu_q, cache.cu_k, *cache[:2], *self.merge_scalars))
+
+    def _watched(self, watch: Watch | None, cache: Cache, device: torch.device) -> tuple[Any, ...]:
+        """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""
+        if watch is None:
+            return UNWATCHED
+        columns = 0 if cache.block_table is None else cache.block_table.shape[1]
+        return (note_of(device), watch.operation, self.limit, watch.fewest, watch.shift, watch.columns or columns)
+
+
+UNWATCHED = (None, 0, 0, 0, 0, 0)
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:
@@ -180,7 +192,8 @@ def bind_decode(
         merge = _merge(plan, constants, n, index)
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
     as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
-    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs)
+    limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
+    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs, limit)
 
 
 def _out_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
@@ -236,7 +249,8 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
 
 def example_launch(
     dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
-    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, **changes: Any,
+    per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, watched: bool = False,
+    **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
     from dataclasses import replace
@@ -279,5 +293,6 @@ def example_launch(
     if made.in_pairs:
         v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
     parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *made.scalars, (), ())
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32) if watched else UNWATCHED
+    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *noted, *made.scalars, (), ())
     return made.launch.fn, args, made.launch.keywords

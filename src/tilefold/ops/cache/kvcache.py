@@ -12,6 +12,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
 from ..call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
 from ..device import device_of, interpreting
+from ..faults import Watch, watch_of
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import (
@@ -21,8 +22,10 @@ from .cached_call import (
     cached_shapes,
     cached_sizes,
     check_longest,
+    check_room,
     check_scales,
     check_values,
+    watched_cache,
 )
 from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
 
@@ -48,14 +51,14 @@ _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_s
 
 
 def attention_kvcache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, check: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
+    check: bool | Watch,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first, or on the device, by the
+    kernels."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks, *scales)
     refuse_derivatives(_FLOATING, tensors, "attention_kvcache")
     compiling = torch.compiler.is_compiling()
-    if check and compiling:
-        raise Unsupported("check=True reads index tensors on the host: call it outside torch.compile")
     if (
         compiling
         or is_transformed()
@@ -68,7 +71,7 @@ def attention_kvcache(
             )
         found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
             q, k, v, call.alibi_slopes, call.sinks, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
-            *_sides(call), call.scale, float(call.softcap), cache.more)  # fmt: skip
+            *_sides(call), call.scale, float(call.softcap), cache.more, isinstance(check, Watch))  # fmt: skip
         return found
     return _forward(q, k, v, call, cache, scales, plan, check)
 
@@ -80,37 +83,60 @@ def _sides(call: Call) -> tuple[int, int]:
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, check: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _record(q, k, v, call, cache, scales, plan)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
+    check: bool | Watch,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    watch = check if isinstance(check, Watch) else None
+    watched = watch is not None
+    p = _record(q, k, v, call, cache, scales, plan, watched)
     if p.prompts:
         from .cached import attention_cached
 
-        if check:
+        if check is True:
             check_contents(q, cache, scales, p.sizes)
-        return attention_cached(q, k, v, call, cache)
+        return attention_cached(q, k, v, call, cache, watch or False)
+    if watch is not None and cache.cu_q is not None:  # the kernel trusts packed calls, which take longer
+        cache = watched_cache(cache, p.sizes, watch)
+        watch = None
+        p = _record(q, k, v, call, cache, scales, plan, False)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:
         return out, lse
-    if check or interpreting():
+    if not watched and (check or interpreting()):
         check_contents(q, cache, scales, p.sizes)
-    p.decoder.run(q, k, v, out, lse, call, cache, scales)
+    p.decoder.run(q, k, v, out, lse, call, cache, scales, watch)
     return out, lse
 
 
 def _record(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    cache: Cache,
+    scales: Scales,
+    plan: Any,
+    watched: bool,
 ) -> Prepared:
-    """What a call of this kind left, or leaves now."""
+    """What a call of this kind left, or leaves now.  watched: on the device."""
     try:
         facts = tuple(None if t is None else facts_of(t) for t in scales)
-        key = (cached_key(q, k, v, call, cache), facts, k.data_ptr() == v.data_ptr(), scales[0] is scales[1], plan)
+        key = (
+            cached_key(q, k, v, call, cache),
+            facts,
+            k.data_ptr() == v.data_ptr(),
+            scales[0] is scales[1],
+            plan,
+            watched,
+        )
         p = _CACHE.get(key)
     except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
         p = key = None
     if p is None:
         p = _prepare(q, k, v, call, cache, scales, plan)
+        if watched:
+            check_room(p.sizes)
         if key is not None:
             remember(_CACHE, key, p)
     return p
@@ -259,11 +285,12 @@ def attention_kvcache_op(
     scale: float | None,
     softcap: float,
     more: int = 0,
+    watched: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention_kvcache`."""
+    """(out, lse) of `attention_kvcache`; watched: with check="device"."""
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    return _forward(q, k, v, call, cache, (k_scale, v_scale), None, False)
+    return _forward(q, k, v, call, cache, (k_scale, v_scale), None, watched and watch_of("attention_kvcache"))
 
 
 @attention_kvcache_op.register_fake
@@ -272,6 +299,7 @@ def _(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
     batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, max_q: int, splits: int,
     causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float, more: int = 0,
+    watched: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)

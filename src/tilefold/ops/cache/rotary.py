@@ -9,11 +9,12 @@ from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
 from ..device import device_of, interpreting
+from ..faults import Mode
 from ..operator import Operator
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
-__all__ = ["angles_of", "apply_rotary", "example_launch", "turn"]
+__all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
 
 ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4 warps
 INDICES = (torch.int32, torch.int64)
@@ -113,6 +114,14 @@ def turn(
             check_offsets(Packed(cu_seqlens, cu_seqlens, 0, 0), x.shape[0], x.shape[0])
         found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
     return out
+
+
+def checked_offsets(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, mode: Mode) -> torch.Tensor:
+    """The offsets of a packed call in range, as `check` asks for it."""
+    from ..checked import checked_packed
+
+    packed = Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return checked_packed(x, None, packed, mode, "apply_rotary").cu_q
 
 
 def angles_of(

@@ -7,11 +7,12 @@ import torch
 from ...errors import DtypeError, Unsupported, ValueRangeError
 from ..call import Call, check_integer, keyed
 from ..device import device_of, interpreting
+from ..faults import Mode, Watch, watch_of
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 from .cached_call import Cache, cached_shapes
 from .decode import Scales, storage_of
-from .kvcache import attention_kvcache, sizes_of
+from .kvcache import attention_kvcache, check_contents, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
@@ -55,7 +56,7 @@ class SharedPrefix(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, check: Mode = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); see `tilefold.attention_shared_prefix`."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks, "k_scale": given.k_scale,
@@ -68,9 +69,11 @@ def attend(
                     f"{name} requires a gradient, but attention_shared_prefix passes none: call it under torch.no_grad()"
                 )
     if torch.compiler.is_compiling() or is_transformed() or is_watched((*named.values(), *given[:5])):
-        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(q, k_cache, v_cache, *given)
+        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(
+            q, k_cache, v_cache, *given, check == "device"
+        )
         return found
-    return _forward(q, k_cache, v_cache, given)
+    return _forward(q, k_cache, v_cache, given, check)
 
 
 def plan_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> Any:
@@ -132,24 +135,38 @@ def _whole(given: SharedPrefix, n: dict[str, int]) -> int:
 
 
 def _forward(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, check: Mode = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, apart = _decided(q, k_cache, v_cache, given)
-    if interpreting():
+    if check is True or (interpreting() and not check):
         _check_values(given, n)
+    of_all, of_prefix, of_rest = _watches(given, n) if check == "device" else (check is True, False, False)
+    if check is True and apart:
+        check_contents(q, given.cache, given.scales, n)
     if not apart:
-        return attention_kvcache(q, k_cache, v_cache, given.call, given.cache, given.scales, None, False)
+        return attention_kvcache(q, k_cache, v_cache, given.call, given.cache, given.scales, None, of_all)
     first, rest = _sources(k_cache, v_cache, given, n, _whole(given, n))
     # All queries are one sequence's, which sees the whole prefix; the sinks are the other part's.
     rows = q[None] if given.cu_q is not None else q.reshape(1, -1, *q.shape[2:])
     alone = given.call._replace(causal=False, sinks=None)
-    out_a, lse_a = attention_kvcache(rows, *first[:2], alone, *first[2:], None, False)
-    out_b, lse_b = attention_kvcache(q, *rest[:2], given.call, *rest[2:], None, False)
+    out_a, lse_a = attention_kvcache(rows, *first[:2], alone, *first[2:], None, of_prefix)
+    out_b, lse_b = attention_kvcache(q, *rest[:2], given.call, *rest[2:], None, of_rest)
     if given.cu_q is not None:
         return merge_attention(out_b, lse_b, out_a[0], lse_a[0])
     batch, seq = q.shape[:2]
     lse_a = lse_a[0].unflatten(1, (batch, seq)).transpose(0, 1)
     return merge_attention(out_b, lse_b, out_a.view(out_b.shape), lse_a)
+
+
+def _watches(given: SharedPrefix, n: dict[str, int]) -> tuple[Watch, Watch, Watch]:
+    """How to look at all keys, at those of the prefix, and at the rest, whose lengths begin behind the prefix."""
+    columns = 0 if given.block_table is None else given.block_table.shape[1]
+    one = watch_of("attention_shared_prefix")._replace(columns=columns)
+    new = n["seq_q"] if given.causal and given.cu_q is None else 0
+    whole = _whole(given, n)
+    pages = whole // n["page_size"] if given.block_table is not None else 0
+    least = given.prefix + new
+    return one._replace(fewest=least), one, one._replace(fewest=least - whole, shift=pages)
 
 
 Source = tuple[torch.Tensor, torch.Tensor, Cache, Scales]
@@ -213,15 +230,16 @@ def attention_shared_prefix_op(
     cascade: bool | None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    watched: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` for those who trace or watch."""
     given = SharedPrefix(lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade,
                          k_scale, v_scale)  # fmt: skip
-    return _forward(q, k_cache, v_cache, given)
+    return _forward(q, k_cache, v_cache, given, "device" if watched else False)
 
 
 @attention_shared_prefix_op.register_fake
 def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = SharedPrefix(*rest)
+    given = SharedPrefix(*rest[: len(SharedPrefix._fields)])
     out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
