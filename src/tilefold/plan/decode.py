@@ -55,6 +55,11 @@ class DecodeProblem:
         return padded_head_dim(self.attention.dim_v if self.shared else self.attention.dim_qk)
 
     @property
+    def block_v(self) -> int:
+        """Columns of V and of the output: as many as of K's first piece if shared, which is V."""
+        return self.block_k if self.shared else self.attention.block_v
+
+    @property
     def block_rest(self) -> int:
         """Columns of K's second piece, 0 for none."""
         rest = self.attention.dim_qk - self.attention.dim_v if self.shared else 0
@@ -68,7 +73,7 @@ class DecodeProblem:
     @property
     def row_bytes(self) -> int:
         """Bytes of K and V of one key in a tile."""
-        return (self.block_k + self.block_rest + (0 if self.shared else self.attention.block_v)) * self.itemsize
+        return (self.block_k + self.block_rest + (0 if self.shared else self.block_v)) * self.itemsize
 
     @property
     def cost(self) -> Cost:
@@ -226,7 +231,7 @@ def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Deco
     a = problem.attention
     _require(problem)
     block_m = min(64, max(16, next_power_of_two(problem.rows)))
-    if max(problem.block_k, a.block_v) > 256 or a.dtype == "float32":
+    if max(problem.block_k, problem.block_v) > 256 or a.dtype == "float32":
         block_m = 16  # the output's rows, and the query's, are held in registers
     if problem.storage != "plain":
         block_m = min(block_m, 32)  # products of 64 rows read shared memory, where bytes would have to be converted to

@@ -119,7 +119,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
     p, a = plan.problem, plan.problem.attention
     rows = next_power_of_two(min(p.rows, plan.block_m))
     registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
-    once = registers * plan.device.warp_size * plan.num_warps // (rows * a.block_v)
+    once = registers * plan.device.warp_size * plan.num_warps // (rows * p.block_v)
     paged = p.page_size > 0
     batch = sizes["batch"]
     quant = _quant(p.storage, plan.device)
@@ -145,7 +145,7 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
         "BLOCK_N": plan.block_n,
         "BLOCK_K": p.block_k,
         "BLOCK_REST": p.block_rest,
-        "BLOCK_V": a.block_v,
+        "BLOCK_V": p.block_v,
         "BLOCK_B": 1 if batch == 1 else ONE_CHUNK if batch <= ONE_CHUNK else LARGE_CHUNK,
         "ROWS": rows,
         "BLOCK_S": max(1, min(32, next_power_of_two(once + 1) // 2)),
