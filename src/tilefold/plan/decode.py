@@ -24,7 +24,10 @@ MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken fr
 MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, and of K's others
 MOST_STAGES = 4
 MOST_WAVES = 8  # of programs: each begins by adding up all lengths
-LEAST_KEYS = 512  # of a slice: with fewer, merging takes longer than the keys
+LEAST_KEYS = 512  # of a slice, or of a share where lengths differ: with fewer, merging takes longer than the keys
+SHORT_SHARE = (
+    4  # tiles of a share: for so few, three stages are sooner filled (8192 keys in 32 shares: 10.5 us, not 11.0)
+)
 FIXED_BELOW = 40e-6  # seconds that a full cache takes: below that finding even slices costs more than uneven shares do
 GATHERED = 4096  # keys of a share from which on even slices are better, where keys of a tile lie in several pages
 MOST_PARTS = 3  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
@@ -33,12 +36,13 @@ MOST_PARTS = 3  # of an item, on average, that the last program to arrive puts t
 @dataclass(frozen=True, slots=True)
 class DecodeProblem:
     """attention: the call with the cache's capacity as seq_k.  storage: one of STORAGES.  page_size: 0 for a cache in one piece.
-    shared: V is the first dim_v columns of K in the same memory."""
+    shared: V is the first dim_v columns of K in the same memory.  equal: every sequence has seq_k keys, and the host knows it."""
 
     attention: AttentionProblem
     storage: str = "plain"
     page_size: int = 0
     shared: bool = False
+    equal: bool = False
 
     def __post_init__(self) -> None:
         if self.storage not in STORAGES:
@@ -264,13 +268,16 @@ def _few_or_one(plan: DecodePlan) -> bool:
 
 
 def _fixed_shares(plan: DecodePlan) -> DecodePlan:
-    """Each item in as many shares as give every SM a program (two for several sequences, whose lengths differ), of LEAST_KEYS of
-    a full cache at least.  A program knows its share by its number, 3 to 7 us sooner than its slice by adding up lengths."""
-    each = 1 if plan.problem.attention.batch == 1 else 2
-    splits = min(each * plan.device.sms // plan.items, -(-plan.problem.attention.seq_k // LEAST_KEYS), MAX_SPLITS)
-    if plan.num_warps == 4 and not plan.problem.page_size:
+    """Each item in as many shares as give every SM a program, down to a tile of keys; two programs, of LEAST_KEYS of a full cache
+    at least, for several sequences whose lengths differ.  A program knows its share by its number, 3 to 7 us sooner than its
+    slice by adding up lengths."""
+    keys = plan.problem.attention.seq_k
+    alike = plan.problem.attention.batch == 1 or plan.problem.equal
+    each, least = (1, plan.block_n) if alike else (2, LEAST_KEYS)
+    splits = max(1, min(each * plan.device.sms // plan.items, -(-keys // least), MAX_SPLITS))
+    if plan.num_warps == 4 and not plan.problem.page_size and keys > SHORT_SHARE * splits * plan.block_n:
         plan = replace(plan, num_stages=MOST_STAGES)  # measured; two programs of them fit an SM
-    plan = replace(plan, splits=max(1, splits))
+    plan = replace(plan, splits=splits)
     plan = replace(plan, merge="kernel" if plan.splits > MOST_PARTS else "last")
     return replace(plan, reason=_reason(plan, 0), rejected=_rejected(plan, 0))
 

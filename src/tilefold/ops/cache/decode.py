@@ -97,7 +97,8 @@ def problem_of_decode(
     window = window_of(call.window, call.causal)
     attention = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
     page = sizes["page_size"] if cache.block_table is not None else 0
-    return DecodeProblem(attention, storage_of(q, k), page, shared)
+    equal = cache.lengths is None and cache.pads is None and cache.cu_q is None and cache.cu_k is None
+    return DecodeProblem(attention, storage_of(q, k), page, shared, equal)
 
 
 def _quant(storage: str, device: "Device") -> int:
