@@ -206,8 +206,8 @@ def attention_varlen(
 
         if mode == "device" and (bias is not None or mask is not None):
             raise Unsupported(
-                "check='device' with bias or mask: what they hold past max_seqlen_k is read where a sequence is longer; pass "
-                "check=False or True, or give a mask_mod or score_mod"
+                "check='device' (or TILEFOLD_CHECK=device) with bias or mask: what they hold past max_seqlen_k is read where a "
+                "sequence is longer; pass check=False or True, or give a mask_mod or score_mod"
             )
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,

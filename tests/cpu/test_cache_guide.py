@@ -20,7 +20,7 @@ def examples(name: str, device: str) -> list[str]:
 def test_the_guide_to_caches_runs(device):
     names: dict[str, object] = {}
     texts = examples("cache_append.md", device)
-    assert len(texts) == 4
+    assert len(texts) == 5
     for text in texts:
         exec(text, names)
     assert names["pages_k"].any() and names["eighths"][0].float().any()  # type: ignore[attr-defined,index]

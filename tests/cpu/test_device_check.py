@@ -191,6 +191,17 @@ def test_a_paged_cache_follows_the_environment(by_default, device):
     assert (fault.operation, fault.argument, fault.position) == ("attention_kvcache", "block_table", (1, 0))
 
 
+def test_a_cache_without_pages(device):
+    call = decoding(device)
+    none = call | {name: call[name][:0] for name in ("k_cache", "v_cache")}
+    nobody = none | {"cache_seqlens": torch.zeros_like(call["cache_seqlens"])}
+    assert not tilefold.attention_kvcache(**nobody, check="device").any()
+    assert tilefold.last_fault() is None
+    assert not tilefold.attention_kvcache(**none, check="device").any()
+    fault = tilefold.last_fault()
+    assert (fault.argument, fault.position[1], fault.high) == ("block_table", 0, -1)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -200,11 +211,13 @@ def test_refusals(device):
         tilefold.attention_kvcache(**call, check="gpu")
     with pytest.raises(DtypeError, match="check must be a bool or 'device', got 1"):
         tilefold.attention_kvcache(**call, check=1)
-    none = {name: call[name][:0] for name in ("k_cache", "v_cache")}
-    with pytest.raises(ShapeError, match="k_cache has no pages"):
-        tilefold.attention_kvcache(**call | none, check="device")
+    none = {name: call[name][:0] for name in ("k_cache", "v_cache")} | {"block_table": None}
+    with pytest.raises(ShapeError, match="k_cache has no caches"):
+        tilefold.attention_kvcache(
+            **call | none | {"cache_batch_idx": torch.zeros_like(call["cache_seqlens"])}, check="device"
+        )
     case = next(iter(cases_of("attention_varlen", device).values())).arguments
-    with pytest.raises(Unsupported, match="check='device' with bias or mask"):
+    with pytest.raises(Unsupported, match="with bias or mask"):
         tilefold.attention_varlen(**case, bias=torch.zeros(1, 1, 1, 50, device=device), check="device")
 
 

@@ -36,11 +36,22 @@ def offset_before(Cu, i, total, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def inspect_offset(Fault, operation, argument, of_longest, Cu, New, i, batch, total, longest, CHUNK: tl.constexpr):
+def load_offsets(Cu, i, batch):
+    """-> offsets i and i + 1 (i again of the last): asked for before anything is done, so that all is waited for once."""
+    if Cu is None:
+        return 0, 0
+    else:
+        return tl.load(Cu + i), tl.load(Cu + tl.minimum(i + 1, batch))
+
+
+@triton.jit
+def inspect_offset(
+    Fault, operation, argument, of_longest, Cu, New, both, i, batch, total, longest, CHUNK: tl.constexpr
+):
     """Offset i of batch + 1: ascending and in 0 to total, the one before it if it is not, into New -> first row and length of
-    sequence i, as New has them."""
+    sequence i, as New has them.  both: of load_offsets."""
+    offset, end = both
     before = offset_before(Cu, i, total, CHUNK)
-    offset = tl.load(Cu + i)
     inside = (offset >= 0) & (offset <= total)
     first = tl.where(inside, tl.maximum(before, offset), before)
     tl.store(New + i, first)
@@ -48,7 +59,6 @@ def inspect_offset(Fault, operation, argument, of_longest, Cu, New, i, batch, to
         raise_fault(Fault, operation, argument, 1, (i, 0, 0, 0), offset, 0, total, 0)
     length = 0
     if i < batch:
-        end = tl.load(Cu + i + 1)
         end = tl.where((end >= 0) & (end <= total), tl.maximum(first, end), first)
         length = end - first
         if length > longest:
@@ -70,10 +80,14 @@ def check_places(
     first_k = 0
     end = tl.cast(capacity, tl.int64)
     room = tl.cast(capacity, tl.int64)
+    both_q = load_offsets(CuQ, i_b, batch)
+    both_k = load_offsets(CuK, i_b, batch)
     if CuQ is not None:
-        inspect_offset(Fault, operation, CU_Q, MAX_Q, CuQ, NewQ, i_b, batch, total_q, max_q, CHUNK)
+        inspect_offset(Fault, operation, CU_Q, MAX_Q, CuQ, NewQ, both_q, i_b, batch, total_q, max_q, CHUNK)
     if CuK is not None:
-        first_k, length = inspect_offset(Fault, operation, CU_K, MAX_K, CuK, NewK, i_b, batch, total_k, max_k, CHUNK)
+        first_k, length = inspect_offset(
+            Fault, operation, CU_K, MAX_K, CuK, NewK, both_k, i_b, batch, total_k, max_k, CHUNK
+        )
         end = length.to(tl.int64)
         if Table is None:
             room = (total_k - first_k).to(tl.int64)

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ValueRangeError
 from .call import Packed, check_offsets, keyed
+from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, too_long, watch_of
 from .records import remember
 from .watch import is_watched
@@ -128,6 +129,8 @@ def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int
         operation, fewest, shift, columns or width,
     )  # fmt: skip
     like = offsets if offsets is not None else each
+    if like is not None and like.device.type != "meta":
+        device_of(like.device)  # a kernel can run there
     programs = batch + (offsets is not None)
     if like is None or programs == 0:
         return None, scalars
@@ -170,6 +173,8 @@ def _bind_lists(
     from ..kernels.check_lists import check_lists
     from .launch import Launch
 
+    if counts.device.type != "meta":
+        device_of(counts.device)
     block_q, block_k, seq_q, seq_k, operation = numbers
     batch, heads, q_blocks = torch.broadcast_shapes(indices.shape[:3], counts.shape)
     rows = batch * heads * q_blocks

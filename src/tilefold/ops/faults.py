@@ -200,7 +200,9 @@ def last_fault(device: torch.device | str | int | None = None, *, clear: bool = 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
-        return torch.device("cpu") if interpreting() else torch.device("cuda", torch.cuda.current_device())
+        if interpreting() or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 

@@ -22,8 +22,9 @@ def append_rows(
 
     # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
     offsets = batch.cu_seqlens_q if batch.count is None else None
-    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales,
-                 check=asked_by_default("kvcache_append"))  # fmt: skip
+    asked = asked_by_default("kvcache_append")
+    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales, None, 0,
+                 asked)  # fmt: skip
 
 
 def attend(

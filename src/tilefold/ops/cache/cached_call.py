@@ -192,12 +192,9 @@ def check_values(cache: Cache, sizes: dict[str, int]) -> None:
 
 
 def check_room(sizes: dict[str, int]) -> None:
-    """On the device a number of nothing counts as 0: there has to be a cache, or page, 0."""
-    for kind in ("pages", "caches"):
-        if sizes["batch"] and sizes.get(kind) == 0:
-            raise ShapeError(
-                f"k_cache has no {kind}: check='device' needs one, to be read where a number is out of range"
-            )
+    """On the device a cache that does not exist counts as cache 0: there has to be one."""
+    if sizes["batch"] and sizes.get("caches") == 0:
+        raise ShapeError("k_cache has no caches: check='device' needs one, to be read where a number is out of range")
 
 
 def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:

@@ -95,7 +95,8 @@ def _forward(
         if check is True:
             check_contents(q, cache, scales, p.sizes)
         return attention_cached(q, k, v, call, cache, watch or False)
-    if watch is not None and cache.cu_q is not None:  # the kernel trusts packed calls, which take longer
+    # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
+    if watch is not None and (cache.cu_q is not None or p.sizes.get("pages") == 0):
         cache = watched_cache(cache, p.sizes, watch)
         watch = None
         p = _record(q, k, v, call, cache, scales, plan, False)
