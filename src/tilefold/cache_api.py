@@ -40,6 +40,7 @@ def attention_kvcache(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -69,6 +70,8 @@ def attention_kvcache(
         max_seqlen_q: at least the longest sequence of cu_seqlens_q; only with it.
         causal: query i sees key j if j <= i + cache_seqlens - seq_q.
         window, scale, softcap, alibi_slopes, sinks: as for `attention`, of each sequence with its keys.
+        mask: [batch or 1, heads or 1, seq_q or 1, capacity] bool: true where the query sees the key, by its number in its sequence;
+            what lies behind the last key is not read.
         k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0: what stored elements are to be
             multiplied with, as `quantize_kv` gives and `kvcache_append` takes them.  Needed for int8, 1 by default for e4m3.
             bfloat16 queries meet such keys in float16, scaled by a power of two so that none is out of range.
@@ -97,7 +100,7 @@ def attention_kvcache(
 
     check_kinds(return_lse)
     mode = mode_of(check)
-    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
     cache = Cache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
@@ -128,7 +131,7 @@ def attention_kvcache_plan(
     return kvcache.plan_of(q, k_cache, v_cache, Call(**given), Cache(**places), scales, options.get("plan"))
 
 
-_OF_CALL = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks")
+_OF_CALL = ("causal", "window", "scale", "softcap", "alibi_slopes", "mask", "sinks")
 _OF_CACHE = {  # what `Cache` calls them
     "cache_seqlens": "lengths", "block_table": "block_table", "cache_batch_idx": "batch_index", "cache_leftpad": "pads",
     "cu_seqlens_q": "cu_q", "max_seqlen_q": "max_q", "num_splits": "splits",

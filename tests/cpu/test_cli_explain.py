@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
-from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, device_named, plan_attention
+from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, DecodePlan, device_named, plan_forward
 from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
 
 DECODE = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--q", "1", "--kv", "8192", "--dim", "128"]
@@ -22,7 +22,8 @@ def test_the_decode_step_of_the_readme():
     result = run("--device", "h200", *DECODE)
     problem = AttentionProblem(1, 1, 8192, 28, 4, 128, 128)
     assert result.exit_code == 0
-    assert result.output == str(plan_attention(problem, device_named("h200"))) + "\n"
+    assert result.output == str(plan_forward(problem, device_named("h200"))) + "\n"
+    assert "33 shares of each of 4 items" in result.output and "Would be 28 programs for 132 SMs" in result.output
 
 
 @pytest.mark.parametrize("device", sorted(DEVICES))
@@ -30,8 +31,8 @@ def test_json_is_the_plan_on_every_device(device):
     result = run("--device", device, *DECODE, "--json")
     assert result.exit_code == 0
     json.loads(result.output)
-    plan = AttentionPlan.from_json(result.output)
-    assert plan == plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), device_named(device))
+    plan = DecodePlan.from_json(result.output)
+    assert plan == plan_forward(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), device_named(device))
 
 
 def test_every_option_reaches_the_problem():
@@ -136,7 +137,7 @@ def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, di
     scale = None if held == "same" else torch.ones(1)
     q = torch.zeros(3, seq_q, 7, dim, dtype=torch.bfloat16)
     lengths = torch.full((3,), 30, dtype=torch.int32)
-    call = _record(q, k, v, Call(), Cache(lengths=lengths, block_table=table), (scale, scale), None)
+    call = _record(q, k, v, Call(), Cache(lengths=lengths, block_table=table), (scale, scale), None, False)
     asked = ("--heads", 7, "--kv-heads", 1, "--batch", 3, "--q", seq_q, "--kv", rows, "--dim", dim, "--dim-v", 8,
              "--cache", held, "--page-size", page, *["--v-in-k"] * part, "--json")  # fmt: skip
     result = run("--device", "h200", *map(str, asked))

@@ -57,7 +57,7 @@ def test_the_operator_is_what_its_schema_says(device):
     call = given(device)
     empty, q, keys = None, call["q"], (call["k_cache"], call["v_cache"])
     places = (call["cache_seqlens"], empty, empty, call["block_table"], empty)
-    args = (q, *keys, empty, empty, empty, empty, *places, 0, 0, True, -1, 0, None, 0.0)
+    args = (q, *keys, empty, empty, empty, empty, empty, *places, 0, 0, True, -1, 0, None, 0.0)
     torch.library.opcheck(attention_kvcache_op, args, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -115,7 +115,8 @@ def test_the_plan_looks_at_capacity_alone():
     ("batch", "keys", "splits"),
     [
         (1, 8192, 16),
-        (1, 700, 2),
+        (1, 700, 11),
+        (1, 60, 1),
         (1, 131072, 16),
         (4, 2048, 4),
         (4, 5000, 8),
@@ -129,6 +130,13 @@ def test_few_keys_and_one_sequence_are_cut_into_fixed_shares(batch, keys, splits
     assert (made.splits, made.merge) == (splits, "kernel" if splits > 3 else made.merge)
     assert ("fixed splits" in str(made)) == (splits == 0)
     assert not splits or made.grid <= 2 * H200.sms
+
+
+def test_sequences_of_one_length_get_a_share_an_sm():
+    for batch, keys, splits in ((8, 8192, 2), (8, 100, 2), (4, 2048, 4), (16, 2048, 1), (2, 60, 1)):
+        asked = dataclasses.replace(problem(batch=batch, seq_k=keys), equal=True)
+        made = plan_decode(asked, H200)
+        assert (made.splits, made.grid <= H200.sms or splits == 1) == (splits, True)
 
 
 def test_one_long_sequence_in_small_pages_is_cut_into_even_slices():

@@ -230,14 +230,12 @@ def test_ours_is_what_the_plans_say():
     for capacity in (100, 552, 8192, 1 << 20):
         for batch in (1, 3, 64):
             step = plan_splits(replace(QWEN, batch=batch, seq_k=min(capacity, 5000)), H200, capacity=capacity)
-            many = (
-                batch < 64 and capacity > 3 * 512
-            )  # parts of 512 keys that 264 programs may make of 4 KV heads a sequence
-            assert (step.kernel, step.combine) == ("attention_decode", "decode_combine" if many else "")
+            # one sequence: a share an SM, down to a tile of 64 keys; several, whose lengths differ: two, down to 512 keys
+            places, least = (132, 64) if batch == 1 else (264, 512)
+            parts = min(places // (4 * batch), -(-capacity // least))
+            assert (step.kernel, step.combine) == ("attention_decode", "decode_combine" if parts > 3 else "")
             few = batch * 4 * capacity * 512 / 4.27e12 < 40e-6  # bytes of a full cache, and what they take
-            places = 132 if batch == 1 else 264
-            shares = max(1, min(places // (4 * batch), -(-capacity // 512))) if few or batch == 1 else 1
-            assert step.splits == shares and step.working <= step.programs
+            assert step.splits == (max(1, parts) if few or batch == 1 else 1) and step.working <= step.programs
             problem = replace(QWEN, batch=batch, seq_q=64, seq_k=min(capacity, 5000))
             made = plan_splits(problem, H200, capacity=capacity)
             tile, splits = plan_cached(replace(problem, seq_k=capacity), H200, 0)
@@ -249,7 +247,8 @@ def test_ours_is_what_the_plans_say():
         == plan_attention(replace(QWEN, seq_q=4096, causal=True), H200).kernel
         == "attention_forward_hopper"
     )
-    assert plan_splits(QWEN, H200, call="dense").splits == 1
+    assert plan_splits(QWEN, H200, call="dense") == plan_splits(QWEN, H200, call="dense", capacity=QWEN.seq_k)
+    assert plan_splits(QWEN, H200, call="dense").kernel == "attention_decode"
     assert plan_splits(QWEN, H200, call="varlen", paged=True).kernel == "attention_decode"
     assert plan_splits(QWEN, H200, call="varlen", paged=True, splits=5).splits == 5
     with pytest.raises(Unsupported, match="softcap and alibi only, got bias"):

@@ -91,13 +91,24 @@ def test_windows_padding_and_static_caches_are_rules():
     assert "padding" in str(more)
 
 
-def test_one_query_gets_a_row_of_booleans():
+def test_one_query_gets_lengths_and_padding():
     """Of every key of the cache: the host does not know how far it is filled."""
     for growing, kv, padding in ((True, 6, LEFT), (False, 32, LEFT), (False, 32, None)):
         arguments = facts(CAUSAL, 1, kv, start=5, growing=growing, attention_mask=padding)
         found = make_mask(**arguments)
-        assert torch.equal(found, dense(arguments))
-        assert found.shape == (2, 1, 1, kv)
+        assert found.shape == (2, 1, 1, kv) and found.end == kv
+        assert (found.lengths is None) == growing and (found.keys is None) == (padding is None)
+        seen = torch.ones(2, kv, dtype=torch.bool) if found.keys is None else found.keys
+        if found.lengths is not None:
+            assert found.lengths.dtype == torch.int32
+            seen = seen & (torch.arange(kv) < found.to("cpu").lengths[:, None])
+            assert "lengths" in str(found)
+        assert torch.equal(seen[:, None, None], dense(arguments))
+
+
+def test_one_query_of_a_window_gets_a_row_of_booleans():
+    arguments = facts(masking_utils.sliding_window_causal_mask_function(4), 1, 6, start=5, attention_mask=LEFT)
+    assert torch.equal(make_mask(**arguments), dense(arguments))
 
 
 def test_what_is_not_known_is_dense():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import attention, attention_varlen
+from ..cache_api import attention_kvcache
 from ..errors import DtypeError, ShapeError, Unsupported
 from .visible import Rows, Visible
 
@@ -33,6 +34,7 @@ class _View(NamedTuple):
     bias: torch.Tensor | None = None
     end: int | None = None
     rows: Rows | None = None
+    lengths: torch.Tensor | None = None
 
 
 def attention_forward(
@@ -82,6 +84,11 @@ def attention_forward(
         "causal": view.causal, "window": view.window, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
         "dropout_p": float(dropout),
     }  # fmt: skip
+    if view.lengths is not None:  # of a static cache only what is filled is read
+        if _is_decoded(view, options, (query, key, value)):
+            del options["dropout_p"]
+            return attention_kvcache(q, k, v, cache_seqlens=view.lengths, mask=view.mask, **options), None
+        view = view._replace(mask=_within(view, k.shape[1]))
     if packed is None:
         if view.end is not None and view.end < k.shape[1]:  # the rest of a static cache is empty
             k, v = k[:, : view.end], v[:, : view.end]
@@ -93,6 +100,19 @@ def attention_forward(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out = attention_varlen(q, k, v, *packed, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _is_decoded(view: _View, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether attention over a cache serves the call: it has no gradients, no dropout and no bias."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, options["sinks"]) if t is not None)
+    return view.bias is None and not options["dropout_p"] and not wanted
+
+
+def _within(view: _View, room: int) -> torch.Tensor:
+    """The lengths as a part of the mask, [batch, 1, 1, room]."""
+    assert view.lengths is not None
+    seen = (torch.arange(room, device=view.lengths.device) < view.lengths[:, None])[:, None, None]
+    return seen if view.mask is None else seen & view.mask
 
 
 def _refuse(others: dict[str, Any]) -> None:
@@ -117,7 +137,7 @@ def _view(
                 f"key {key.shape[2]}"
             )
         keys = None if mask.keys is None else mask.keys[:, None, None, :]
-        return _View(mask.causal, mask.window, keys, None, mask.end, mask.rows)
+        return _View(mask.causal, mask.window, keys, None, mask.end, mask.rows, mask.lengths)
     if mask is None:
         if sliding_window is None:
             return _View(causal)

@@ -105,7 +105,9 @@ def make_mask(
     if q_length == 1 and (
         live is not None or rule.documents is not None or isinstance(end, torch.Tensor) or end != kv_length
     ):
-        return _dense(rule, facts)  # one row, as many bytes as keys; of one shape at every step of a static cache
+        if torch.compiler.is_compiling() or not _is_step(rule, facts, end):
+            return _dense(rule, facts)  # one row, as many bytes as keys; of one shape at every step of a static cache
+        return _step(facts, end)
     if isinstance(end, torch.Tensor):
         if not _readable(end):
             return _dense(rule, facts)
@@ -131,6 +133,28 @@ def make_mask(
         if not rule.causal and live is not None:
             return live[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
     return Visible(shape, rule.causal, rule.window, end, live, rows)
+
+
+def _is_step(rule: Rule, facts: dict[str, Any], end: Any) -> bool:
+    """One query that sees every key before it, of a model that does not read the mask itself: a step of generation."""
+    live, offset = facts.get("attention_mask"), facts.get("kv_offset", 0)
+    simple = rule.causal and rule.window is None and rule.documents is None
+    static = isinstance(end, torch.Tensor) or end != facts["kv_length"]  # of these no version allows the skip
+    simple = simple and (static or "cache_position" in facts or facts.get("allow_is_causal_skip", True))
+    return simple and not isinstance(offset, torch.Tensor) and offset == 0 and (live is None or live.ndim == 2)
+
+
+def _step(facts: dict[str, Any], end: Any) -> Visible:
+    """What the query of a step sees; the shape is the same at every step of a static cache, and nothing is read by the host."""
+    batch, room, live = facts["batch_size"], facts["kv_length"], facts.get("attention_mask")
+    keys = None if live is None else _padding(live, 0, room)
+    lengths = None
+    if isinstance(end, torch.Tensor):
+        lengths = end.reshape(1).to(torch.int32).repeat(batch)
+    elif end != room:
+        device = facts.get("device", None if live is None else live.device)
+        lengths = torch.full((batch,), end, dtype=torch.int32, device=device)
+    return Visible((batch, 1, 1, room), True, None, room, keys, None, lengths)
 
 
 def _sharded(rule: Rule | None, facts: dict[str, Any]) -> Visible | None:

@@ -31,6 +31,7 @@ class Visible(BlockMask):
     end: keys at and after this index are empty places of a static cache.
     keys: [batch, end] bool, true where a key is a token rather than padding; None if all are.
     rows: the packed sequences; then nothing is visible across them.
+    lengths: [batch] int32 on the device, of a step of generation: its one query sees so many keys; `end` is the cache's room.
 
     It derives from torch's BlockMask because transformers passes on, unread, what is a tensor or a BlockMask of four dimensions;
     it has none of a BlockMask's contents."""
@@ -43,8 +44,10 @@ class Visible(BlockMask):
         end: int,
         keys: torch.Tensor | None,
         rows: Rows | None,
+        lengths: torch.Tensor | None = None,
     ) -> None:
         self._shape, self.causal, self.window, self.end, self.keys, self.rows = shape, causal, window, end, keys, rows
+        self.lengths = lengths
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -67,7 +70,8 @@ class Visible(BlockMask):
             return self
         keys = None if self.keys is None else self.keys.to(device)
         rows = None if self.rows is None else Rows(self.rows.offsets.to(device), self.rows.longest)
-        return Visible(self._shape, self.causal, self.window, self.end, keys, rows)
+        lengths = None if self.lengths is None else self.lengths.to(device)
+        return Visible(self._shape, self.causal, self.window, self.end, keys, rows, lengths)
 
     def __getitem__(self, index: Any) -> Any:
         raise Unsupported(
@@ -79,6 +83,8 @@ class Visible(BlockMask):
         beside = [f"end={self.end}"]
         if self.keys is not None:
             beside.append("padding")
+        if self.lengths is not None:
+            beside.append("lengths on the device")
         if self.rows is not None:
             beside.append(f"{len(self.rows.offsets) - 1} packed sequences")
         return f"Visible({self._shape}, causal={self.causal}, window={self.window}, {', '.join(beside)})"

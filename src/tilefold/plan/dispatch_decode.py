@@ -25,7 +25,7 @@ def decode_fields(problem: AttentionProblem, device: Device, capacity: int, give
 def fields_of(problem: AttentionProblem, plan: DecodePlan, given: int = 0) -> dict[str, Any]:
     """Fields of the decision where the decode kernel follows this plan."""
     working, merged = _working(problem, plan)
-    partials = 2 * merged * plan.block_m * (problem.dim_v + 2) * 4
+    partials = 2 * merged * min(plan.block_m, plan.problem.rows) * (problem.dim_v + 2) * 4
     once = replace(plan.problem, attention=problem).cost
     cost = Cost(once.flops, once.bytes + partials, once.exps, once.bytes + partials)
     parts = max(1, plan.splits)

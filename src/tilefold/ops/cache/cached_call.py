@@ -121,7 +121,11 @@ def cached_sizes(
     sizes["capacity"] = (
         sizes["max_pages"] * sizes["page_size"] if paged else cache.max_k if packed_k else sizes["seq_k"]
     )
+    bind((_MASK,), {"mask": call.mask}, sizes, beside=("q", q))
     return sizes
+
+
+_MASK = TensorSpec("mask", "batch|1 heads|1 seq_q|1 capacity", (torch.bool,), optional=True)
 
 
 def check_longest(q: torch.Tensor, cache: Cache) -> None:
@@ -142,7 +146,7 @@ def cached_shapes(sizes: dict[str, int], cache: Cache) -> tuple[tuple[int, ...],
 
 def cached_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Any:
     """Everything that a launch depends on."""
-    tensors = (q, k, v, call.alibi_slopes, call.sinks, call.dropout_seed, *cache[:6])
+    tensors = (q, k, v, call.alibi_slopes, call.sinks, call.mask, call.dropout_seed, *cache[:6])
     numbers = (call.window, call.causal, call.scale, call.softcap, call.dropout_p, *cache[6:])
     return tuple(None if t is None else facts_of(t) for t in tensors), numbers, tuple(map(type, numbers))
 

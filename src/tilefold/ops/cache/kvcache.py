@@ -62,7 +62,7 @@ def attention_kvcache(
     if (
         compiling
         or is_transformed()
-        or is_watched((*tensors, *cache[:6]))
+        or is_watched((*tensors, call.mask, *cache[:6]))
         or (torch.is_grad_enabled() and wants_gradient(tensors))
     ):
         if plan is not None:
@@ -70,7 +70,7 @@ def attention_kvcache(
                 "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
             )
         found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
-            q, k, v, call.alibi_slopes, call.sinks, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
+            q, k, v, call.alibi_slopes, call.sinks, call.mask, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
             *_sides(call), call.scale, float(call.softcap), cache.more, isinstance(check, Watch))  # fmt: skip
         return found
     return _forward(q, k, v, call, cache, scales, plan, check)
@@ -271,6 +271,7 @@ def attention_kvcache_op(
     v: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     lengths: torch.Tensor | None,
@@ -290,20 +291,20 @@ def attention_kvcache_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `attention_kvcache`; watched: with check="device"."""
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
     return _forward(q, k, v, call, cache, (k_scale, v_scale), None, watched and watch_of("attention_kvcache"))
 
 
 @attention_kvcache_op.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
-    batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, max_q: int, splits: int,
-    causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float, more: int = 0,
+    mask: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None,
+    pads: torch.Tensor | None, batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None,
+    max_q: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float, more: int = 0,
     watched: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
     sizes, _ = _checked(q, k, v, call, cache, (k_scale, v_scale))
     out_shape, lse_shape = cached_shapes(sizes, cache)
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)

@@ -1,0 +1,174 @@
+"""Few queries of `attention` and `attention_varlen`: the plan that splits the keys, when it is made, and what it gives."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilefold
+from cases import judge, qkv
+from tilefold import reference
+from tilefold.errors import PlanError
+from tilefold.plan import (
+    AttentionPlan,
+    AttentionProblem,
+    DecodePlan,
+    DecodeProblem,
+    device_named,
+    plan_attention,
+    plan_decode,
+    plan_forward,
+    plan_splits,
+)
+from tilefold.plan.forward import FILLED_ROWS, LEAST_KEYS
+
+H200 = device_named("h200")
+
+
+def hold(q, k, v, layout="bshd", **options):
+    """The call by the decode kernel, held to the oracle; -> its plan."""
+    plan = tilefold.attention_plan(q, k, v, layout=layout, **options)
+    assert isinstance(plan, DecodePlan)
+    out, lse = tilefold.attention(q, k, v, layout=layout, return_lse=True, **options)
+    assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.is_contiguous()
+    rows = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else (q, k, v)
+    got = out.transpose(1, 2) if layout == "bhsd" else out
+    oracle, plain = (reference.attention(*rows, **options, **kind) for kind in ({}, {"dtype": q.dtype}))
+    judge(got, oracle[0], plain[0], "out")
+    judge(lse, oracle[1], plain[1].float(), "lse")
+    return plan
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    ("seq_q", "heads", "kv_heads", "dim", "dim_v"), [(1, 7, 1, 32, 32), (3, 4, 4, 40, 24), (5, 8, 2, 17, 33)]
+)
+def test_options(layout, seq_q, heads, kv_heads, dim, dim_v):
+    keys = LEAST_KEYS + 37
+    q, k, v = qkv(2, seq_q, keys, heads, kv_heads, dim, dim_v)
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    lost = torch.rand(2, 1, 1, keys) > 0.4
+    lost[1] = False  # nothing is seen: 0 and -inf
+    for options in (
+        {},
+        {"causal": True},
+        {"window": (50, 0), "softcap": 5.0},
+        {"mask": lost, "causal": True},
+        {"mask": torch.rand(1, heads, seq_q, keys) > 0.3, "sinks": torch.randn(heads)},
+        {"bias": torch.randn(2, 1, seq_q, keys), "alibi_slopes": torch.rand(2, heads)},
+    ):
+        hold(q, k, v, layout, **options)
+
+
+def test_strides_and_half_precision():
+    q, k, v = qkv(2, 1, 300, 8, 2, 32, dtype=torch.float16)
+    wide = torch.zeros(2, 300, 2, 80, dtype=torch.float16)
+    wide[..., :32], wide[..., 40:72] = k, v
+    hold(q.expand(2, 1, 8, 32), wide[..., :32], wide[..., 40:72], causal=True)
+    hold(q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
+
+
+def test_packed_sequences():
+    q, k, v = torch.randn(9, 4, 32), torch.randn(1000, 2, 32), torch.randn(1000, 2, 16)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 400, 700, 1000]))
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 400, "causal": True}
+    assert isinstance(tilefold.attention_plan(q, k, v, **options), DecodePlan)
+    out, lse = tilefold.attention_varlen(q, k, v, **options, return_lse=True)
+    oracle, plain = (reference.attention_varlen(q, k, v, **options, **kind) for kind in ({}, {"dtype": q.dtype}))
+    judge(out, oracle[0], plain[0], "out")
+    judge(lse, oracle[1], plain[1], "lse")
+
+
+def test_gradients_of_what_the_decode_kernel_made():
+    """Its lse is as good as another's: the backward pass of the same problem."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, LEAST_KEYS + 5, 4, 2, 16))
+    bias = torch.randn(1, 1, 2, LEAST_KEYS + 5, requires_grad=True)
+    assert isinstance(tilefold.attention_plan(q, k, v, bias=bias), DecodePlan)
+    dout = torch.randn(1, 2, 4, 16)
+    got = torch.autograd.grad(tilefold.attention(q, k, v, bias=bias, causal=True), (q, k, v, bias), dout)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+    kk, vv = (x.repeat_interleave(2, 2) for x in leaves[1:3])
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], kk) / 4.0 + leaves[3]
+    scores = scores.masked_fill(torch.ones(2, LEAST_KEYS + 5).triu(LEAST_KEYS + 4).bool(), float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), vv)
+    for mine, exact in zip(got, torch.autograd.grad(out, leaves, dout.double()), strict=True):
+        assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max() + 1e-6
+
+
+def test_plans_that_callers_give():
+    q, k, v = qkv(1, 1, 300, 4, 2, 16)
+    plan = tilefold.attention_plan(q, k, v)
+    assert tilefold.attention_plan(q, k, v, plan=plan) == plan
+    dense = plan_attention(plan.problem.attention, plan.device)
+    one, other = (tilefold.attention(q, k, v, plan=p) for p in (plan, dense))
+    assert (one - other).abs().max() < 1e-5
+    with pytest.raises(PlanError, match="seq_k=300, the call has seq_k=299"):
+        tilefold.attention(q, k[:, 1:], v[:, 1:], plan=plan)
+    paged = plan_decode(DecodeProblem(plan.problem.attention, page_size=16), plan.device)
+    with pytest.raises(PlanError, match="page_size=16, the call has page_size=0"):
+        tilefold.attention(q, k, v, plan=paged)
+
+
+@given(
+    st.sampled_from([1, 2, 8, 64]), st.integers(1, 200), st.integers(1, 40000),
+    st.sampled_from([(1, 1), (28, 4), (32, 8), (16, 16), (64, 1)]), st.sampled_from([40, 64, 128]), st.booleans(),
+)  # fmt: skip
+def test_the_decision(batch, seq_q, keys, heads, dim, varlen):
+    """The decode kernel takes what its tiles hold, unless dense tiles are full and fill the device; one answer everywhere."""
+    problem = AttentionProblem(batch, seq_q, keys, *heads, dim, dim, varlen=varlen, causal=True, descriptors=not varlen)
+    plan, dense = plan_forward(problem, H200), plan_attention(problem, H200)
+    group = heads[0] // heads[1]
+    if isinstance(plan, DecodePlan):
+        assert seq_q * group <= 128
+        assert plan.problem.attention == problem and plan.problem.equal == (not varlen)
+        assert plan.rejected[0].what == dense.kernel
+        assert str(dense.grid[0]) in plan.rejected[0].why
+    else:
+        assert plan == dense
+        full = seq_q * group >= FILLED_ROWS and dense.grid[0] >= H200.sms
+        assert seq_q * group > 128 or full or (seq_q > 1 and keys < LEAST_KEYS and dense.grid[0] <= H200.sms)
+    decision = plan_splits(problem, H200, call="varlen" if varlen else "dense")
+    assert decision.kernel == ("attention_decode" if isinstance(plan, DecodePlan) else dense.kernel)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_other_calls_stay_dense():
+    asked = {"batch": 1, "seq_q": 1, "seq_k": 8192, "heads": 8, "kv_heads": 8, "dim_qk": 64, "dim_v": 64}
+    for changes in ({"score_mods": ("user",)}, {"mask_mods": ("user",)}, {"dropout": True}, {"seq_q": 129}):
+        assert isinstance(plan_forward(AttentionProblem(**{**asked, **changes}), H200), AttentionPlan)
+    assert isinstance(plan_forward(AttentionProblem(**asked), H200), DecodePlan)
+    json.loads(plan_forward(AttentionProblem(**asked), H200).to_json())
+
+
+@pytest.mark.parametrize("seq_q", [1, 33])
+@pytest.mark.parametrize("page", [0, 16])
+def test_masks_over_caches(page, seq_q):
+    """By the number of a key in its sequence, whatever lies behind the last; 33 queries of 4 heads are a prompt."""
+    q, k, v = qkv(3, seq_q, 96, 8, 2, 16)
+    lengths, table = torch.tensor([96, 70, 40], dtype=torch.int32), torch.randperm(18).view(3, 6).int()
+    given, options = (k, v), {"cache_seqlens": lengths, "causal": True}
+    if page:
+        given = tuple(
+            torch.full((18, 16, 2, 16), float("nan")).index_put_((table.long(),), x.view(3, 6, 16, 2, 16))
+            for x in (k, v)
+        )
+        options["block_table"] = table
+    for shape in ((3, 1, 1, 96), (1, 8, seq_q, 96)):
+        mask = torch.rand(shape) > 0.4
+        out, lse = tilefold.attention_kvcache(q, *given, mask=mask, return_lse=True, **options)
+        for b, n in enumerate(lengths.tolist()):
+            part = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+            seen = {"mask": mask[b % len(mask) : b % len(mask) + 1, ..., :n], "causal": True}
+            oracle, plain = (reference.attention(*part, **seen, **kind) for kind in ({}, {"dtype": q.dtype}))
+            judge(out[b : b + 1], oracle[0], plain[0], "out")
+            judge(lse[b : b + 1], oracle[1], plain[1], "lse")
+
+
+def test_masks_over_caches_are_checked():
+    q, k, v = qkv(2, 1, 40, 4, 2, 16)
+    for mask, error in ((torch.ones(2, 1, 1, 39, dtype=torch.bool), "capacity"), (torch.ones(2, 1, 1, 40), "bool")):
+        with pytest.raises((tilefold.ShapeError, tilefold.DtypeError), match=error):
+            tilefold.attention_kvcache(q, k, v, mask=mask)
