@@ -65,14 +65,14 @@ class Context:
         band = 67 if self.guard and lead else 64 if self.guard else lead
         count = 1
         for size in room:
-            count *= size
+            count *= max(1, size)
         behind = 64 if self.guard else 0
         flat = torch.full((band + count + behind,), _far(values.dtype), device=self.device, dtype=torch.float32
                           if values.dtype == torch.float8_e4m3fn else values.dtype).to(values.dtype)  # fmt: skip
         strides, step = [0] * n, 1
         for i in reversed(order):
             strides[i] = step
-            step *= values.shape[i] + grow[i]
+            step *= max(1, values.shape[i] + grow[i])
         view = flat.as_strided(values.shape, strides, band)
         view.copy_(values)
         if self.guard and flat.numel():

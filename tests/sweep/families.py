@@ -1,11 +1,17 @@
 """All families of problems, by name."""
 
+from .append import APPEND, ROTARY
 from .axes import Family
+from .cached import KVCACHE, PREFIX
+from .conv import CONV
 from .dense import DENSE
+from .eight import EIGHT
+from .products import LOWBIT, MATMUL, W8A8
+from .sparse import SPARSE
 
 __all__ = ["FAMILIES", "chosen"]
 
-ALL = (DENSE,)
+ALL = (DENSE, EIGHT, KVCACHE, PREFIX, APPEND, ROTARY, SPARSE, MATMUL, CONV, LOWBIT, W8A8)
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL}
 
 

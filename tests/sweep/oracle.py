@@ -37,6 +37,7 @@ class Rules:
     noise: float = 0.0
     weights: float = 0.0  # roundoff of the weights, where it is not that of the dtype
     lost: float = 0.0  # weights below this share of the largest one count in lse alone
+    sums: float = FP32  # what sums of products are cut off by
 
 
 class Result(NamedTuple):
@@ -70,7 +71,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, r: Rules) -> tuple[torch.Tensor, .
     qh, kh = q.transpose(0, 1), _spread(k, heads)
     s = qh @ kh.mT * r.scale
     size = qh.abs() @ kh.abs().mT * r.scale
-    error = FP32 * steps(q.shape[2]) * size
+    error = r.sums * (steps(q.shape[2]) if r.sums == FP32 else 1.0) * size
     if r.noise:
         error = error + r.noise * (5 * 1.5 * ((qh * r.scale) ** 2 @ (kh**2).mT).sqrt() + size / 8)
     chain = torch.ones_like(s)
@@ -130,6 +131,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: Rules, dtype: t
     off = (p * error).sum(2)
     unit = r.weights or roundoff(dtype)
     extra = (pz * error) @ vh.abs() + off[..., None] * (found.abs() + FP32)
+    if r.sums != FP32:
+        extra = extra + r.sums * (pz @ vh.abs())
     if r.lost and m:
         extra = extra + (pz * (p < r.lost * p.amax(2, keepdim=True))) @ vh.abs()
     bound = limit(found, out, pz @ vh.abs(), pz**2 @ vh**2, unit, m, extra)
