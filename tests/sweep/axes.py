@@ -3,13 +3,15 @@
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["Family", "Pair", "draw_options", "never", "pairs_of", "valid_pairs"]
 
 Options = dict[str, Any]
 Pair = tuple[str, str]  # "axis=value" twice, sorted
+LIGHT: dict[str, tuple[Any, ...]] = {"dim": ("64", "1", "tiny", "16", "odd"), "dim_v": ("same", "less", "1", "odd", "64"), "group": (1, 4),
+                                     "page": ("16", "1", "odd", "64")}  # fmt: skip
 Clash = tuple[str, frozenset[Any], str, frozenset[Any]]
 
 
@@ -24,7 +26,8 @@ class Family:
 
     axes: values of each option, the plainest first.  run(ctx, options, dims, sizes): makes the inputs, calls the operation and
     compares.  sizes(rng, options, dims, most): all numbers that do not decide compilation, lengths up to about `most`.
-    dims(rng, options): those that do.  clashes: pairs of values that exclude one another."""
+    dims(rng, options): those that do.  clashes: pairs of values that exclude one another.  light: the values of some axes that the
+    interpreter is asked for."""
 
     name: str
     axes: dict[str, tuple[Any, ...]]
@@ -32,6 +35,7 @@ class Family:
     sizes: Callable[..., dict[str, Any]]
     dims: Callable[..., dict[str, Any]] = lambda rng, o: {}
     clashes: tuple[Clash, ...] = ()
+    light: dict[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def excluded(self) -> dict[str, set[str]]:
@@ -45,6 +49,14 @@ class Family:
                     found.setdefault(f"{other}={y}", set()).add(f"{axis}={x}")
             self.memo["excluded"] = found
         return self.memo["excluded"]  # type: ignore[no-any-return]
+
+    def lighter(self) -> "Family":
+        """The family without what takes the interpreter long."""
+        few = {**LIGHT, **self.light}
+        axes = {axis: tuple(x for x in values if x in few.get(axis, values)) for axis, values in self.axes.items()}
+        kept = lambda axis, some: some & set(axes[axis])  # noqa: E731
+        clashes = tuple((a, kept(a, x), b, kept(b, y)) for a, x, b, y in self.clashes)
+        return replace(self, axes=axes, clashes=clashes, memo={})
 
     def fits(self, options: Options) -> bool:
         """Whether no two of the options exclude one another."""

@@ -191,6 +191,7 @@ KVCACHE = Family(
         never("dim", {"576"}, "dim_v", ("less", "1", "odd", "64", "128", "256")),
         never("api", FLASH, "mla", {True}),
     ),
+    {"queries": ("one", "few")},
 )
 
 
@@ -230,4 +231,5 @@ PREFIX = Family(
     sizes,
     dims,
     (*CLASHES, never("place", {"rows", "indexed"}, "scales", {"page"})),
+    {"queries": ("one", "few")},
 )

@@ -105,4 +105,5 @@ CONV = Family(
     sizes,
     dims,
     (never("padding", {"same"}, "stride", {"2", "3", "1x2", "4x3"}), never("dtype", {"fp16", "bf16"}, "tf32", {True})),
+    {"c": ("one", "few"), "k": ("one", "few"), "filter": ("3", "1", "1x3"), "groups": (1, 2)},
 )

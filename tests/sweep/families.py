@@ -15,6 +15,7 @@ ALL = (DENSE, EIGHT, KVCACHE, PREFIX, APPEND, ROTARY, SPARSE, MATMUL, CONV, LOWB
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL}
 
 
-def chosen(names: str) -> list[Family]:
-    """Those named, separated by commas; all if none is."""
-    return [FAMILIES[name] for name in names.split(",")] if names else list(ALL)
+def chosen(names: str, light: bool = False) -> list[Family]:
+    """Those named, separated by commas; all if none is.  light: without what takes the interpreter long."""
+    some = [FAMILIES[name] for name in names.split(",")] if names else list(ALL)
+    return [family.lighter() for family in some] if light else some

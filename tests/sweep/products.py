@@ -141,8 +141,8 @@ def _rows(ctx: Context, o: dict[str, Any], s: dict[str, Any], dtype: torch.dtype
 def run_lowbit(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
     dtype, w = DTYPES[o["dtype"]], ctx.normal(s["n"], s["k"])
     kept = torch.float32 if o["scales"] == "fp32" else torch.float16 if dtype == torch.float32 else dtype
-    group = None if o["group"] in ("channel", "tensor") else int(o["group"])
-    given = {"per": "tensor"} if o["group"] == "tensor" else {"per": "channel"} if o["group"] == "channel" else {"group": group}
+    group = None if o["per"] in ("channel", "tensor") else int(o["per"])
+    given = {"per": "tensor"} if o["per"] == "tensor" else {"per": "channel"} if o["per"] == "channel" else {"group": group}
     refine = {"refine": "hqq"} if o["refine"] else {}
     weight = quantize_weight(w, o["bits"], scheme=o["scheme"], dtype=kept, **given, **refine)
     wide = weight.dequantize(torch.float64)
@@ -178,7 +178,7 @@ LOWBIT = Family(
         "bits": (4, 8, 3, 2),
         "dtype": ("fp16", "bf16", "fp32"),
         "scheme": ("asymmetric", "symmetric"),
-        "group": ("64", "32", "128", "channel", "tensor"),
+        "per": ("64", "32", "128", "channel", "tensor"),
         "refine": (False, True),
         "scales": ("same", "fp32"),
         "bias": (False, True),

@@ -22,7 +22,7 @@ def work(args: Any, setting: Setting) -> int:
     seen: dict[str, int] = {}
     with (args.out / f"worker-{args.worker}.jsonl").open("a") as lines, poisoned():
         done, number = 0, -1
-        for family, options, dims, rng in specialisations(chosen(args.ops), args.seed, args.memcheck):
+        for family, options, dims, rng in specialisations(chosen(args.ops, setting.small), args.seed, args.memcheck):
             number += 1
             if number % args.jobs != args.worker or number < args.first:
                 continue
