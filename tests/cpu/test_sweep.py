@@ -42,7 +42,7 @@ def one_wrong(name_of: str):
     def plant(name: str, got: torch.Tensor) -> torch.Tensor:
         if name_of in name and got.numel() > 8:
             got = got.clone()
-            got.view(-1)[5] = got.view(-1)[4]
+            got.view(-1)[7] = got.view(-1)[6]
         return got
 
     return plant

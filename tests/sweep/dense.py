@@ -22,6 +22,11 @@ def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int
     packed = o["api"] in PACKED
     if max(dims.values()) > 128 or o["group"] > 4:
         most = most // 2
+    if most >= 600 and o["group"] <= 4 and rng.random() < 0.03:  # what only long sequences are given
+        n = rng.choice((1024, 2048, 2049, rng.randint(1000, 2100)))
+        q, k = [n], [n if "qkv" in o["api"] or rng.random() < 0.5 else rng.randint(1000, 2100)]
+        return {"batch": 1, "q": q, "k": k, "kv": 1, "spare": 0, "window": window_of(rng, o["window"], n),
+                "scale": 0.3 if o["scale"] else None}  # fmt: skip
     count = rng.randint(1, 4) if packed else 1
     q = lengths(rng, most, count)
     k = list(q) if "qkv" in o["api"] or rng.random() < 0.3 else lengths(rng, most, count)

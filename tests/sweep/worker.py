@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from .context import kernels_reached, poisoned
 from .families import chosen
 from .problem import Problem, Setting, failure_of, kind_of, shrink, specialisations
@@ -12,6 +14,7 @@ from .problem import Problem, Setting, failure_of, kind_of, shrink, specialisati
 __all__ = ["work"]
 
 PER_KIND = 2  # failures of one kind that a process makes smaller; more of them are only counted
+ROOM = 2 << 30  # bytes that a process keeps of the device's memory
 SLOW = 25.0  # seconds after which a specialisation has had its turn
 
 
@@ -47,6 +50,8 @@ def _specialisation(args: Any, setting: Setting, family: Any, drawn: Any, number
         now.write_text(json.dumps({"number": number, "problem": problem.plain()}))
         failure = failure_of(family, problem, setting)
         count += 1
+        if setting.device.type == "cuda" and torch.cuda.memory_reserved() > ROOM:
+            torch.cuda.empty_cache()
         if failure is not None:
             failures.append(_failed(args, setting, family, problem, failure, seen))
             if _lost(failure):
