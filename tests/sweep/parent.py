@@ -45,21 +45,27 @@ class Worker:
             code = self.process.wait()
         if code == 0 or not self.now.exists():
             if code:
-                self._note({"op": "process", "o": {}, "dims": {}, "number": -1}, f"ended with {code} before any problem")
+                self._note({"op": "process", "o": {}, "dims": {}}, f"ended with {code} before any problem")
             return False
         at = json.loads(self.now.read_text() or "{}")
         self.now.unlink()
         if at and not (code == 3):  # 3: it wrote that down itself
-            self._note({**at["problem"], "number": at["number"]}, f"the process ended with {code}")
+            self._note(at["problem"], f"the process ended with {code}", at["number"])
         self.first, self.restarts = at.get("number", self.first) + 1, self.restarts + 1
         if time.time() > self.until or self.restarts > 20:
             return False
         self.start()
         return True
 
-    def _note(self, problem: dict[str, Any], said: str) -> None:
-        failure = {"said": f"crash: {said}", "problem": problem, "drawn": problem}
-        row = {"number": problem["number"], "op": problem["op"], "o": problem["o"], "dims": problem["dims"], "problems": 1,
+    def _last_words(self) -> str:
+        """The last line that the process printed."""
+        said = (self.args.out / f"worker-{self.number}.log").read_text(errors="replace").strip().splitlines()
+        return said[-1][:200] if said else ""
+
+    def _note(self, problem: dict[str, Any], said: str, number: int = -1) -> None:
+        said = f"crash: {said}: {self._last_words()}"
+        failure = {"said": said, "problem": problem, "drawn": problem}
+        row = {"number": number, "op": problem["op"], "o": problem["o"], "dims": problem["dims"], "problems": 1,
                "seconds": 0, "kernels": {}, "failures": [failure]}  # fmt: skip
         with self.file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")

@@ -133,4 +133,4 @@ def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int
     return {"n": rng.randint(2, 20), "d": rng.randint(2, 20)}
 
 
-REFUSALS = Family("refusals", {"case": tuple(CASES), "dtype": ("fp16", "bf16", "fp32")}, run, sizes)
+REFUSALS = Family("refusals", {"case": tuple(CASES), "dtype": ("fp16", "bf16", "fp32")}, run, sizes, each=1)

@@ -33,7 +33,7 @@ def work(args: Any, setting: Setting) -> int:
                 break
             drawn = (
                 Problem(family.name, options, dims, family.sizes(rng, options, dims, setting.most), rng.randrange(1 << 30))
-                for _ in range(args.each)
+                for _ in range(family.each or args.each)
             )
             done += _specialisation(args, setting, family, drawn, number, (lines, now, seen))
         lines.write(json.dumps({"end": number}) + "\n")
