@@ -29,6 +29,21 @@ def test_a_few_problems_of(op: str, setting) -> None:
         assert failure_of(family, problem, setting) is None, json.dumps(problem.plain())
 
 
+FOUND = (  # by the sweep, and mended
+    # the interpreter's check of factors looked up what stands behind a sequence's last page
+    """{"op": "prefix", "o": {"dtype": "fp16", "store": "e4m3", "place": "pages", "page": "1", "packed": true, "causal": true,
+    "scale": true, "softcap": false, "sinks": "fp32", "scales": "page", "splits": 1, "lse": false, "dim_v": "64", "group": 4,
+    "form": "gap", "dim": "16", "queries": "one", "cascade": true}, "dims": {"d": 16, "dv": 64, "page": 1}, "sizes": {"q": [1, 1],
+    "k": [1, 2], "room": 1, "kv": 1, "pad": 0, "window": null, "scale": 0.2, "prefix": 1, "spare": 0}, "seed": 343466025}""",
+)
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_found_before(line: str, setting) -> None:
+    problem = Problem(**json.loads(line))
+    assert failure_of(FAMILIES[problem.op], problem, setting) is None
+
+
 # ---------------------------------------------------------------- faults that were planted
 
 PLAIN = {axis: values[0] for axis, values in FAMILIES["dense"].axes.items()}

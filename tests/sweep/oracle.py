@@ -37,6 +37,8 @@ class Rules:
     noise: float = 0.0
     weights: float = 0.0  # roundoff of the weights, where it is not that of the dtype
     lost: float = 0.0  # weights below this share of the largest one count in lse alone
+    k_off: torch.Tensor | None = None  # how far keys and values may lie from those given, [m, kv heads, dim]
+    v_off: torch.Tensor | None = None
     sums: float = FP32  # what sums of products are cut off by
 
 
@@ -74,6 +76,9 @@ def _scores(q: torch.Tensor, k: torch.Tensor, r: Rules) -> tuple[torch.Tensor, .
     error = r.sums * (steps(q.shape[2]) if r.sums == FP32 else 1.0) * size
     if r.noise:
         error = error + r.noise * (5 * 1.5 * ((qh * r.scale) ** 2 @ (kh**2).mT).sqrt() + size / 8)
+    if r.k_off is not None:
+        off = _spread(r.k_off, heads)
+        error = error + 2 * ((qh * r.scale) ** 2 @ (off**2).mT).sqrt() + qh.abs() @ off.mT * r.scale / 8
     chain = torch.ones_like(s)
     if r.softcap:
         turned = torch.tanh(s / r.softcap)
@@ -131,6 +136,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: Rules, dtype: t
     off = (p * error).sum(2)
     unit = r.weights or roundoff(dtype)
     extra = (pz * error) @ vh.abs() + off[..., None] * (found.abs() + FP32)
+    if r.v_off is not None:
+        off_v = _spread(r.v_off, heads)
+        extra = extra + 2 * (pz**2 @ off_v**2).sqrt() + pz @ off_v / 8
     if r.sums != FP32:
         extra = extra + r.sums * (pz @ vh.abs())
     if r.lost and m:

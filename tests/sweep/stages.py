@@ -48,13 +48,13 @@ def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     live = torch.arange(n, device=ctx.device) % block < have["query_sizes"].repeat_interleave(block, 1)[:, :n]
     dead = have["block_sizes"] == 0
     for i in range(b):
-        k, v = (_rows(raw[x][i].double(), weights.get(x), have["block_sizes"][i], block, o["kind"]) for x in "kv")
-        r = Rules(s["scale"] or d["d"] ** -0.5, seen=(~dead[i])[None, None, :])
-        r.noise, r.weights = roundoff(dtype), 2 * roundoff(dtype)  # rows are rounded to the dtype
+        k, v = (_rows(raw[x][i].double(), weights.get(x), have["block_sizes"][i], block, o["kind"], dtype) for x in "kv")
+        r = Rules(s["scale"] or d["d"] ** -0.5, seen=(~dead[i])[None, None, :], k_off=k[1], v_off=v[1])
         q = raw["q"][i].double()
         if o["kind"] == "pooled":
-            q = _rows(q, None, have["query_sizes"][i], block, "block")
-            r.noise *= 2
+            q, off = _rows(q, None, have["query_sizes"][i], block, "block", dtype)
+            r.noise = 2 * roundoff(dtype) + float(off.amax() / q.abs().amax().clamp_min(1e-3)) / 8
+        k, v = k[0], v[0]
         f = attend(q, k, v, r, dtype)
         p, outs, bound = f.p, f.out, f.out_limit
         if o["kind"] == "pooled":
@@ -73,15 +73,21 @@ def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
             ctx.compare(f"lse of batch {i}", found.lse[i], exact, f.lse_limit)
 
 
-def _rows(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str) -> torch.Tensor:
-    """project, of one sequence: x [m, heads, d]."""
+def _rows(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """project, of one sequence x [m, heads, d], and how far off its rows may be: a dense weight is rounded to the dtype first."""
+    given = None if weight is None else weight.to(dtype).double() if kind == "dense" else weight.double()
+    found = _projected(x, given, few, block, kind)
+    size = _projected(x.abs(), None if given is None else given.abs(), few, block, kind)
+    return found, limit(found, dtype, size, terms=block if kind != "dense" else x.shape[0])
+
+
+def _projected(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str) -> torch.Tensor:
     m, blocks = x.shape[0], few.shape[0]
     at = torch.arange(m, device=x.device)
     x = torch.where((at % block < few[at // block])[:, None, None], x, 0.0)
     if kind == "dense":
-        rounded = weight.double()
-        return torch.einsum("hbm,mhd->bhd", rounded, x)
-    share = torch.full((x.shape[1], block), 1 / block, device=x.device, dtype=torch.float64) if weight is None else weight.double()
+        return torch.einsum("hbm,mhd->bhd", weight, x)
+    share = torch.full((x.shape[1], block), 1 / block, device=x.device, dtype=torch.float64) if weight is None else weight
     full = torch.zeros(blocks * block, *x.shape[1:], device=x.device, dtype=torch.float64)
     full[:m] = x
     found = torch.einsum("hs,bshd->bhd", share, full.view(blocks, block, *x.shape[1:]))

@@ -221,7 +221,7 @@ def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
         return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
     lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
     rows = zip(cache.block_table.tolist(), lengths, strict=True)
-    return {page for row, n in rows for page in row[: -(-n // sizes["page_size"])]}
+    return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
 
 
 def plan_of(
