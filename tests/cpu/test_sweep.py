@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+import tilefold
 from sweep.axes import draw_options, fill, never, pairs_of, valid_pairs
 from sweep.cli import main, prepare
 from sweep.families import FAMILIES, chosen
 from sweep.problem import Problem, failure_of, run_problem, shrink, specialisations
-
-import tilefold
 
 FEW = {"dense": 4, "sparse": 3, "kvcache": 3, "prefix": 2, "conv": 4}
 
@@ -135,7 +135,9 @@ def test_a_failure_is_made_smaller_and_shown_again(setting, capsys, tmp_path) ->
         return got + 1 if keys > 5 and capped else got
 
     family = FAMILIES["dense"]
-    problem = replace(DENSE, o={**DENSE.o, "grad": "none", "softcap": True, "alibi": "heads", "sinks": "same", "causal": True})
+    problem = replace(
+        DENSE, o={**DENSE.o, "grad": "none", "softcap": True, "alibi": "heads", "sinks": "same", "causal": True}
+    )
     keys, capped = 0, False
 
     def run(ctx, o, dims, s):

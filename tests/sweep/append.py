@@ -9,7 +9,7 @@ import tilefold
 
 from .axes import Family, never
 from .bounds import FP32, limit, roundoff
-from .caches import PAGES, Caches, page_of
+from .caches import PAGES, Caches, bits, page_of
 from .context import FORMS, Context
 from .dense_run import DTYPES
 from .sizes import DIMS, dims_of_heads, length, lengths
@@ -28,10 +28,16 @@ def pairs_of_channels(rng: random.Random, kind: str, d: int) -> int:
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     found = dims_of_heads(rng, o)
-    return {**found, "page": page_of(rng, o.get("page", "16")), "pairs": pairs_of_channels(rng, o["rotary"], found["d"])}
+    return {
+        **found,
+        "page": page_of(rng, o.get("page", "16")),
+        "pairs": pairs_of_channels(rng, o["rotary"], found["d"]),
+    }
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor, interleaved: bool) -> tuple[Any, Any]:
+def turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor, interleaved: bool
+) -> tuple[Any, Any]:
     """x [n, heads, d] fp64 with token i turned by row at[i] of the tables, and what rounding in fp32 may cost."""
     pairs, found, size = cos.shape[1], x.clone(), torch.zeros_like(x)
     inside = ((at >= 0) & (at < cos.shape[0]))[:, None, None]
@@ -39,7 +45,9 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tens
     if not cos.shape[0] or not pairs:
         return found, size
     c, s = (t.double()[row][:, None] for t in (cos, sin))
-    low, high = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
+    low, high = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
+    )
     a, b = x[..., low], x[..., high]
     found[..., low] = torch.where(inside, a * c - b * s, a)
     found[..., high] = torch.where(inside, b * c + a * s, b)
@@ -67,7 +75,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     batch = len(new)
     new = new if o["packed"] else new[:1] * batch
     need = [a + b for a, b in zip(old, new, strict=True)]
-    room = max(1, max(need) - (0 if ctx.small else s["short"]))  # some rows have no place: not written (the interpreter refuses)
+    room = max(
+        1, max(need) - (0 if ctx.small else s["short"])
+    )  # some rows have no place: not written (the interpreter refuses)
     caches = Caches(ctx, o, d, batch, kv, room)
     given: dict[str, Any] = {"cache_seqlens": ctx.whole(old), **caches.where([caches.room] * batch)}
     lead = (sum(new) + s["spare"],) if o["packed"] else (batch, new[0])
@@ -108,12 +118,14 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         ctx.compare(f"{name}_cache elsewhere", same.double(), torch.ones_like(same, dtype=torch.float64), 0.0)
 
 
-def _stored(ctx: Context, caches: Caches, name: str, b: int, first: int, cache: Any, image: Any, wide: Any, size: Any) -> None:
+def _stored(
+    ctx: Context, caches: Caches, name: str, b: int, first: int, cache: Any, image: Any, wide: Any, size: Any
+) -> None:
     """Compare rows of the cache with what they have to hold, and put them into the image of it."""
     last = min(first + wide.shape[0], caches.room)
     count = max(0, last - first)
     at = caches.rows(b, min(first, caches.room), max(last, min(first, caches.room)))
-    got, wide, size = cache[at], wide[:count], size[:count]
+    got, wide, size = bits(cache)[at].view(cache.dtype), wide[:count], size[:count]
     off = 3 * FP32 * size
     if caches.kind in (torch.int8, torch.float8_e4m3fn):
         f = caches.scales[name].double()
@@ -121,12 +133,16 @@ def _stored(ctx: Context, caches: Caches, name: str, b: int, first: int, cache: 
         wide, off = wide / f, off / f + FP32 * (wide / f).abs()
         low, high = (-128.0, 127.0) if caches.kind == torch.int8 else (-448.0, 448.0)
         wide = wide.clamp(low, high)
-        step = 0.5 if caches.kind == torch.int8 else torch.maximum(wide.abs() * 2.0**-4, torch.full_like(wide, 2.0**-10))
+        step = (
+            0.5 if caches.kind == torch.int8 else torch.maximum(wide.abs() * 2.0**-4, torch.full_like(wide, 2.0**-10))
+        )
         ctx.compare(f"{name} in the cache", got, wide, step + off)
     else:
-        exact = torch.where(size == 0, 0.0, roundoff(caches.kind) * wide.abs() + off + 1e-30 + torch.finfo(caches.kind).tiny * 1e-3)
+        exact = torch.where(
+            size == 0, 0.0, roundoff(caches.kind) * wide.abs() + off + 1e-30 + torch.finfo(caches.kind).tiny * 1e-3
+        )
         ctx.compare(f"{name} in the cache", got, wide, exact)
-    image[at] = got
+    bits(image)[at] = bits(got)
 
 
 APPEND = Family(
@@ -174,7 +190,9 @@ def run_rotary(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     n, dtype, batch = s["q"], DTYPES[o["dtype"]], len(s["q"])
     lead = (sum(n) + s["spare"],) if o["packed"] else (batch, n[0])
     x = ctx.normal(*lead, s["heads"], d["d"], dtype=dtype)
-    firsts = {"zero": [0] * batch, "int": [s["offset"]] * batch, "tensor": [s["offset"] + 2 * b for b in range(batch)]}[o["offsets"]]
+    firsts = {"zero": [0] * batch, "int": [s["offset"]] * batch, "tensor": [s["offset"] + 2 * b for b in range(batch)]}[
+        o["offsets"]
+    ]
     rows = max(max(firsts) + o["step"] * max([*n, 1]), 1) + 1
     if o["offsets"] == "tensor":
         rows = max(1, rows - s["short"])  # some positions are not in the table
@@ -193,7 +211,10 @@ def run_rotary(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     for b in range(batch):
         at = torch.arange(n[b] if o["packed"] else n[0], device=ctx.device) * o["step"] + firsts[b]
         take = slice(sum(n[:b]), sum(n[: b + 1])) if o["packed"] else b
-        for name, got, given_, sign in (("out", out, x, -1 if o["conjugate"] else 1), ("gradient", made, cot, 1 if o["conjugate"] else -1)):
+        for name, got, given_, sign in (
+            ("out", out, x, -1 if o["conjugate"] else 1),
+            ("gradient", made, cot, 1 if o["conjugate"] else -1),
+        ):
             if got is not None:
                 exact, size = turned(given_[take].double(), cos, sin * sign, at, o["interleaved"])
                 ctx.compare(name, got[take], exact, limit(exact, dtype, size))

@@ -10,8 +10,12 @@ __all__ = ["Family", "Pair", "draw_options", "never", "pairs_of", "valid_pairs"]
 
 Options = dict[str, Any]
 Pair = tuple[str, str]  # "axis=value" twice, sorted
-LIGHT: dict[str, tuple[Any, ...]] = {"dim": ("64", "1", "tiny", "16", "odd"), "dim_v": ("same", "less", "1", "odd", "64"), "group": (1, 4),
-                                     "page": ("16", "1", "odd", "64")}  # fmt: skip
+LIGHT: dict[str, tuple[Any, ...]] = {
+    "dim": ("64", "1", "tiny", "16", "odd"),
+    "dim_v": ("same", "less", "1", "odd", "64"),
+    "group": (1, 4),
+    "page": ("16", "1", "odd", "64"),
+}
 Clash = tuple[str, frozenset[Any], str, frozenset[Any]]
 
 
@@ -26,8 +30,8 @@ class Family:
 
     axes: values of each option, the plainest first.  run(ctx, options, dims, sizes): makes the inputs, calls the operation and
     compares.  sizes(rng, options, dims, most): all numbers that do not decide compilation, lengths up to about `most`.
-    dims(rng, options): those that do.  clashes: pairs of values that exclude one another.  light: the values of some axes that the
-    interpreter is asked for.  each: problems a specialisation, 0: as many as asked for."""
+    dims(rng, options): those that do.  clashes: pairs of values that exclude one another.  light: the values of some axes that
+    the interpreter is asked for.  each: problems a specialisation, 0: as many as asked for."""
 
     name: str
     axes: dict[str, tuple[Any, ...]]

@@ -10,7 +10,7 @@ from tilefold.compat import flash_attn as flash
 
 from .axes import Family, never
 from .bounds import roundoff
-from .caches import PAGES, Caches, page_of
+from .caches import PAGES, Caches, bits, page_of
 from .context import FORMS, Context
 from .dense_run import DTYPES
 from .oracle import Rules, attend
@@ -32,7 +32,11 @@ def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -
     """Queries and keys of each sequence; the prompts have more than 128 rows a KV head."""
     count, group = rng.randint(1, 4 if most > 40 else 2), o["group"]
     kind = o.get("queries", "few")
-    low, high = {"one": (1, 1), "few": (1, max(1, 64 // group)), "prompt": (129 // group + 1, max(130 // group + 2, most // 2))}[kind]
+    low, high = {
+        "one": (1, 1),
+        "few": (1, max(1, 64 // group)),
+        "prompt": (129 // group + 1, max(130 // group + 2, most // 2)),
+    }[kind]
     if most <= 40:  # the interpreter
         high = min(high, low + 3)
     if d["d"] > 256:
@@ -44,9 +48,17 @@ def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -
         q = [max(q[0], low)] * count
     k = [length(rng, most) if rng.random() < 0.5 else n + length(rng, most) for n in q]
     room = max([*k, 1]) + rng.choice((0, 0, 1, 7))
-    return {"q": q, "k": k, "room": room, "kv": rng.choice((1, 1, 2, 3)) if most > 40 else 1, "pad": rng.choice((1, 5, 17)) if o.get("leftpad") else 0,
-            "window": window_of(rng, o.get("window", "none"), most), "scale": 0.2 if o["scale"] else None,
-            "prefix": rng.randint(0, most), "spare": rng.choice((0, 0, 3))}  # fmt: skip
+    return {
+        "q": q,
+        "k": k,
+        "room": room,
+        "kv": rng.choice((1, 1, 2, 3)) if most > 40 else 1,
+        "pad": rng.choice((1, 5, 17)) if o.get("leftpad") else 0,
+        "window": window_of(rng, o.get("window", "none"), most),
+        "scale": 0.2 if o["scale"] else None,
+        "prefix": rng.randint(0, most),
+        "spare": rng.choice((0, 0, 3)),
+    }
 
 
 class Query:
@@ -63,7 +75,9 @@ class Query:
         if s["scale"] is not None:
             self.options["scale"] = s["scale"]
         if o["sinks"] != "off":
-            self.options["sinks"] = ctx.place(ctx.normal(self.heads, dtype=self.dtype if o["sinks"] == "same" else torch.float32))
+            self.options["sinks"] = ctx.place(
+                ctx.normal(self.heads, dtype=self.dtype if o["sinks"] == "same" else torch.float32)
+            )
         if o.get("alibi", "off") != "off":
             shape = (self.heads,) if o["alibi"] == "heads" else (self.batch, self.heads)
             self.options["alibi_slopes"] = ctx.place(ctx.uniform(*shape, high=0.2))
@@ -126,7 +140,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
 
 def _call(query: Query, o: dict[str, Any], k: Any, v: Any, given: dict[str, Any]) -> Any:
     if o["api"] == "kv":
-        found = tilefold.attention_kvcache(query.q, k, v, **given, **query.packing(), num_splits=o["splits"], return_lse=o["lse"])
+        found = tilefold.attention_kvcache(
+            query.q, k, v, **given, **query.packing(), num_splits=o["splits"], return_lse=o["lse"]
+        )
         return found if o["lse"] else (found, None)
     names = {"window": "window_size", "scale": "softmax_scale"}
     given = {names.get(name, name): value for name, value in given.items()}
@@ -204,7 +220,7 @@ def run_prefix(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     if not caches.page:
         for cache in (k, v):  # everybody's first rows are those of sequence 0
             for b in range(query.batch):
-                cache[caches.index[b], :prefix] = cache[caches.index[0], :prefix]
+                bits(cache)[caches.index[b], :prefix] = bits(cache)[caches.index[0], :prefix]
     k, v = ctx.place(k, o["form"], "k_cache"), ctx.place(v, o["form"], "v_cache")
     given = {**query.options, **caches.where(lens), "cache_seqlens": ctx.whole(lens), "prefix_length": prefix,
              "num_splits": o["splits"], "cascade": o["cascade"], "return_lse": o["lse"]}  # fmt: skip
@@ -226,7 +242,12 @@ def run_prefix(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
 
 PREFIX = Family(
     "prefix",
-    {**{n: x for n, x in AXES.items() if n != "dim"}, "dim": DIMS, "queries": ("one", "few", "prompt"), "cascade": (None, True, False)},
+    {
+        **{n: x for n, x in AXES.items() if n != "dim"},
+        "dim": DIMS,
+        "queries": ("one", "few", "prompt"),
+        "cascade": (None, True, False),
+    },
     run_prefix,
     sizes,
     dims,

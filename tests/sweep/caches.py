@@ -1,4 +1,4 @@
-"""KV caches as a problem has them: in rows, chosen rows or pages; in floats or 8 bits; with what lies beside the keys unusable."""
+"""KV caches as a problem has them: in rows, chosen rows or pages; in floats or 8 bits; what lies beside the keys is unusable."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from .context import Context
 from .dense_run import DTYPES
 
-__all__ = ["PAGES", "STORES", "Caches", "page_of"]
+__all__ = ["PAGES", "STORES", "Caches", "bits", "page_of"]
 
 PAGES = ("16", "1", "odd", "64", "100", "256")
 STORES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -18,19 +18,28 @@ def page_of(rng: Any, kind: str) -> int:
     return rng.choice((3, 5, 7, 11, 33)) if kind == "odd" else int(kind)
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """x, or its bytes where its dtype is one that torch does not index everywhere."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
 class Caches:
     """K and V of a batch: `k`, `v` as calls take them, `where` their keywords, `rows(b)` the place of each key of a sequence.
 
-    place: "rows", "indexed" or "pages".  room: rows of each sequence.  shared: its first so many pages (or rows) are everybody's."""
+    place: "rows", "indexed" or "pages".  room: rows of each sequence.  shared: its first so many rows are everyone's."""
 
-    def __init__(self, ctx: Context, o: dict[str, Any], dims: dict[str, Any], batch: int, kv: int, room: int, shared: int = 0) -> None:
+    def __init__(
+        self, ctx: Context, o: dict[str, Any], dims: dict[str, Any], batch: int, kv: int, room: int, shared: int = 0
+    ) -> None:
         self.ctx, self.o, self.dims, self.batch, self.kv = ctx, o, dims, batch, kv
         self.page = dims.get("page", 0) if o["place"] == "pages" else 0
         self.kind = STORES.get(o["store"], DTYPES[o["dtype"]])
         if self.page:
             count = -(-room // self.page)
             self.each, self.room = count, count * self.page
-            order = torch.randperm(batch * count + 2, generator=torch.Generator().manual_seed(ctx.rng.randrange(1 << 30)))
+            order = torch.randperm(
+                batch * count + 2, generator=torch.Generator().manual_seed(ctx.rng.randrange(1 << 30))
+            )
             self.table = order[: batch * count].view(batch, count)
             self.table[:, : shared // self.page] = self.table[:1, : shared // self.page]
             self.shape = batch * count + 2, self.page
@@ -76,7 +85,7 @@ class Caches:
         """Random keys in rows first to last - 1 of each sequence, nothing usable elsewhere."""
         made = self.empty(dim)
         for b, (first, last) in enumerate(spans):
-            made[self.rows(b, first, last)] = self.values(max(0, last - first), self.kv, dim)
+            bits(made)[self.rows(b, first, last)] = bits(self.values(max(0, last - first), self.kv, dim))
         return made
 
     def values(self, *shape: int) -> torch.Tensor:
@@ -86,7 +95,7 @@ class Caches:
     def exact(self, cache: torch.Tensor, name: str, b: int, first: int, last: int) -> torch.Tensor:
         """Keys of sequence b in fp64, factors applied."""
         at = self.rows(b, first, last)
-        found = cache[at].double()
+        found = bits(cache)[at].view(cache.dtype).double()
         if name in self.scales:
             f = self.scales[name].double()
             found = found * (f[at[0]] if f.dim() == 2 else f)[..., None]

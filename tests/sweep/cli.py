@@ -30,12 +30,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sweep", description="a random sweep of every public operation against fp64")
+    parser = argparse.ArgumentParser(
+        prog="python -m sweep", description="a random sweep of every public operation against fp64"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="stop drawing then (default 60)")
     parser.add_argument("--jobs", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)), help="processes")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder of the records of a run")
     parser.add_argument("--record", type=Path, help="a JSONL file that the run's row is added to")
+    parser.add_argument("--commit", default="", help="what the record says was run (default: git's)")
     parser.add_argument("--ops", default="", help="families, separated by commas (default: all)")
     parser.add_argument("--each", type=int, default=24, help="problems a specialisation")
     parser.add_argument("--problems", type=int, default=0, help="stop after so many, 0: by time alone")
@@ -69,7 +72,7 @@ def prepare(most: int = 0, memcheck: bool = False) -> Any:
         patch()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    return Setting(device, most or (200 if memcheck else 600 if gpu else 40), guard=not memcheck, small=not gpu)
+    return Setting(device, most or (100 if memcheck else 600 if gpu else 40), guard=not memcheck, small=not gpu)
 
 
 def _reproduce(given: str, setting: Any, seconds: float) -> int:

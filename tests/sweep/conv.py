@@ -45,7 +45,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     stride, dilation = _two(o["stride"]), _two(o["dilation"])
     padding = o["padding"] if o["padding"] in ("same", "valid") else _two(o["padding"])
     act = None if o["act"] == "none" else o["act"]
-    got = tilefold.conv2d(x, w, bias, stride, padding, dilation, groups, method=o["method"], activation=act, tf32=o["tf32"])
+    got = tilefold.conv2d(
+        x, w, bias, stride, padding, dilation, groups, method=o["method"], activation=act, tf32=o["tf32"]
+    )
     f = lambda a, b, c: torch.nn.functional.conv2d(a, b, c, stride, padding, dilation, groups)  # noqa: E731
     wx, ww = x.detach().double(), w.detach().double()
     wb = None if bias is None else bias.detach().double()

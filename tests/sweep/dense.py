@@ -6,7 +6,7 @@ from typing import Any
 from .axes import Family, never
 from .context import FORMS
 from .dense_run import run
-from .sizes import DIMS, WINDOWS, dims_of_heads, length, lengths, window_of
+from .sizes import DIMS, WINDOWS, dims_of_heads, lengths, window_of
 
 __all__ = ["DENSE"]
 

@@ -115,7 +115,7 @@ class Problem:
         """(out, lse or None, S_dmask or None)."""
         o, name = self.o, self.o["api"]
         given = dict(self.options)
-        longest = max([*self.lq, 0]) , max([*self.lk, 0])
+        longest = max([*self.lq, 0]), max([*self.lk, 0])
         if "flash" not in name:
             if o["any_order"]:
                 given["deterministic"] = False
@@ -138,7 +138,9 @@ class Problem:
         elif name == "flash_varlen_qkv":
             found = flash.flash_attn_varlen_qkvpacked_func(self.whole, self.cu(self.lq), longest[0], **given)
         elif name == "flash_varlen_kv":
-            found = flash.flash_attn_varlen_kvpacked_func(q, self.whole, self.cu(self.lq), self.cu(self.lk), *longest, **given)
+            found = flash.flash_attn_varlen_kvpacked_func(
+                q, self.whole, self.cu(self.lq), self.cu(self.lk), *longest, **given
+            )
         else:
             found = flash.flash_attn_varlen_func(q, k, v, self.cu(self.lq), self.cu(self.lk), *longest, **given)
         return found if want else (found, None, None)
@@ -211,7 +213,9 @@ def _kept(p: Problem, marks: Any) -> list[torch.Tensor]:
         dropped, count = dropped + float((~live).sum()), count + live.numel()
     share = (DROPPED * (1 - DROPPED) * count) ** 0.5
     if not any(p.o[x] not in ("off", False, "none") for x in ("mask", "mask_mod", "causal", "window")) and count:
-        p.ctx.expect("share of dropped weights", abs(dropped - DROPPED * count) <= 7 * share + 1, f"{dropped} of {count}")
+        p.ctx.expect(
+            "share of dropped weights", abs(dropped - DROPPED * count) <= 7 * share + 1, f"{dropped} of {count}"
+        )
     return found
 
 
@@ -274,7 +278,9 @@ class _Sums:
     """A gradient that sums over what its tensor is broadcast along."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self.exact, self.lin, self.sq, self.size = (torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(4))
+        self.exact, self.lin, self.sq, self.size = (
+            torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(4)
+        )
         self.terms = 0
 
     def add(self, b: int, part: torch.Tensor, slack: torch.Tensor) -> None:
@@ -292,4 +298,6 @@ class _Sums:
 
     def limit(self, dtype: torch.dtype) -> torch.Tensor:
         slack = self.sq.sqrt() + self.lin / 8 if self.terms > 1 else self.lin
-        return limit(self.exact, dtype, self.size, extra=torch.minimum(slack, self.lin) + FP32 * steps(self.terms) * self.size)
+        return limit(
+            self.exact, dtype, self.size, extra=torch.minimum(slack, self.lin) + FP32 * steps(self.terms) * self.size
+        )

@@ -18,8 +18,14 @@ __all__ = ["EIGHT"]
 
 def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int) -> dict[str, Any]:
     n = length(rng, most)
-    return {"batch": rng.choice((1, 1, 2, 3)), "q": [n], "k": [n if rng.random() < 0.4 else length(rng, most)],
-            "kv": rng.choice((1, 2, 3)), "window": window_of(rng, o["window"], most), "scale": 0.2 if o["scale"] else None}  # fmt: skip
+    return {
+        "batch": rng.choice((1, 1, 2, 3)),
+        "q": [n],
+        "k": [n if rng.random() < 0.4 else length(rng, most)],
+        "kv": rng.choice((1, 2, 3)),
+        "window": window_of(rng, o["window"], most),
+        "scale": 0.2 if o["scale"] else None,
+    }
 
 
 def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]) -> None:
@@ -33,7 +39,11 @@ def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]
     for name, shape in shapes.items():
         x = ctx.normal(*shape).to(kind)
         heads = h if name == "q" and o["descale"] == "head" else kv
-        factor = ctx.uniform(b, heads, low=0.5, high=1.5) if o["descale"] != "off" else torch.ones(b, heads, device=ctx.device)
+        factor = (
+            ctx.uniform(b, heads, low=0.5, high=1.5)
+            if o["descale"] != "off"
+            else torch.ones(b, heads, device=ctx.device)
+        )
         if o["descale"] != "off":
             given[f"{name}_descale"] = ctx.place(factor)
         wide[name] = x.double() * factor.double().repeat_interleave(shape[2] // heads, 1)[:, None, :, None]
@@ -43,7 +53,9 @@ def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]
     out = out.transpose(1, 2) if o["layout"] == "bhsd" else out
     bytes_ = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and 65 <= dims["dv"] <= 128
     r = Rules(s["scale"] or dims["d"] ** -0.5, o["causal"], given.get("window"), noise=roundoff(torch.bfloat16))
-    if bytes_:  # docs: weights in e4m3, what is below 2^-18 of the largest in lse alone; tensor cores add bytes with 14 bits
+    if (
+        bytes_
+    ):  # docs: weights in e4m3, what is below 2^-18 of the largest in lse alone; tensor cores add bytes with 14 bits
         r.weights, r.lost, r.sums = 2.0**-4, 2.0**-17, 2.0**-12
     else:
         r.weights = 2 * roundoff(torch.bfloat16)

@@ -22,7 +22,11 @@ __all__ = ["FLASHNEW", "PAGED"]
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     found = dims_of_heads(rng, o)
-    return {**found, "page": page_of(rng, o["page"]), "pairs": pairs_of_channels(rng, o.get("rotary", "off"), found["d"])}
+    return {
+        **found,
+        "page": page_of(rng, o["page"]),
+        "pairs": pairs_of_channels(rng, o.get("rotary", "off"), found["d"]),
+    }
 
 
 def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:
@@ -36,7 +40,9 @@ def run_new(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any
     if o["lengths"] == "int":
         old = old[:1] * batch
     caches = Caches(ctx, {**o, "store": "same"}, d, batch, kv, max(old) + n + s["room"])
-    kc, vc = (ctx.place(caches.filled(d[x], [(0, m) for m in old]), "plain", "cache", writable=True) for x in ("d", "dv"))
+    kc, vc = (
+        ctx.place(caches.filled(d[x], [(0, m) for m in old]), "plain", "cache", writable=True) for x in ("d", "dv")
+    )
     q = ctx.place(ctx.normal(batch, n, kv * o["group"], d["d"], dtype=dtype), o["form"], "q")
     k, v = (ctx.place(ctx.normal(batch, n, kv, d[x], dtype=dtype), o["form"], x) for x in ("d", "dv"))
     given: dict[str, Any] = {"causal": o["causal"], **caches.where([m + n for m in old])}
@@ -58,10 +64,14 @@ def run_new(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any
             qb = turned(qb, cos, sin, at if local else torch.full_like(at, old[b]), o["interleaved"])[0]
         keys = torch.cat([caches.exact(kc, "k", b, 0, old[b]), kb])
         values = torch.cat([caches.exact(vc, "v", b, 0, old[b]), v[b].double()])
-        r = Rules(d["d"] ** -0.5, o["causal"], given.get("window_size"), noise=roundoff(dtype) if cos is not None else 0.0)
+        r = Rules(
+            d["d"] ** -0.5, o["causal"], given.get("window_size"), noise=roundoff(dtype) if cos is not None else 0.0
+        )
         f = attend(qb, keys, values, r, dtype)
         ctx.compare(f"out of sequence {b}", out[b], f.out, f.out_limit)
-        ctx.compare(f"lse of sequence {b}", lse[b], f.lse.masked_fill(f.lse == float("-inf"), float("inf")), f.lse_limit)
+        ctx.compare(
+            f"lse of sequence {b}", lse[b], f.lse.masked_fill(f.lse == float("-inf"), float("inf")), f.lse_limit
+        )
         ctx.compare("v in the cache", caches.exact(vc, "v", b, old[b], old[b] + n), v[b].double(), 0.0)
 
 

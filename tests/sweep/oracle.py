@@ -161,7 +161,11 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     pdp = p * dp
     unsure = unit * (5 * ((rounded**2).sum(2, keepdim=True) + (pdp**2).sum(2, keepdim=True)).sqrt()
                      + pdp.abs().sum(2, keepdim=True) / 8)  # fmt: skip
-    unsure = unsure + FP32 * steps(v.shape[2] + m) * (p * dp_size).sum(2, keepdim=True) + (p * f.error * dp.abs()).sum(2, keepdim=True)
+    unsure = (
+        unsure
+        + FP32 * steps(v.shape[2] + m) * (p * dp_size).sum(2, keepdim=True)
+        + (p * f.error * dp.abs()).sum(2, keepdim=True)
+    )
     ds = p * (dp - delta + (0.0 if dlse is None else dlse[..., None]))
     dp_off = FP32 * steps(v.shape[2]) * dp_size
     blind = p * dp_off + ds.abs() * f.error  # what is off in each element by itself
@@ -188,7 +192,10 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
         dsinks = part.sum(1)
         share = weight * unsure[..., 0]
         slack = share.sum(1) / 8 + (share**2).sum(1).sqrt() + (part.abs() * (f.error.amax(2) if m else 0.0)).sum(1)
-        limits.append(slack + FP32 * steps(n) * 4 * (weight * (delta[..., 0].abs() + (0.0 if dlse is None else dlse.abs()))).sum(1))
+        limits.append(
+            slack
+            + FP32 * steps(n) * 4 * (weight * (delta[..., 0].abs() + (0.0 if dlse is None else dlse.abs()))).sum(1)
+        )
     return Grads(dq.transpose(0, 1), back[0], side[0], dbias, dsinks, tuple(limits))
 
 

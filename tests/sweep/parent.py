@@ -38,7 +38,9 @@ class Worker:
         """False once it has ended for good."""
         code = self.process.poll()
         if code is None:
-            old = self.now.exists() and time.time() - self.now.stat().st_mtime > STUCK * (10 if self.args.memcheck else 1)
+            old = self.now.exists() and time.time() - self.now.stat().st_mtime > STUCK * (
+                10 if self.args.memcheck else 1
+            )
             if not old and time.time() < self.until + GRACE:
                 return True
             self.process.kill()
@@ -49,7 +51,7 @@ class Worker:
             return False
         at = json.loads(self.now.read_text() or "{}")
         self.now.unlink()
-        if at and not (code == 3):  # 3: it wrote that down itself
+        if at and code != 3:  # 3: it wrote that down itself
             self._note(at["problem"], f"the process ended with {code}", at["number"])
         self.first, self.restarts = at.get("number", self.first) + 1, self.restarts + 1
         if time.time() > self.until or self.restarts > 20:
@@ -81,6 +83,6 @@ def run_all(args: Any) -> int:
     while workers:
         time.sleep(0.5)
         workers = [w for w in workers if w.running()]
-    (args.out / "run.json").write_text(json.dumps({"seed": args.seed, "seconds": args.seconds, "jobs": args.jobs,
-                                                   "memcheck": bool(args.memcheck), "ops": args.ops}))  # fmt: skip
+    told = {name: getattr(args, name) for name in ("seed", "seconds", "jobs", "memcheck", "commit", "ops")}
+    (args.out / "run.json").write_text(json.dumps(told))
     return summarise(args.out, args.record)

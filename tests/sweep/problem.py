@@ -13,7 +13,10 @@ from .axes import Family, draw_options, pairs_of, valid_pairs
 from .bounds import Wrong
 from .context import Context
 
-__all__ = ["Problem", "Setting", "failure_of", "run_problem", "shrink", "specialisations"]
+__all__ = ["NO_ROOM", "Problem", "Setting", "failure_of", "run_problem", "shrink", "specialisations"]
+
+
+NO_ROOM = "memory: the device has none left for this, beside the other processes"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ def specialisations(
         family = max(families, key=lambda f: (len(left[f.name]) / max(1, len(valid_pairs(f))), rng.random()))
         starts = left[family.name]
         if odd:
-            starts = {p: x for p, x in starts.items() if all(x.get(axis, v[0]) in v for axis, v in ODD.items())} or starts
+            starts = {
+                p: x for p, x in starts.items() if all(x.get(axis, v[0]) in v for axis, v in ODD.items())
+            } or starts
         options = draw_options(family, rng, starts)
         for pair in pairs_of(options):
             left[family.name].pop(pair, None)
@@ -80,6 +85,8 @@ def failure_of(family: Family, problem: Problem, setting: Setting, plant: Any = 
         run_problem(family, problem, setting, plant)
     except Wrong as wrong:
         return f"wrong: {wrong}"
+    except torch.OutOfMemoryError:
+        return NO_ROOM
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split())[:300]
@@ -106,7 +113,7 @@ def _smaller_sizes(sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for i, x in enumerate(value):
                 if isinstance(x, int) and x > 1:
                     for less in {x // 2, x - 1}:
-                        yield {**sizes, name: value[:i] + [less] + value[i + 1 :]}
+                        yield {**sizes, name: [*value[:i], less, *value[i + 1 :]]}
         elif type(value) is int and value > 1:
             for less in sorted({1, value // 2, value - 1}):
                 yield {**sizes, name: less}

@@ -45,7 +45,12 @@ def operand(ctx: Context, x: torch.Tensor, major: str, name: str, grad: bool) ->
 def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
     m, n, k, dtype = s["m"], s["n"], s["k"], KINDS[o["dtype"]]
     eight, grad = o["dtype"] == "e4m3", o["grad"]
-    lead = {"matmul": ((), ()), "bmm": ((s["batch"],),) * 2, "bmm a": ((s["batch"],), ()), "bmm b": ((), (s["batch"],))}[o["api"]]
+    lead = {
+        "matmul": ((), ()),
+        "bmm": ((s["batch"],),) * 2,
+        "bmm a": ((s["batch"],), ()),
+        "bmm b": ((), (s["batch"],)),
+    }[o["api"]]
     a = operand(ctx, ctx.normal(*lead[0], m, k).to(dtype), o["a"], "a", grad)
     b = operand(ctx, ctx.normal(*lead[1], k, n).to(dtype), o["b"], "b", grad)
     out = DTYPES[o["out"]] if o["out"] != "same" else torch.bfloat16 if eight else dtype
@@ -70,7 +75,9 @@ def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     y, slope, bend = acted(z, o["act"])
     unit = 2.0**-10 if o["tf32"] else 0.0
     # e4m3: tensor cores add with about 14 bits; a 16-bit GELU is right to 5e-5 of the result and 1e-8 (docs/concepts/matmul.md)
-    extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" and out != torch.float32 else 0.0) + 8 * FP32 * z.abs() * (o["act"] != "none")
+    extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" and out != torch.float32 else 0.0) + 8 * FP32 * z.abs() * (
+        o["act"] != "none"
+    )
     extra = extra + (2.0**-12 * size if eight else 0.0)
     ctx.compare("product", got, y, limit(y, out, 1.2 * size, 1.44 * square, unit, k, extra))
     if grad:
@@ -89,8 +96,10 @@ def _backward(ctx: Context, o: dict[str, Any], got: Any, leaves: Any, exact: Any
     if o["act"] == "relu":  # which side of 0 a sum lies on is not known where it is no larger than its error
         off = off + torch.where(z.abs() <= kept, g.abs(), 0.0)
     u = u if o["act"] != "none" or unit or got.dtype != dtype else 0.0  # else dz is the cotangent itself
-    pairs = [(leaves[0], made[0], dz @ wb.mT, dz.abs() @ wb.abs().mT, dz**2 @ wb.mT**2, off @ wb.abs().mT, wb.shape[-1]),
-             (leaves[1], made[1], wa.mT @ dz, wa.abs().mT @ dz.abs(), wa.mT**2 @ dz**2, wa.abs().mT @ off, wa.shape[-2])]  # fmt: skip
+    pairs = [
+        (leaves[0], made[0], dz @ wb.mT, dz.abs() @ wb.abs().mT, dz**2 @ wb.mT**2, off @ wb.abs().mT, wb.shape[-1]),
+        (leaves[1], made[1], wa.mT @ dz, wa.abs().mT @ dz.abs(), wa.mT**2 @ dz**2, wa.abs().mT @ off, wa.shape[-2]),
+    ]
     if leaves[2] is not None:
         pairs.append((leaves[2], made[2], dz, dz.abs(), dz**2, off, 1))
     for name, (leaf, mine, x, lin, sq, err, terms) in zip(("a", "b", "bias"), pairs, strict=False):
@@ -142,7 +151,9 @@ def run_lowbit(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     dtype, w = DTYPES[o["dtype"]], ctx.normal(s["n"], s["k"])
     kept = torch.float32 if o["scales"] == "fp32" else torch.float16 if dtype == torch.float32 else dtype
     group = None if o["per"] in ("channel", "tensor") else int(o["per"])
-    given = {"per": "tensor"} if o["per"] == "tensor" else {"per": "channel"} if o["per"] == "channel" else {"group": group}
+    given = (
+        {"per": "tensor"} if o["per"] == "tensor" else {"per": "channel"} if o["per"] == "channel" else {"group": group}
+    )
     refine = {"refine": "hqq"} if o["refine"] else {}
     weight = quantize_weight(w, o["bits"], scheme=o["scheme"], dtype=kept, **given, **refine)
     wide = weight.dequantize(torch.float64)
@@ -161,7 +172,12 @@ def run_lowbit(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
         cot = ctx.normal(*got.shape, dtype=dtype)
         (made,) = torch.autograd.grad(got, x, cot)
         g = cot.double()
-        ctx.compare("gradient of x", made, g @ wide, limit(g @ wide, dtype, g.abs() @ wide.abs(), g**2 @ wide**2, roundoff(dtype), s["n"]))
+        ctx.compare(
+            "gradient of x",
+            made,
+            g @ wide,
+            limit(g @ wide, dtype, g.abs() @ wide.abs(), g**2 @ wide**2, roundoff(dtype), s["n"]),
+        )
 
 
 def _steps(weight: Any) -> torch.Tensor:
@@ -212,7 +228,9 @@ def run_w8a8(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, An
     extra = (doubt @ wide.abs().T) * scale * f + (0.0 if kind == torch.int8 else 2.0**-12 * size) + 6 * FP32 * y.abs()
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
-    ctx.compare("product", got, y, limit(y, dtype, size * (kind != torch.int8), None, 0.0, s["k"], extra + 2 * FP32 * y.abs()))
+    ctx.compare(
+        "product", got, y, limit(y, dtype, size * (kind != torch.int8), None, 0.0, s["k"], extra + 2 * FP32 * y.abs())
+    )
 
 
 def _rounded(codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

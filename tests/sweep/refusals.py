@@ -21,11 +21,19 @@ class Given:
 
     def __init__(self, ctx: Context, dtype: torch.dtype, s: dict[str, Any]) -> None:
         self.ctx, self.dtype, n, d = ctx, dtype, s["n"], s["d"]
-        self.q, self.k, self.v = ctx.normal(2, n, 4, d, dtype=dtype), ctx.normal(2, n, 2, d, dtype=dtype), ctx.normal(2, n, 2, d, dtype=dtype)
+        self.q, self.k, self.v = (
+            ctx.normal(2, n, 4, d, dtype=dtype),
+            ctx.normal(2, n, 2, d, dtype=dtype),
+            ctx.normal(2, n, 2, d, dtype=dtype),
+        )
         self.a, self.b = ctx.normal(n, d, dtype=dtype), ctx.normal(d, n, dtype=dtype)
         self.other = torch.float16 if dtype != torch.float16 else torch.float32
         self.ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=ctx.device)
-        self.eight = self.q.float().to(torch.float8_e4m3fn), self.k.float().to(torch.float8_e4m3fn), self.v.float().to(torch.float8_e4m3fn)
+        self.eight = (
+            self.q.float().to(torch.float8_e4m3fn),
+            self.k.float().to(torch.float8_e4m3fn),
+            self.v.float().to(torch.float8_e4m3fn),
+        )
         self.index = tilefold.BlockIndex.from_map(torch.ones(1, 1, -(-n // 64), -(-n // 64), dtype=torch.bool, device=ctx.device),
                                                   seq_q=n, seq_k=n)  # fmt: skip
 
@@ -74,47 +82,73 @@ CASES: dict[str, Callable[[Given], Any]] = {
     "e4m3 with sinks": lambda g: attend(g, *g.eight, sinks=torch.zeros(4, device=g.q.device)),
     "e4m3 with a bias": lambda g: attend(g, *g.eight, bias=torch.zeros(1, 1, 1, g.k.shape[1], device=g.q.device)),
     "descale without e4m3": lambda g: attend(g, q_descale=torch.ones(2, 4, device=g.q.device)),
-    "cu_seqlens of int64": lambda g: tilefold.attention_varlen(g.q[0], g.k[0], g.v[0], g.ints(0, 1).long(), g.ints(0, 1), 1, 1),
+    "cu_seqlens of int64": lambda g: tilefold.attention_varlen(
+        g.q[0], g.k[0], g.v[0], g.ints(0, 1).long(), g.ints(0, 1), 1, 1
+    ),
     "packed e4m3": lambda g: tilefold.attention_varlen(*(x[0] for x in g.eight), g.ints(0, 1), g.ints(0, 1), 1, 1),
     "int8 cache without factors": lambda g: tilefold.attention_kvcache(g.q, g.k.to(torch.int8), g.v.to(torch.int8)),
     "129 splits": lambda g: cached(g, num_splits=129),
     "splits below 0": lambda g: cached(g, num_splits=-1),
     "lengths of int64": lambda g: cached(g, cache_seqlens=g.ints(1, 1).long()),
-    "pages and caches": lambda g: cached(g, block_table=g.ints(0, 1)[:, None], cache_seqlens=g.ints(1, 1), cache_batch_idx=g.ints(0, 1)),
-    "packed queries without max_seqlen_q": lambda g: tilefold.attention_kvcache(g.q[0], g.k, g.v, cu_seqlens_q=g.ints(0, 1, 1)),
+    "pages and caches": lambda g: cached(
+        g, block_table=g.ints(0, 1)[:, None], cache_seqlens=g.ints(1, 1), cache_batch_idx=g.ints(0, 1)
+    ),
+    "packed queries without max_seqlen_q": lambda g: tilefold.attention_kvcache(
+        g.q[0], g.k, g.v, cu_seqlens_q=g.ints(0, 1, 1)
+    ),
     "check: length past the cache": lambda g: cached(g, cache_seqlens=g.ints(1, 1 << 20), check=True),
-    "check: page that is not": lambda g: cached(g, cache_seqlens=g.ints(1, 1), block_table=g.ints(0, 99)[:, None], check=True),
-    "window of a shared prefix": lambda g: tilefold.attention_shared_prefix(g.q, g.k, g.v, prefix_length=1, cache_seqlens=g.ints(1, 1),
-                                                                             window=(1, 1)),
-    "factors of a float cache": lambda g: cached(g, k_scale=torch.ones(2, device=g.q.device), v_scale=torch.ones(2, device=g.q.device)),
+    "check: page that is not": lambda g: cached(
+        g, cache_seqlens=g.ints(1, 1), block_table=g.ints(0, 99)[:, None], check=True
+    ),
+    "window of a shared prefix": lambda g: tilefold.attention_shared_prefix(
+        g.q, g.k, g.v, prefix_length=1, cache_seqlens=g.ints(1, 1), window=(1, 1)
+    ),
+    "factors of a float cache": lambda g: cached(
+        g, k_scale=torch.ones(2, device=g.q.device), v_scale=torch.ones(2, device=g.q.device)
+    ),
     "q without angles": lambda g: appended(g, q=g.q),
-    "gradient into a cache": lambda g: tilefold.kvcache_append(wants(g.k), g.v, g.k.clone(), g.v.clone(), cache_seqlens=g.ints(0, 0)),
+    "gradient into a cache": lambda g: tilefold.kvcache_append(
+        wants(g.k), g.v, g.k.clone(), g.v.clone(), cache_seqlens=g.ints(0, 0)
+    ),
     "one table": lambda g: appended(g, rotary_cos=torch.ones(99, 1, device=g.q.device)),
-    "more pairs than channels": lambda g: appended(g, rotary_cos=torch.ones(99, 129, device=g.q.device),
-                                                   rotary_sin=torch.ones(99, 129, device=g.q.device)),
-    "rotary past the table": lambda g: tilefold.apply_rotary(g.q, *(torch.ones(1, 1, device=g.q.device),) * 2, offsets=5),
-    "merge of two dtypes": lambda g: tilefold.merge_attention(g.q, torch.zeros(2, 4, g.q.shape[1], device=g.q.device), g.q.to(g.other),
-                                                              torch.zeros(2, 4, g.q.shape[1], device=g.q.device)),
+    "more pairs than channels": lambda g: appended(
+        g, rotary_cos=torch.ones(99, 129, device=g.q.device), rotary_sin=torch.ones(99, 129, device=g.q.device)
+    ),
+    "rotary past the table": lambda g: tilefold.apply_rotary(
+        g.q, *(torch.ones(1, 1, device=g.q.device),) * 2, offsets=5
+    ),
+    "merge of two dtypes": lambda g: tilefold.merge_attention(
+        g.q,
+        torch.zeros(2, 4, g.q.shape[1], device=g.q.device),
+        g.q.to(g.other),
+        torch.zeros(2, 4, g.q.shape[1], device=g.q.device),
+    ),
     "index of other lengths": lambda g: tilefold.sparse_attention(torch.cat([g.q] * 65, 1), g.k, g.v, g.index),
     "no index": lambda g: tilefold.sparse_attention(g.q, g.k, g.v, torch.ones(1, 1, 1, 1, dtype=torch.bool)),
     "block of 48": lambda g: tilefold.BlockIndex.from_map(torch.ones(1, 1, 1, 1, dtype=torch.bool), block_q=48),
-    "gradient over pages": lambda g: tilefold.sparse_attention_paged(wants(g.q), g.k, g.v, g.index, g.ints(0, 1)[:, None], g.ints(1, 1)),
+    "gradient over pages": lambda g: tilefold.sparse_attention_paged(
+        wants(g.q), g.k, g.v, g.index, g.ints(0, 1)[:, None], g.ints(1, 1)
+    ),
     "inner sizes": lambda g: tilefold.matmul(g.a, torch.cat([g.b, g.b])),
     "product of two dtypes": lambda g: tilefold.matmul(g.a, g.b.to(g.other)),
     "activation": lambda g: tilefold.matmul(g.a, g.b, activation="tanh"),
     "order": lambda g: tilefold.matmul(g.a, g.b, order="best"),
     "scales of floats": lambda g: tilefold.matmul(g.a, g.b, scale_a=torch.ones(1, device=g.q.device)),
     "bmm of two matrices": lambda g: tilefold.bmm(g.a, g.b),
-    "same with stride 2": lambda g: tilefold.conv2d(g.q.transpose(1, 3), g.ctx.normal(2, g.q.shape[3], 1, 1, dtype=g.dtype), padding="same", stride=2),
+    "same with stride 2": lambda g: tilefold.conv2d(
+        g.q.transpose(1, 3), g.ctx.normal(2, g.q.shape[3], 1, 1, dtype=g.dtype), padding="same", stride=2
+    ),
     "channels of a group": lambda g: tilefold.conv2d(g.q, g.ctx.normal(2, g.q.shape[1] + 1, 1, 1, dtype=g.dtype)),
-    "convolution's method": lambda g: tilefold.conv2d(g.q, g.ctx.normal(2, g.q.shape[1], 1, 1, dtype=g.dtype), method="fft"),
+    "convolution's method": lambda g: tilefold.conv2d(
+        g.q, g.ctx.normal(2, g.q.shape[1], 1, 1, dtype=g.dtype), method="fft"
+    ),
     "transpose's method": lambda g: tilefold.transpose(g.a, method="best"),
     "add of two shapes": lambda g: tilefold.add(g.a, torch.cat([g.a, g.a])),
     "quantise to int16": lambda g: tilefold.quantize_kv(g.k, torch.int16),
     "gate without its branch": lambda g: sparse.fuse(None, g.q, gate_coarse=torch.ones(4, device=g.q.device)),
     "select's method": lambda g: sparse.select(torch.rand(1, 1, 2, 2, device=g.q.device), method="best"),
     "coarse dense without weights": lambda g: sparse.coarse(g.q, g.k, g.v, kind="dense"),
-}  # fmt: skip
+}
 
 
 def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]) -> None:

@@ -32,7 +32,14 @@ def length(rng: random.Random, most: int, least: int = 0) -> int:
     kind = rng.choices(("none", "one", "few", "edge", "any", "long"), (1, 2, 3, 5, 6, 2))[0]
     edge = rng.choice([t for t in (16, 32, 64, 128, 192, 256, 512) if t <= most] or [most]) + rng.choice((-1, 0, 1))
     any_ = rng.randint(1, max(1, most // 2))
-    found = {"none": 0, "one": 1, "few": rng.randint(2, 17), "edge": edge, "any": any_, "long": rng.randint(any_, most)}[kind]
+    found = {
+        "none": 0,
+        "one": 1,
+        "few": rng.randint(2, 17),
+        "edge": edge,
+        "any": any_,
+        "long": rng.randint(any_, most),
+    }[kind]
     return max(least, min(found, most))
 
 

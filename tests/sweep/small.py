@@ -25,7 +25,12 @@ def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
 
 
 def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"batch": rng.choice((0, 1, 1, 2, 3)), "n": length(rng, most), "heads": rng.randint(1, 6), "rows": length(rng, most)}
+    return {
+        "batch": rng.choice((0, 1, 1, 2, 3)),
+        "n": length(rng, most),
+        "heads": rng.randint(1, 6),
+        "rows": length(rng, most),
+    }
 
 
 def run_merge(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
@@ -56,7 +61,13 @@ def run_merge(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, A
 
 MERGE = Family(
     "merge",
-    {"dtype": ("fp16", "bf16", "fp32"), "dim": (*DIMS, "1024"), "form": FORMS, "packed": (False, True), "spread": (1, 8, 40)},
+    {
+        "dtype": ("fp16", "bf16", "fp32"),
+        "dim": (*DIMS, "1024"),
+        "form": FORMS,
+        "packed": (False, True),
+        "spread": (1, 8, 40),
+    },
     run_merge,
     sizes,
     dims,
@@ -121,7 +132,11 @@ ADD = Family(
 def run_quantise(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
     b, n, h, kind = s["batch"], s["n"], s["heads"], STORES[o["kind"]]
     turn = o["api"] == "fp8 bhsd"
-    x = ctx.normal(b, h, n, d["d"], dtype=DTYPES[o["dtype"]]) if turn else ctx.normal(b, n, h, d["d"], dtype=DTYPES[o["dtype"]])
+    x = (
+        ctx.normal(b, h, n, d["d"], dtype=DTYPES[o["dtype"]])
+        if turn
+        else ctx.normal(b, n, h, d["d"], dtype=DTYPES[o["dtype"]])
+    )
     t = ctx.place(x, o["form"], "x")
     top = 127.0 if kind == torch.int8 else 448.0
     largest = x.double().abs().transpose(1, 2) if not turn else x.double().abs()

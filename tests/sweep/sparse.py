@@ -32,8 +32,14 @@ def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -
         q = q[:1] * count
     if o["api"] in ("bshd", "bhsd"):
         k = k[:1] * count
-    return {"q": q, "k": k, "kv": rng.choice((1, 1, 2)), "more": rng.choice((0, 0, 9)), "listed": rng.choice((0.1, 0.4, 0.7, 1.0)),
-            "scale": 0.2 if o["scale"] else None}  # fmt: skip
+    return {
+        "q": q,
+        "k": k,
+        "kv": rng.choice((1, 1, 2)),
+        "more": rng.choice((0, 0, 9)),
+        "listed": rng.choice((0.1, 0.4, 0.7, 1.0)),
+        "scale": 0.2 if o["scale"] else None,
+    }
 
 
 class Lists:
@@ -50,7 +56,9 @@ class Lists:
             for name, blocks, block, seq in (("block_sizes", kb, self.bk, m), ("query_sizes", qb, self.bq, n)):
                 left = (seq - torch.arange(blocks, device=ctx.device) * block).clamp(max=block)
                 drawn = (ctx.uniform(nb, nh, blocks) * (left + 1)).floor().clamp(max=left)
-                sizes[name] = ctx.place(torch.where(ctx.uniform(nb, nh, blocks) < 0.5, left.double(), drawn.double()).to(torch.int32))
+                sizes[name] = ctx.place(
+                    torch.where(ctx.uniform(nb, nh, blocks) < 0.5, left.double(), drawn.double()).to(torch.int32)
+                )
         self.sizes = sizes
         geometry = {"block_q": self.bq, "block_k": self.bk, "seq_q": n, "seq_k": m, **sizes}
         if o["order"] == "map":
@@ -58,7 +66,9 @@ class Lists:
         else:  # lists in any order, behind each nothing that is meant
             counts = self.map.sum(3).to(torch.int32)
             rank = torch.where(self.map, ctx.uniform(*self.map.shape), 2.0)
-            self.index = tilefold.BlockIndex.from_indices(rank.argsort(3).to(torch.int32), counts, sort=False, **geometry)
+            self.index = tilefold.BlockIndex.from_indices(
+                rank.argsort(3).to(torch.int32), counts, sort=False, **geometry
+            )
 
     def seen(self, b: int, n: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         pick = lambda t: t[b if t.shape[0] > 1 else 0].expand(self.heads, *t.shape[2:])  # noqa: E731
@@ -81,7 +91,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         nk = nk[:1] * batch
     n, m = max(nq), max(nk) + (s["more"] if api == "paged" else 0)
     packed = api == "varlen"
-    caches = Caches(ctx, {**o, "place": "pages", "store": "same"}, d, batch, s["kv"], max(m, 1)) if api == "paged" else None
+    caches = (
+        Caches(ctx, {**o, "place": "pages", "store": "same"}, d, batch, s["kv"], max(m, 1)) if api == "paged" else None
+    )
     lists = Lists(ctx, o, s, heads, n, m)
     grad = o["grad"] != "none"
     lead_q = (sum(nq),) if packed else (batch, n)
@@ -107,7 +119,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     dlse = ctx.normal(*lse.shape) if o["grad"] == "lse" else None
     made: Any = None
     if grad:
-        made = torch.autograd.grad([out, lse] if dlse is not None else [out], list(t.values()), [dout, dlse] if dlse is not None else [dout])
+        made = torch.autograd.grad(
+            [out, lse] if dlse is not None else [out], list(t.values()), [dout, dlse] if dlse is not None else [dout]
+        )
     for b in range(batch):
         q = one(t["q"].detach(), b, nq)
         if caches is not None:
@@ -121,9 +135,15 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         if lse is not None:
             ctx.compare(f"lse of sequence {b}", lse[:, part] if packed else lse[b], f.lse, f.lse_limit)
         if made is not None:
-            dl = None if dlse is None else (dlse[:, part] if packed else dlse[b]).double().masked_fill(f.lse == float("-inf"), 0.0)
+            dl = (
+                None
+                if dlse is None
+                else (dlse[:, part] if packed else dlse[b]).double().masked_fill(f.lse == float("-inf"), 0.0)
+            )
             g = gradients(q, k, v, r, f, one(dout, b, nq), dl, dtype)
-            for name, got, exact, bound, lens in zip("qkv", made, (g.q, g.k, g.v), g.limits[:3], (nq, nk, nk), strict=True):
+            for name, got, exact, bound, lens in zip(
+                "qkv", made, (g.q, g.k, g.v), g.limits[:3], (nq, nk, nk), strict=True
+            ):
                 ctx.compare(f"gradient of {name} of sequence {b}", one(got, b, lens), exact, bound)
 
 
@@ -138,7 +158,9 @@ def _options(ctx: Context, o: dict[str, Any], s: dict[str, Any], most: int, grad
     return given
 
 
-def _rules(o: dict[str, Any], d: dict[str, Any], s: dict[str, Any], given: dict[str, Any], b: int, seen: torch.Tensor) -> Rules:
+def _rules(
+    o: dict[str, Any], d: dict[str, Any], s: dict[str, Any], given: dict[str, Any], b: int, seen: torch.Tensor
+) -> Rules:
     r = Rules(s["scale"] or d["d"] ** -0.5, o["causal"], softcap=given["softcap"], seen=seen, batch=b)
     if o["score_mod"] != "off":
         mod, args = SCORES[o["score_mod"]], given["score_args"]
@@ -158,7 +180,9 @@ def _call(ctx: Context, o: dict[str, Any], t: Any, lists: Lists, given: Any, nq:
     elif o["api"] == "paged":
         table = caches.where(nk)["block_table"]
         layout = "bhsd" if o["turned"] else "bshd"
-        found = tilefold.sparse_attention_paged(t["q"], t["k"], t["v"], index, table, ctx.whole(nk), layout=layout, **given, **want)
+        found = tilefold.sparse_attention_paged(
+            t["q"], t["k"], t["v"], index, table, ctx.whole(nk), layout=layout, **given, **want
+        )
     else:
         found = tilefold.sparse_attention(t["q"], t["k"], t["v"], index, layout=o["api"], **given, **want)
     return found if o["lse"] else (found, None)

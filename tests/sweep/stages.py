@@ -19,8 +19,13 @@ __all__ = ["COARSE", "FUSE", "SELECT"]
 
 def coarse_sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:
     n = length(rng, most, 1)
-    return {"batch": rng.randint(1, 2), "q": [n], "k": [n if rng.random() < 0.5 else length(rng, most, 1)], "kv": rng.choice((1, 2)),
-            "scale": 0.3 if o["scale"] else None}  # fmt: skip
+    return {
+        "batch": rng.randint(1, 2),
+        "q": [n],
+        "k": [n if rng.random() < 0.5 else length(rng, most, 1)],
+        "kv": rng.choice((1, 2)),
+        "scale": 0.3 if o["scale"] else None,
+    }
 
 
 def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
@@ -42,13 +47,26 @@ def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
             shape = {"block": (kv, block), "pooled": (kv, block), "dense": (kv, rows, m)}[o["kind"]]
             weights[name] = ctx.normal(*shape) / (block if o["kind"] != "dense" else m) ** 0.5
     t = {name: ctx.place(x.transpose(1, 2) if layout == "bhsd" else x, o["form"], name) for name, x in raw.items()}
-    found = sparse.coarse(t["q"], t["k"], t["v"], kind=o["kind"], reduction=o["reduction"], scale=s["scale"], block=block, layout=layout,
-                          return_lse=o["lse"], **{f"weight_{n}": w for n, w in weights.items()}, **few)  # fmt: skip
+    found = sparse.coarse(
+        t["q"],
+        t["k"],
+        t["v"],
+        kind=o["kind"],
+        reduction=o["reduction"],
+        scale=s["scale"],
+        block=block,
+        layout=layout,
+        return_lse=o["lse"],
+        **{f"weight_{n}": w for n, w in weights.items()},
+        **few,
+    )
     out = found.out.transpose(1, 2) if layout == "bhsd" else found.out
     live = torch.arange(n, device=ctx.device) % block < have["query_sizes"].repeat_interleave(block, 1)[:, :n]
     dead = have["block_sizes"] == 0
     for i in range(b):
-        k, v = (_rows(raw[x][i].double(), weights.get(x), have["block_sizes"][i], block, o["kind"], dtype) for x in "kv")
+        k, v = (
+            _rows(raw[x][i].double(), weights.get(x), have["block_sizes"][i], block, o["kind"], dtype) for x in "kv"
+        )
         r = Rules(s["scale"] or d["d"] ** -0.5, seen=(~dead[i])[None, None, :], k_off=k[1], v_off=v[1])
         q = raw["q"][i].double()
         if o["kind"] == "pooled":
@@ -67,13 +85,20 @@ def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
             scores, slack = torch.where(some, p, 0.0), off
         else:
             scores, slack = _reduced(p, live[i], block, qb, o["reduction"]), _reduced(off, live[i], block, qb, "max")
-        ctx.compare(f"scores of batch {i}", found.scores[i], scores, slack + 16 * FP32 * scores + 1e-30 + steps(block) * FP32 * scores)
+        ctx.compare(
+            f"scores of batch {i}",
+            found.scores[i],
+            scores,
+            slack + 16 * FP32 * scores + 1e-30 + steps(block) * FP32 * scores,
+        )
         if o["lse"] and o["kind"] != "pooled":
             exact = torch.where(live[i][None], f.lse, float("-inf"))
             ctx.compare(f"lse of batch {i}", found.lse[i], exact, f.lse_limit)
 
 
-def _rows(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _rows(
+    x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str, dtype: torch.dtype
+) -> tuple[Any, Any]:
     """project, of one sequence x [m, heads, d], and how far off its rows may be: a dense weight is rounded to the dtype first."""
     given = None if weight is None else weight.to(dtype).double() if kind == "dense" else weight.double()
     found = _projected(x, given, few, block, kind)
@@ -87,7 +112,9 @@ def _projected(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind
     x = torch.where((at % block < few[at // block])[:, None, None], x, 0.0)
     if kind == "dense":
         return torch.einsum("hbm,mhd->bhd", weight, x)
-    share = torch.full((x.shape[1], block), 1 / block, device=x.device, dtype=torch.float64) if weight is None else weight
+    share = (
+        torch.full((x.shape[1], block), 1 / block, device=x.device, dtype=torch.float64) if weight is None else weight
+    )
     full = torch.zeros(blocks * block, *x.shape[1:], device=x.device, dtype=torch.float64)
     full[:m] = x
     found = torch.einsum("hs,bshd->bhd", share, full.view(blocks, block, *x.shape[1:]))
@@ -159,7 +186,9 @@ def run_select(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     total = x.sum(3, keepdim=True)
     order = x.sort(3).values
     rank = torch.arange(1, columns + 1, device=ctx.device, dtype=torch.float64)
-    g = torch.where(total[..., 0] == 0, 0.0, ((2 * rank - columns - 1) * order).sum(3) / (columns * total[..., 0].clamp_min(1e-300)))
+    g = torch.where(
+        total[..., 0] == 0, 0.0, ((2 * rank - columns - 1) * order).sum(3) / (columns * total[..., 0].clamp_min(1e-300))
+    )
     ctx.compare("gini", found.gini, g, 64 * FP32)
     taken = found.index.to_map()
     mass = torch.where(total[..., 0] == 0, 1.0, (x * taken).sum(3) / total[..., 0].clamp_min(1e-300))
@@ -225,7 +254,9 @@ def run_fuse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, An
         if name in leaves and o[f"gate_{name}"] != "off":
             kind = torch.float32 if o["gates"] == "fp32" else dtype
             leaves[f"gate_{name}"] = ctx.place(ctx.normal(*kinds[o[f"gate_{name}"]], dtype=kind)).requires_grad_(grad)
-    got = sparse.fuse(leaves.get("coarse"), leaves.get("fine"), leaves.get("gate_coarse"), leaves.get("gate_fine"), layout=o["layout"])
+    got = sparse.fuse(
+        leaves.get("coarse"), leaves.get("fine"), leaves.get("gate_coarse"), leaves.get("gate_fine"), layout=o["layout"]
+    )
     wide = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     with torch.enable_grad():
         parts = [x * _gate(wide.get(f"gate_{name}"), turn) for name, x in wide.items() if not name.startswith("gate")]
@@ -238,7 +269,9 @@ def run_fuse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, An
         theirs = torch.autograd.grad(exact, list(wide.values()), cot.double())
         plain = {name: x.detach().abs().requires_grad_() for name, x in wide.items()}
         with torch.enable_grad():
-            both = sum(x * _gate(plain.get(f"gate_{name}"), turn) for name, x in plain.items() if not name.startswith("gate"))
+            both = sum(
+                x * _gate(plain.get(f"gate_{name}"), turn) for name, x in plain.items() if not name.startswith("gate")
+            )
         sizes = torch.autograd.grad(both, list(plain.values()), cot.double().abs())
         for name, x, y, z in zip(leaves, mine, theirs, sizes, strict=True):
             count = max(1, got.numel() // max(1, y.numel())) * d["d"]

@@ -1,4 +1,4 @@
-"""One process of a run: every so-many-th specialisation, a line of JSON for each, and the problem at hand in a file of its own."""
+"""One process of a run: every so-many-th specialisation, a line of JSON for each, the problem at hand in a file of its own."""
 
 import json
 import time
@@ -9,7 +9,7 @@ import torch
 
 from .context import kernels_reached, poisoned
 from .families import chosen
-from .problem import Problem, Setting, failure_of, kind_of, shrink, specialisations
+from .problem import NO_ROOM, Problem, Setting, failure_of, kind_of, shrink, specialisations
 
 __all__ = ["work"]
 
@@ -32,7 +32,9 @@ def work(args: Any, setting: Setting) -> int:
             if time.time() > args.until or (args.problems and done >= args.problems):
                 break
             drawn = (
-                Problem(family.name, options, dims, family.sizes(rng, options, dims, setting.most), rng.randrange(1 << 30))
+                Problem(
+                    family.name, options, dims, family.sizes(rng, options, dims, setting.most), rng.randrange(1 << 30)
+                )
                 for _ in range(family.each or args.each)
             )
             done += _specialisation(args, setting, family, drawn, number, (lines, now, seen))
@@ -48,7 +50,12 @@ def _specialisation(args: Any, setting: Setting, family: Any, drawn: Any, number
     count, failures, problem = 0, [], None
     for problem in drawn:
         now.write_text(json.dumps({"number": number, "problem": problem.plain()}))
+        if args.memcheck:  # so that what the sanitizer says stands behind the problem that it is of
+            print(json.dumps(problem.plain()), flush=True)
         failure = failure_of(family, problem, setting)
+        if failure == NO_ROOM:
+            torch.cuda.empty_cache()
+            continue
         count += 1
         if setting.device.type == "cuda" and torch.cuda.memory_reserved() > ROOM:
             torch.cuda.empty_cache()
@@ -66,8 +73,12 @@ def _specialisation(args: Any, setting: Setting, family: Any, drawn: Any, number
     return count
 
 
+LOST = ("CUDA error", "AcceleratorError", "Error [CUDA]", "illegal memory")
+
+
 def _lost(failure: str) -> bool:
-    return "raised" in failure and ("CUDA error" in failure or "AcceleratorError" in failure or "illegal memory" in failure)
+    """Whether the device's context is gone with it."""
+    return "raised" in failure and any(x in failure for x in LOST)
 
 
 def _failed(args: Any, setting: Setting, family: Any, problem: Problem, failure: str, seen: dict[str, int]) -> Any:
