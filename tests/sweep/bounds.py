@@ -36,8 +36,8 @@ def limit(
     """The largest error that rounding explains, element by element.
 
     exact: the result in fp64, rounded once to `out`.  linear: the sum of its terms' sizes; squares: the sum of their squares.
-    unit: what each term is rounded by: errors of many terms go by the root of their squares, which no sample reaches five times,
-    with an eighth of the linear sum for what they have in common, and never beyond all of it.  terms: how many are summed in fp32.
+    unit: what each term is rounded by: errors of many terms go by the root of their squares, which no sample reaches
+    five times, and share an eighth of the linear sum, never beyond all of it.  terms: how many are summed in fp32.
     extra: what else is known to be off."""
     found = roundoff(out) * exact.abs() + FP32 * steps(terms) * linear + extra
     if unit:

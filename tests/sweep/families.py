@@ -3,6 +3,7 @@
 from .append import APPEND, ROTARY
 from .axes import Family
 from .cached import KVCACHE, PREFIX
+from .coarse import COARSE
 from .conv import CONV
 from .dense import DENSE
 from .eight import EIGHT
@@ -11,7 +12,7 @@ from .products import LOWBIT, MATMUL, W8A8
 from .refusals import REFUSALS
 from .small import ADD, MERGE, QUANTISE, TRANSPOSE
 from .sparse import SPARSE
-from .stages import COARSE, FUSE, SELECT
+from .stages import FUSE, SELECT
 
 __all__ = ["FAMILIES", "chosen"]
 

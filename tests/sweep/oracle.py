@@ -168,6 +168,8 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     )
     ds = p * (dp - delta + (0.0 if dlse is None else dlse[..., None]))
     dp_off = FP32 * steps(v.shape[2]) * dp_size
+    if r.v_off is not None:
+        dp_off = dp_off + do.abs() @ _spread(r.v_off, heads).mT
     blind = p * dp_off + ds.abs() * f.error  # what is off in each element by itself
     if dlse is not None:
         blind = blind + 2 * FP32 * p * dlse.abs()[..., None]
@@ -175,7 +177,10 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     w, w_blind, w_shared = ds * t, blind * t.abs(), p * t.abs() * unsure
     size_q = w.abs() @ kh.abs()
     dq = w @ kh
-    dq_limit = limit(dq, dtype, size_q, w**2 @ kh**2, unit, m, w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure)
+    off_q = 0.0 if r.k_off is None else w.abs() @ _spread(r.k_off, heads)
+    dq_limit = off_q + limit(
+        dq, dtype, size_q, w**2 @ kh**2, unit, m, w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure
+    )
     back = [_gather(x, kv) for x in (w.mT @ qh, w.abs().mT @ qh.abs(), (w**2).mT @ qh**2,
                                       w_blind.mT @ qh.abs() + w_shared.mT @ qh.abs() / 8, (w_shared**2).mT @ qh**2)]  # fmt: skip
     dk_limit = limit(back[0], dtype, back[1], back[2], unit, n * heads // kv, back[3] + back[4].sqrt())

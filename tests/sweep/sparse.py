@@ -99,29 +99,23 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     lead_q = (sum(nq),) if packed else (batch, n)
     lead_k = (sum(nk),) if packed else (batch, nk[0])
     shapes = {"q": (*lead_q, heads, d["d"]), "k": (*lead_k, s["kv"], d["d"]), "v": (*lead_k, s["kv"], d["dv"])}
-    t = {}
+    t, turn = {}, api == "bhsd" or (api == "paged" and o["turned"])
     for name, shape in shapes.items():
         x = ctx.normal(*shape, dtype=dtype)
         if caches is not None and name != "q":
             x = caches.filled(shape[-1], [(0, k) for k in nk])
-        turn = api == "bhsd" or (api == "paged" and o["turned"])
         t[name] = ctx.place(x.transpose(1, 2) if turn else x, o["form"], name).requires_grad_(grad)
     given = _options(ctx, o, s, max([n, m, 1]), grad)
     out, lse = _call(ctx, o, t, lists, given, nq, nk, caches)
-    turn = api == "bhsd" or (api == "paged" and o["turned"])
 
     def one(x: Any, b: int, lens: list[int]) -> torch.Tensor:
         if packed:
             return x[sum(lens[:b]) : sum(lens[: b + 1])].double()
         return (x[b].transpose(0, 1) if turn else x[b]).double()
 
-    dout = ctx.normal(*out.shape, dtype=dtype) if grad else None
-    dlse = ctx.normal(*lse.shape) if o["grad"] == "lse" else None
-    made: Any = None
-    if grad:
-        made = torch.autograd.grad(
-            [out, lse] if dlse is not None else [out], list(t.values()), [dout, dlse] if dlse is not None else [dout]
-        )
+    cots = [ctx.normal(*out.shape, dtype=dtype)] if grad else []
+    cots += [ctx.normal(*lse.shape)] if o["grad"] == "lse" else []
+    made = torch.autograd.grad([out, lse][: len(cots)], list(t.values()), cots) if grad else None
     for b in range(batch):
         q = one(t["q"].detach(), b, nq)
         if caches is not None:
@@ -135,16 +129,13 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         if lse is not None:
             ctx.compare(f"lse of sequence {b}", lse[:, part] if packed else lse[b], f.lse, f.lse_limit)
         if made is not None:
-            dl = (
-                None
-                if dlse is None
-                else (dlse[:, part] if packed else dlse[b]).double().masked_fill(f.lse == float("-inf"), 0.0)
-            )
-            g = gradients(q, k, v, r, f, one(dout, b, nq), dl, dtype)
-            for name, got, exact, bound, lens in zip(
-                "qkv", made, (g.q, g.k, g.v), g.limits[:3], (nq, nk, nk), strict=True
-            ):
-                ctx.compare(f"gradient of {name} of sequence {b}", one(got, b, lens), exact, bound)
+            dl = None
+            if len(cots) > 1:
+                dl = (cots[1][:, part] if packed else cots[1][b]).double().masked_fill(f.lse == float("-inf"), 0.0)
+            g = gradients(q, k, v, r, f, one(cots[0], b, nq), dl, dtype)
+            exact = zip("qkv", made, (g.q, g.k, g.v), g.limits[:3], (nq, nk, nk), strict=True)
+            for name, got, x, bound, lens in exact:
+                ctx.compare(f"gradient of {name} of sequence {b}", one(got, b, lens), x, bound)
 
 
 def _options(ctx: Context, o: dict[str, Any], s: dict[str, Any], most: int, grad: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The stages of video attention: `project` with `coarse`, `select`, `fuse`."""
+"""Two stages of video attention: `select`, `fuse`."""
 
 import random
 from typing import Any
@@ -8,154 +8,12 @@ import torch
 from tilefold import sparse
 
 from .axes import Family, never
-from .bounds import FP32, limit, roundoff, steps
+from .bounds import FP32, limit
 from .context import FORMS, Context
 from .dense_run import DTYPES
-from .oracle import Rules, attend
 from .sizes import DIMS, dims_of_heads, length
 
-__all__ = ["COARSE", "FUSE", "SELECT"]
-
-
-def coarse_sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:
-    n = length(rng, most, 1)
-    return {
-        "batch": rng.randint(1, 2),
-        "q": [n],
-        "k": [n if rng.random() < 0.5 else length(rng, most, 1)],
-        "kv": rng.choice((1, 2)),
-        "scale": 0.3 if o["scale"] else None,
-    }
-
-
-def run_coarse(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -> None:
-    dtype, (n,), (m,), b, kv, block = DTYPES[o["dtype"]], s["q"], s["k"], s["batch"], s["kv"], o["block"]
-    h, layout = kv * o["group"], o["layout"]
-    rows, qb = -(-m // block), -(-n // block)
-    raw = {"q": ctx.normal(b, n, h, d["d"], dtype=dtype), "k": ctx.normal(b, m, kv, d["d"], dtype=dtype),
-           "v": ctx.normal(b, m, kv, d["dv"], dtype=dtype)}  # fmt: skip
-    few, have = {}, {}
-    for name, count, length_ in (("block_sizes", rows, m), ("query_sizes", qb, n)):
-        left = (length_ - torch.arange(count, device=ctx.device) * block).clamp(max=block)
-        have[name] = left.expand(b, count)
-        if o["sizes"]:
-            have[name] = (ctx.uniform(b, count) * (left + 1)).floor().clamp(max=left).long()
-            few[name] = ctx.place(have[name].to(torch.int32))
-    weights = {}
-    if o["weights"]:
-        for name in "kv":
-            shape = {"block": (kv, block), "pooled": (kv, block), "dense": (kv, rows, m)}[o["kind"]]
-            weights[name] = ctx.normal(*shape) / (block if o["kind"] != "dense" else m) ** 0.5
-    t = {name: ctx.place(x.transpose(1, 2) if layout == "bhsd" else x, o["form"], name) for name, x in raw.items()}
-    found = sparse.coarse(
-        t["q"],
-        t["k"],
-        t["v"],
-        kind=o["kind"],
-        reduction=o["reduction"],
-        scale=s["scale"],
-        block=block,
-        layout=layout,
-        return_lse=o["lse"],
-        **{f"weight_{n}": w for n, w in weights.items()},
-        **few,
-    )
-    out = found.out.transpose(1, 2) if layout == "bhsd" else found.out
-    live = torch.arange(n, device=ctx.device) % block < have["query_sizes"].repeat_interleave(block, 1)[:, :n]
-    dead = have["block_sizes"] == 0
-    for i in range(b):
-        k, v = (
-            _rows(raw[x][i].double(), weights.get(x), have["block_sizes"][i], block, o["kind"], dtype) for x in "kv"
-        )
-        r = Rules(s["scale"] or d["d"] ** -0.5, seen=(~dead[i])[None, None, :], k_off=k[1], v_off=v[1])
-        q = raw["q"][i].double()
-        if o["kind"] == "pooled":
-            q, off = _rows(q, None, have["query_sizes"][i], block, "block", dtype)
-            r.noise = 2 * roundoff(dtype) + float(off.amax() / q.abs().amax().clamp_min(1e-3)) / 8
-        k, v = k[0], v[0]
-        f = attend(q, k, v, r, dtype)
-        p, outs, bound = f.p, f.out, f.out_limit
-        if o["kind"] == "pooled":
-            outs, bound = (x.repeat_interleave(block, 0)[:n] for x in (outs, bound))
-        alive = live[i][:, None, None]
-        ctx.compare(f"out of batch {i}", out[i], torch.where(alive, outs, 0.0), torch.where(alive, bound, 0.0))
-        off = f.error * p
-        if o["kind"] == "pooled":
-            some = (have["query_sizes"][i] > 0)[None, :, None]
-            scores, slack = torch.where(some, p, 0.0), off
-        else:
-            scores, slack = _reduced(p, live[i], block, qb, o["reduction"]), _reduced(off, live[i], block, qb, "max")
-        ctx.compare(
-            f"scores of batch {i}",
-            found.scores[i],
-            scores,
-            slack + 16 * FP32 * scores + 1e-30 + steps(block) * FP32 * scores,
-        )
-        if o["lse"] and o["kind"] != "pooled":
-            exact = torch.where(live[i][None], f.lse, float("-inf"))
-            ctx.compare(f"lse of batch {i}", found.lse[i], exact, f.lse_limit)
-
-
-def _rows(
-    x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str, dtype: torch.dtype
-) -> tuple[Any, Any]:
-    """project, of one sequence x [m, heads, d], and how far off its rows may be: a dense weight is rounded to the dtype first."""
-    given = None if weight is None else weight.to(dtype).double() if kind == "dense" else weight.double()
-    found = _projected(x, given, few, block, kind)
-    size = _projected(x.abs(), None if given is None else given.abs(), few, block, kind)
-    return found, limit(found, dtype, size, terms=block if kind != "dense" else x.shape[0])
-
-
-def _projected(x: torch.Tensor, weight: Any, few: torch.Tensor, block: int, kind: str) -> torch.Tensor:
-    m, blocks = x.shape[0], few.shape[0]
-    at = torch.arange(m, device=x.device)
-    x = torch.where((at % block < few[at // block])[:, None, None], x, 0.0)
-    if kind == "dense":
-        return torch.einsum("hbm,mhd->bhd", weight, x)
-    share = (
-        torch.full((x.shape[1], block), 1 / block, device=x.device, dtype=torch.float64) if weight is None else weight
-    )
-    full = torch.zeros(blocks * block, *x.shape[1:], device=x.device, dtype=torch.float64)
-    full[:m] = x
-    found = torch.einsum("hs,bshd->bhd", share, full.view(blocks, block, *x.shape[1:]))
-    return found * torch.where(few > 0, block / few.clamp_min(1), 0.0)[:, None, None]
-
-
-def _reduced(p: torch.Tensor, live: torch.Tensor, block: int, blocks: int, how: str) -> torch.Tensor:
-    """[heads, n, rows] to [heads, blocks, rows] over the valid queries of each block."""
-    h, n, rows = p.shape
-    full = torch.zeros(h, blocks * block, rows, device=p.device, dtype=p.dtype)
-    full[:, :n] = torch.where(live[None, :, None], p, 0.0)
-    full = full.view(h, blocks, block, rows)
-    if how == "max":
-        return full.amax(2)
-    count = torch.zeros(blocks * block, device=p.device, dtype=p.dtype)
-    count[:n] = live.double()
-    return full.sum(2) / count.view(blocks, block).sum(1).clamp_min(1)[None, :, None]
-
-
-COARSE = Family(
-    "coarse",
-    {
-        "kind": ("block", "pooled", "dense"),
-        "dtype": ("fp16", "bf16", "fp32"),
-        "layout": ("bshd", "bhsd"),
-        "dim": DIMS,
-        "dim_v": ("same", "less", "1", "odd", "64", "128", "256"),
-        "group": (1, 4, 7),
-        "form": FORMS,
-        "block": (64, 16, 32, 128),
-        "weights": (False, True),
-        "sizes": (False, True),
-        "reduction": ("mean", "max"),
-        "scale": (False, True),
-        "lse": (False, True),
-    },
-    run_coarse,
-    coarse_sizes,
-    dims_of_heads,
-    (never("kind", {"dense"}, "weights", {False}), never("kind", {"dense"}, "sizes", {True})),
-)
+__all__ = ["FUSE", "SELECT"]
 
 
 # ---------------------------------------------------------------- select, fuse
