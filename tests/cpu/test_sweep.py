@@ -9,6 +9,7 @@ import torch
 import tilefold
 from sweep.axes import draw_options, fill, never, pairs_of, valid_pairs
 from sweep.cli import main, prepare
+from sweep.context import Context
 from sweep.families import FAMILIES, chosen
 from sweep.problem import Problem, failure_of, run_problem, shrink, specialisations
 
@@ -71,6 +72,33 @@ def test_one_wrong_element_is_found(name: str, dtype: str, setting) -> None:
     assert failure is not None
     assert failure.startswith(f"wrong: {name}")
     assert " 1 of " in failure
+
+
+@pytest.mark.parametrize("op", ["dense", "append", "rotary", "sparse", "matmul", "lowbit", "w8a8", "merge", "fuse"])
+def test_limits_are_tight(op: str, setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of elements that hold another one's value, a thousandth of the largest away or more, hardly any is taken for right."""
+    compare, seen, total = Context.compare, 0, 0
+
+    def counted(self, name, got, exact, limit) -> None:
+        nonlocal seen, total
+        compare(self, name, got, exact, limit)
+        bound = (
+            (limit if isinstance(limit, torch.Tensor) else torch.full_like(exact, limit)).expand(exact.shape).flatten()
+        )
+        x, other = exact.flatten(), got.detach().double().flatten().roll(1)
+        usable = x.isfinite() & other.isfinite()
+        if usable.sum() > 16:
+            off = (other - x).abs()
+            far = usable & (off > 1e-3 * x[usable].abs().max())
+            seen, total = seen + int((far & (off > bound)).sum()), total + int(far.sum())
+
+    monkeypatch.setattr(Context, "compare", counted)
+    drawn = specialisations(chosen(op, light=True), seed=2)
+    while total < 300:
+        family, options, dims, rng = next(drawn)
+        problem = Problem(op, options, dims, family.sizes(rng, options, dims, 24), rng.randrange(1 << 30))
+        run_problem(family, problem, setting)
+    assert seen > 0.9 * total, (seen, total)
 
 
 def dropped_key(real, *tensors, **given):

@@ -96,6 +96,8 @@ def failure_of(family: Family, problem: Problem, setting: Setting, plant: Any = 
 
 def kind_of(failure: str) -> str:
     """What two failures have in common if they are one fault: how it shows, without the numbers."""
+    if failure.startswith("crash"):
+        return "crash"
     head = failure.split("[")[0].split("(")[0]
     return "".join(c for c in head if not c.isdigit())[:80]
 
