@@ -12,6 +12,7 @@ from sweep.cli import main, prepare
 from sweep.context import Context
 from sweep.families import FAMILIES, chosen
 from sweep.problem import Problem, failure_of, run_problem, shrink, specialisations
+from tilefold.ops.launch import Launch
 
 FEW = {"dense": 4, "sparse": 3, "kvcache": 3, "prefix": 2, "conv": 4}
 
@@ -103,7 +104,7 @@ def test_limits_are_tight(op: str, setting, monkeypatch: pytest.MonkeyPatch) -> 
 
 def dropped_key(real, *tensors, **given):
     """One key of 45 is not seen by anyone."""
-    mask = torch.ones(1, 1, 1, 45, dtype=torch.bool)
+    mask = torch.ones(1, 1, 1, 45, dtype=torch.bool, device=tensors[0].device)
     mask[..., 11] = False
     return real(*tensors, **given, mask=mask)
 
@@ -156,7 +157,7 @@ def test_a_write_beside_a_tensor_is_found(setting, monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- smaller, and again
 
 
-def test_a_failure_is_made_smaller_and_shown_again(setting, capsys, tmp_path) -> None:
+def test_a_failure_is_made_smaller_and_shown_again(setting, capsys, tmp_path, monkeypatch) -> None:
     """The fault shows where there are more than 5 keys and a softcap."""
 
     def plant(name: str, got: torch.Tensor) -> torch.Tensor:
@@ -179,6 +180,7 @@ def test_a_failure_is_made_smaller_and_shown_again(setting, capsys, tmp_path) ->
     assert small.sizes["q"] == [1]
     assert {axis for axis, value in small.o.items() if value != family.axes[axis][0]} <= {"softcap", "lse"}
     line = json.dumps(small.plain())
+    monkeypatch.setattr(Launch, "__call__", Launch.__call__)  # launches are counted from here on, until the test ends
     assert main(["--reproduce", line]) == 0
     assert "right" in capsys.readouterr().out
     path = tmp_path / "problem.json"

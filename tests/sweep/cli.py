@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
 
         return run_all(args)
     setting = prepare(args.most, args.memcheck)
+    import torch
+
+    torch.set_num_threads(1)  # processes share the cores
     if args.worker is not None:
         from .worker import work
 
@@ -63,7 +66,6 @@ def prepare(most: int = 0, memcheck: bool = False) -> Any:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)
     from .problem import Setting
 
     if os.environ.get("TRITON_INTERPRET") == "1":
