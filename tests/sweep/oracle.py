@@ -143,6 +143,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: Rules, dtype: t
         extra = extra + r.sums * (pz @ vh.abs())
     if r.lost and m:
         extra = extra + (pz * (p < r.lost * p.amax(2, keepdim=True))) @ vh.abs()
+    extra = extra + _grain(pz, dtype, vh)
     bound = limit(found, out, pz @ vh.abs(), pz**2 @ vh**2, unit, m, extra)
     lse_off = off + FP32 * (8 + steps(m) + 4 * base[..., 0].abs())
     return Result(found.transpose(0, 1), lse, bound.transpose(0, 1), lse_off, p, chain, late, error + off[..., None])
@@ -175,33 +176,56 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
         blind = blind + 2 * FP32 * p * dlse.abs()[..., None]
     t = f.chain * r.scale
     w, w_blind, w_shared = ds * t, blind * t.abs(), p * t.abs() * unsure
+    if r.softcap:  # the derivative 1 - tanh^2 is a difference of numbers around 1 where the cap is reached
+        w_blind = w_blind + (ds * f.late).abs() * r.scale * 8 * FP32
     size_q = w.abs() @ kh.abs()
     dq = w @ kh
     off_q = 0.0 if r.k_off is None else w.abs() @ _spread(r.k_off, heads)
     dq_limit = off_q + limit(
-        dq, dtype, size_q, w**2 @ kh**2, unit, m, w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure
+        dq,
+        dtype,
+        size_q,
+        w**2 @ kh**2,
+        unit,
+        m,
+        w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure + _grain(w, dtype, kh),
     )
-    back = [_gather(x, kv) for x in (w.mT @ qh, w.abs().mT @ qh.abs(), (w**2).mT @ qh**2,
-                                      w_blind.mT @ qh.abs() + w_shared.mT @ qh.abs() / 8, (w_shared**2).mT @ qh**2)]  # fmt: skip
+    apart = _grain(w.mT, dtype, qh) + w_blind.mT @ qh.abs() + w_shared.mT @ qh.abs() / 8
+    back = [w.mT @ qh, w.abs().mT @ qh.abs(), (w**2).mT @ qh**2, apart, (w_shared**2).mT @ qh**2]
+    back = [_gather(x, kv) for x in back]
     dk_limit = limit(back[0], dtype, back[1], back[2], unit, n * heads // kv, back[3] + back[4].sqrt())
     z = p * keep
-    side = [_gather(x, kv) for x in (z.mT @ do, z.mT @ do.abs(), (z**2).mT @ do**2, (z * f.error).mT @ do.abs())]
+    side = [
+        _gather(x, kv)
+        for x in (z.mT @ do, z.mT @ do.abs(), (z**2).mT @ do**2, (z * f.error).mT @ do.abs() + _grain(z.mT, dtype, do))
+    ]
     dv_limit = limit(side[0], dtype, side[1], side[2], unit, n * heads // kv, side[3])
     limits = [dq_limit.transpose(0, 1), dk_limit, dv_limit]
     dbias = ds * f.late
     limits.append((blind + p * unsure) * f.late.abs() + FP32 * 4 * dbias.abs())
     dsinks = None
     if r.sinks is not None:
-        weight = torch.exp(r.sinks[:, None] - f.lse)
-        part = weight * (-delta[..., 0] + (0.0 if dlse is None else dlse))
-        dsinks = part.sum(1)
-        share = weight * unsure[..., 0]
-        slack = share.sum(1) / 8 + (share**2).sum(1).sqrt() + (part.abs() * (f.error.amax(2) if m else 0.0)).sum(1)
-        limits.append(
-            slack
-            + FP32 * steps(n) * 4 * (weight * (delta[..., 0].abs() + (0.0 if dlse is None else dlse.abs()))).sum(1)
-        )
+        dsinks, slack = _sinks(r.sinks, f, delta[..., 0], unsure[..., 0], 0.0 if dlse is None else dlse)
+        limits.append(slack)
     return Grads(dq.transpose(0, 1), back[0], side[0], dbias, dsinks, tuple(limits))
+
+
+def _sinks(sinks: Any, f: Result, delta: Any, unsure: Any, dlse: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of each head's sink, and what it may be off."""
+    weight = torch.exp(sinks[:, None] - f.lse)
+    part, share = weight * (dlse - delta), weight * unsure
+    known = (part.abs() * (f.error.amax(2) if f.p.shape[2] else 0.0)).sum(1)
+    size = (weight * (delta.abs() + abs(dlse))).sum(1)
+    slack = share.sum(1) / 8 + (share**2).sum(1).sqrt() + known + FP32 * steps(delta.shape[1]) * 4 * size
+    return part.sum(1), slack
+
+
+def _grain(x: torch.Tensor, dtype: torch.dtype, other: torch.Tensor) -> torch.Tensor | float:
+    """What a product with `other` loses because the dtype's smallest numbers are no smaller: fp16 has few below 6e-5."""
+    if dtype != torch.float16:
+        return 0.0
+    lost = x.abs().clamp(max=2.0**-25)
+    return 2 * (lost**2 @ other**2).sqrt() + lost @ other.abs() / 8
 
 
 def _gather(x: torch.Tensor, kv: int) -> torch.Tensor:
