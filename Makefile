@@ -31,6 +31,11 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
 
+SECONDS ?= 60
+.PHONY: sweep
+sweep: .venv-test/stamp ## random problems of every operation against fp64 (SECONDS=60, JOBS=2 processes; SWEEP="--seed 3" adds options)
+	@PYTHONPATH=tests .venv-test/bin/python -m sweep --seconds $(SECONDS) --jobs $(JOBS) $(SWEEP)
+
 reports: .venv-test/stamp .cache/newest-triton ## compile the tests' kernels anew and keep what came out in the repository
 	@rm -rf .cache/aot
 	@TILEFOLD_AOT_REPORTS=ignore .venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup tests/cpu/test_aot_*.py $(PYTEST)

@@ -70,8 +70,8 @@ def attention_kvcache(
         max_seqlen_q: at least the longest sequence of cu_seqlens_q; only with it.
         causal: query i sees key j if j <= i + cache_seqlens - seq_q.
         window, scale, softcap, alibi_slopes, sinks: as for `attention`, of each sequence with its keys.
-        mask: [batch or 1, heads or 1, seq_q or 1, capacity] bool: true where the query sees the key, by its number in its sequence;
-            what lies behind the last key is not read.
+        mask: [batch or 1, heads or 1, seq_q or 1, capacity] bool: true where the query sees the key, by its number in its
+            sequence; what lies behind the last key is not read.
         k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0: what stored elements are to be
             multiplied with, as `quantize_kv` gives and `kvcache_append` takes them.  Needed for int8, 1 by default for e4m3.
             bfloat16 queries meet such keys in float16, scaled by a power of two so that none is out of range.

@@ -248,7 +248,7 @@ def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
         return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
     lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
     rows = zip(cache.block_table.tolist(), lengths, strict=True)
-    return {page for row, n in rows for page in row[: -(-n // sizes["page_size"])]}
+    return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
 
 
 def plan_of(
@@ -300,8 +300,8 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
     mask: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None,
     pads: torch.Tensor | None, batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None,
-    max_q: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float, more: int = 0,
-    watched: bool = False,
+    max_q: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float,
+    more: int = 0, watched: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
     call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)

@@ -1,0 +1,47 @@
+"""How far a result may lie from fp64: one function, fed with sums over the very terms that the result is a sum of."""
+
+import torch
+
+__all__ = ["FP32", "Wrong", "limit", "roundoff", "steps"]
+
+FP32 = 2.0**-23  # of sums in fp32, which tensor cores cut off rather than round
+DEVIATIONS = 5.0
+SYSTEMATIC = 1 / 8
+
+
+class Wrong(AssertionError):
+    """A result that is not what the documents say."""
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to dtype; the interpreter cuts off where a device rounds to bfloat16."""
+    u = torch.finfo(dtype).eps / 2
+    return 2 * u if dtype == torch.bfloat16 and not torch.cuda.is_available() else u
+
+
+def steps(n: int) -> float:
+    """Roundings that a sum of n numbers in fp32 adds up to: random ones, and a few that are not."""
+    return 4.0 + float(n) ** 0.5
+
+
+def limit(
+    exact: torch.Tensor,
+    out: torch.dtype,
+    linear: torch.Tensor,
+    squares: torch.Tensor | None = None,
+    unit: float = 0.0,
+    terms: int = 1,
+    extra: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
+    """The largest error that rounding explains, element by element.
+
+    exact: the result in fp64, rounded once to `out`.  linear: the sum of its terms' sizes; squares: the sum of their squares.
+    unit: what each term is rounded by: errors of many terms go by the root of their squares, which no sample reaches
+    five times, and share an eighth of the linear sum, never beyond all of it.  terms: how many are summed in fp32.
+    extra: what else is known to be off."""
+    found = roundoff(out) * exact.abs() + FP32 * steps(terms) * linear + extra
+    if unit:
+        random = linear if squares is None else DEVIATIONS * squares.sqrt() + SYSTEMATIC * linear
+        found = found + unit * torch.minimum(linear, random)
+    least = torch.finfo(out).smallest_normal * torch.finfo(out).eps
+    return found + max(least, 1e-30)
