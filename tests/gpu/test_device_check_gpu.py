@@ -118,7 +118,7 @@ def test_a_graph_whose_inputs_go_bad(name, no_waiting):
     assert (fault.argument, fault.position, fault.value) == (argument, place, value)
     assert fault.count >= 2
     others = range(1000) if argument.startswith("cu") and place[0] else range(len(out))
-    rows = torch.tensor([i for i in others if i != place[0] or "cu" in argument], device=DEVICE)
+    rows = torch.tensor([i for i in others if i != place[0] or "cu" in argument], dtype=torch.long, device=DEVICE)
     if not (argument.startswith("cu") and place[0] == 0):
         same(out[rows], right[rows], run is tilefold.attention_kvcache)
     tensor[place] = kept

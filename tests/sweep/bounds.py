@@ -2,8 +2,9 @@
 
 import torch
 
-__all__ = ["FP32", "Wrong", "limit", "roundoff", "steps"]
+__all__ = ["FP32", "TF32", "Wrong", "limit", "of_terms", "roundoff", "steps"]
 
+TF32 = 2.0**-9  # of a product: tensor cores cut 13 bits off either number
 FP32 = 2.0**-23  # of sums in fp32, which tensor cores cut off rather than round
 DEVIATIONS = 5.0
 SYSTEMATIC = 1 / 8
@@ -24,6 +25,12 @@ def steps(n: int) -> float:
     return 4.0 + float(n) ** 0.5
 
 
+def of_terms(unit: float, linear: torch.Tensor, squares: torch.Tensor | None) -> torch.Tensor:
+    """What rounding every term by `unit` adds up to: see `limit`."""
+    random = linear if squares is None else DEVIATIONS * squares.sqrt() + SYSTEMATIC * linear
+    return unit * torch.minimum(linear, random)
+
+
 def limit(
     exact: torch.Tensor,
     out: torch.dtype,
@@ -39,9 +46,8 @@ def limit(
     unit: what each term is rounded by: errors of many terms go by the root of their squares, which no sample reaches
     five times, and share an eighth of the linear sum, never beyond all of it.  terms: how many are summed in fp32.
     extra: what else is known to be off."""
-    found = roundoff(out) * exact.abs() + FP32 * steps(terms) * linear + extra
+    found = FP32 * steps(terms) * linear + extra
     if unit:
-        random = linear if squares is None else DEVIATIONS * squares.sqrt() + SYSTEMATIC * linear
-        found = found + unit * torch.minimum(linear, random)
+        found = found + of_terms(unit, linear, squares)
     least = torch.finfo(out).smallest_normal * torch.finfo(out).eps
-    return found + max(least, 1e-30)
+    return found + roundoff(out) * (exact.abs() + found) + max(least, 1e-30)  # what is rounded is off already

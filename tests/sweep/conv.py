@@ -8,7 +8,7 @@ import torch
 import tilefold
 
 from .axes import Family, never
-from .bounds import FP32, limit, roundoff
+from .bounds import FP32, TF32, limit, of_terms, roundoff
 from .context import Context
 from .dense_run import DTYPES
 from .products import ACTS, acted
@@ -53,7 +53,7 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     wb = None if bias is None else bias.detach().double()
     z, size, square = f(wx, ww, wb), f(wx.abs(), ww.abs(), None if wb is None else wb.abs()), f(wx**2, ww**2, None)
     y, slope, bend = acted(z, o["act"])
-    terms, unit = d["c"] * d["r"] * d["s"], 2.0**-10 if o["tf32"] else 0.0
+    terms, unit = d["c"] * d["r"] * d["s"], TF32 if o["tf32"] else 0.0
     extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" else 0.0) + 8 * FP32 * z.abs() * (o["act"] != "none")
     ctx.compare("convolution", got, y, limit(y, dtype, 1.2 * size, 1.44 * square, unit, terms, extra))
     if not grad:
@@ -63,7 +63,7 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     made = torch.autograd.grad(got, leaves, cot)
     g = cot.double()
     dz = g * slope
-    kept = roundoff(dtype) * z.abs() + FP32 * 24 * size
+    kept = roundoff(dtype) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
     off = bend * g.abs() * kept + 8 * FP32 * dz.abs() * (o["act"] != "none")
     if o["act"] == "relu":
         off = off + torch.where(z.abs() <= kept, g.abs(), 0.0)

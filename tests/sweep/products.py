@@ -9,7 +9,7 @@ import tilefold
 from tilefold.quant import quantize_weight
 
 from .axes import Family, never
-from .bounds import FP32, limit, roundoff
+from .bounds import FP32, TF32, limit, of_terms, roundoff
 from .context import Context
 from .dense_run import DTYPES
 from .sizes import length
@@ -73,7 +73,7 @@ def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     if "bias" in given:
         z, size = z + given["bias"].detach().double(), size + given["bias"].detach().double().abs()
     y, slope, bend = acted(z, o["act"])
-    unit = 2.0**-10 if o["tf32"] else 0.0
+    unit = TF32 if o["tf32"] else 0.0
     # e4m3: tensor cores add with about 14 bits; a 16-bit GELU is right to 5e-5 of the result and 1e-8 (docs/concepts/matmul.md)
     extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" and out != torch.float32 else 0.0) + 8 * FP32 * z.abs() * (
         o["act"] != "none"
@@ -81,17 +81,19 @@ def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
     extra = extra + (2.0**-12 * size if eight else 0.0)
     ctx.compare("product", got, y, limit(y, out, 1.2 * size, 1.44 * square, unit, k, extra))
     if grad:
-        _backward(ctx, o, got, (a, b, given.get("bias")), (*wide, z, size, slope, bend), unit)
+        _backward(ctx, o, got, (a, b, given.get("bias")), (*wide, z, size, square, slope, bend), unit)
 
 
 def _backward(ctx: Context, o: dict[str, Any], got: Any, leaves: Any, exact: Any, unit: float) -> None:
-    wa, wb, z, size, slope, bend = exact
+    wa, wb, z, size, square, slope, bend = exact
     cot = ctx.normal(*got.shape, dtype=got.dtype)
     made = torch.autograd.grad(got, [x for x in leaves if x is not None], cot)
     g = cot.double()
     dz = g * slope
     dtype, u = leaves[0].dtype, max(unit, roundoff(leaves[0].dtype))
-    kept = roundoff(got.dtype) * z.abs() + FP32 * 24 * size  # of what the activation was applied to
+    kept = (
+        roundoff(got.dtype) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
+    )  # of what the activation was applied to
     off = bend * g.abs() * kept * (o["act"] != "none") + 8 * FP32 * dz.abs()
     if o["act"] == "relu":  # which side of 0 a sum lies on is not known where it is no larger than its error
         off = off + torch.where(z.abs() <= kept, g.abs(), 0.0)
