@@ -275,7 +275,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
         return fp8_library.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
-    return prepared.plan if prepared.decoder is None else prepared.decoder.plan
+    return prepared.plan
 
 
 def attention_backward_plan(
@@ -288,7 +288,7 @@ def attention_backward_plan(
 
     prepared, call = _prepared("attention_backward_plan", q, k, v, options)
     with_bias = call.bias is not None and call.bias.requires_grad
-    return backward_plan_of(cast("AttentionPlan", prepared.plan), call, q, with_bias)
+    return backward_plan_of(prepared.problem, call, q, with_bias)
 
 
 def _prepared(

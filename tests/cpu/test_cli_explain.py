@@ -23,7 +23,7 @@ def test_the_decode_step_of_the_readme():
     problem = AttentionProblem(1, 1, 8192, 28, 4, 128, 128)
     assert result.exit_code == 0
     assert result.output == str(plan_forward(problem, device_named("h200"))) + "\n"
-    assert "33 shares of each of 4 items" in result.output and "Would be 28 programs for 132 SMs" in result.output
+    assert "33 shares of each of 4 items" in result.output and "Would be 28 tiles for 132 SMs" in result.output
 
 
 @pytest.mark.parametrize("device", sorted(DEVICES))

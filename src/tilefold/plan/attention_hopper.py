@@ -25,6 +25,7 @@ __all__ = [
     "hopper_tile",
     "hopper_unmeasured",
     "hopper_violation",
+    "packable_heads",
     "packed_heads",
     "polynomial_of",
     "rows_of_tile",
@@ -130,6 +131,11 @@ def width_of(dim: int) -> int:
 def consumers_of(tile: Tile) -> int:
     """Warpgroups that fold, 64 rows each."""
     return tile.block_m // 64
+
+
+def packable_heads(problem: AttentionProblem) -> int:
+    """Query heads that a block may hold."""
+    return problem.group if _pack_fault(problem) is None else 1
 
 
 def packed_heads(problem: AttentionProblem, options: tuple[str, ...]) -> int:
@@ -307,7 +313,7 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
         or n.mask_mods
         or n.varlen
         or n.seq_k >= THREE_FROM  # not measured
-        or n.seq_q * (n.group if _pack_fault(n) is None else 1) <= 64
+        or n.seq_q * packable_heads(n) <= 64
     ):
         return False
     if n.sides == (-1, 0):
@@ -321,7 +327,7 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
 def _seconds(problem: AttentionProblem, rows: int, keys: int, programs: int) -> float:
     """Time of a call that sees all keys, in units of its own: rounds of blocks, by the work of one and the pace of an SM."""
     n = problem
-    pack = n.group if _pack_fault(n) is None else 1
+    pack = packable_heads(n)
     blocks = -(-n.seq_q * pack // rows) * n.batch * n.heads // pack
     return -(-blocks // programs) * rows * -(-n.seq_k // keys) * keys / PACE[width_of(n.dim_qk)][rows] * programs
 

@@ -318,7 +318,7 @@ def _ours(
     cost = plan.cost
     if plan.kernel != HOPPER:
         cost = _cost(problem, problem.heads, _keys_drawn(problem, plan.block_m, plan.block_n), 1, problem.dim_v)
-    reason = f"Not split, since {decodes(plan)}; {plan.rule}: {plan.reason}"
+    reason = f"Not split, since {decodes(plan.problem, device)}; {plan.rule}: {plan.reason}"
     return SplitDecision(
         **same, kernel=plan.kernel, combine="", block_m=plan.block_m, block_n=plan.block_n, tiles=plan.grid[0],
         splits=plan.splits, programs=plan.grid[0], working=plan.grid[0], slots=device.sms * plan.programs_per_sm,

@@ -8,14 +8,16 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilefold.plan.attention import AttentionPlan, Rejected, plan_attention
-from tilefold.plan.attention_hopper import packed_heads
+from tilefold.plan.attention_hopper import packable_heads
 from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves
 from tilefold.plan.device import Device
+from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["FILLED_ROWS", "LEAST_KEYS", "decodes", "plan_forward"]
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
+TILE_ROWS = 128  # that a dense kernel folds at once, at most
 LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon done as several and a merge
 
 
@@ -23,31 +25,36 @@ LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon
 def plan_forward(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan | DecodePlan:
     """The plan that a call of `attention` or `attention_varlen` follows.  portable: no Hopper kernels.
 
-    Raises what `plan_attention` and `plan_decode` raise."""
-    dense = plan_attention(problem, device, portable=portable)
-    if decodes(dense):
-        return dense
+    Pure, and cheap where the decode kernel serves: a cache that grows asks for a plan a token.  Raises what `plan_attention` and
+    `plan_decode` raise."""
+    if decodes(problem, device):
+        return plan_attention(problem, device, portable=portable)
+    require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
-    tiles = f"{dense.grid[0]} program{'s' * (dense.grid[0] > 1)} for {device.sms} SMs, each with all keys of its rows"
-    often = (
-        f", and would read K and V {problem.group} times"
-        if problem.group > packed_heads(problem, dense.options)
-        else ""
-    )
-    return replace(plan, rejected=(Rejected(dense.kernel, f"Would be {tiles}{often}."), *plan.rejected[1:]))
+    pack, tiles = _dense_tiles(problem, device)
+    why = f"Would be {tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with all keys of its rows"
+    often = problem.group // pack
+    if often > 1:
+        why += f", and would read K and V {often} times"
+    return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))
 
 
-def decodes(dense: AttentionPlan) -> str:
-    """Empty if the decode kernel takes a call from the dense kernel of this plan, else why not."""
-    problem, programs = dense.problem, dense.grid[0]
+def decodes(problem: AttentionProblem, device: Device) -> str:
+    """Empty if the decode kernel takes a call from the dense kernels, else why not."""
     if "user" in problem.score_mods or "user" in problem.mask_mods:
         return "score_mod and mask_mod are the dense kernels'"
     if why := serves(DecodeProblem(problem)):
         return why
-    rows = problem.seq_q * packed_heads(problem, dense.options)
-    if rows >= FILLED_ROWS and programs >= dense.device.sms:
-        return f"{programs} tiles of at least {FILLED_ROWS} rows fill {dense.device.sms} SMs"
-    alone = programs <= dense.device.sms or dense.device.backend == "interpreter"
-    if problem.seq_k < LEAST_KEYS and alone and (problem.seq_q > 1 or dense.device.backend == "interpreter"):
+    pack, tiles = _dense_tiles(problem, device)
+    if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:
+        return f"{tiles} tiles of at least {FILLED_ROWS} rows fill {device.sms} SMs"
+    interpreted = device.backend == "interpreter"  # where both kinds are to be run
+    if problem.seq_k < LEAST_KEYS and (interpreted or (problem.seq_q > 1 and tiles <= device.sms)):
         return f"{problem.seq_k} keys are fewer than {LEAST_KEYS}: one program a tile is as soon done as several and a merge"
     return ""
+
+
+def _dense_tiles(problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    """Query heads that share a tile of a dense kernel, and its tiles of query rows."""
+    pack = packable_heads(problem) if device.generation == 90 else 1
+    return pack, -(-problem.seq_q * pack // TILE_ROWS) * problem.batch * (problem.heads // pack)

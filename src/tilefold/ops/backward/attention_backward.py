@@ -159,7 +159,7 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     prepared = attention.prepare(q, k, v, call)
     require_score_grad(call.score_mod, call.score_grad)
     if prepared.plan is not None:
-        backward_plan_of(prepared.plan, call, q, call.bias is not None and call.bias.requires_grad)
+        backward_plan_of(prepared.problem, call, q, call.bias is not None and call.bias.requires_grad)
 
 
 def backward(
@@ -214,7 +214,7 @@ def backward(
         arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks, drop)
         grads[3] = _bias_gradient(bound, call.bias, *arguments)
     if wanted[4] and call.sinks is not None:
-        parts = torch.empty((prepared.plan.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
+        parts = torch.empty((prepared.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
         bound.sinks((call.sinks, lse2, delta, parts, offsets[0], *bound.sinks_tail))
         grads[4] = parts.sum(0).to(call.sinks.dtype)
     return tuple(grads)
@@ -250,19 +250,21 @@ def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple
 # ---------------------------------------------------------------- the first time
 
 
-def backward_plan_of(plan: "AttentionPlan", call: Call, q: torch.Tensor, with_bias: bool) -> "AttentionBackwardPlan":
-    """The plan of the backward pass of a call whose forward plan is given; with_bias: the bias gets a gradient."""
+def backward_plan_of(
+    problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool
+) -> "AttentionBackwardPlan":
+    """The plan of the backward pass of a call that has this problem; with_bias: the bias gets a gradient."""
     from ...plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     if call.backward_plan is None:
-        return plan_attention_backward(plan.problem, device_of(q.device), bias, disabled(), call.deterministic)
+        return plan_attention_backward(problem, device_of(q.device), bias, disabled(), call.deterministic)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
     # A plan with the gradient of the bias also serves a backward pass that is not asked for it.
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
-    given.check(plan.problem, device_of(q.device), given.bias if spare and not with_bias else bias)
+    given.check(problem, device_of(q.device), given.bias if spare and not with_bias else bias)
     return given
 
 
@@ -281,7 +283,7 @@ def _bound(
     if found is None:
         from ...plan.attention_backward import plan_attention_backward
 
-        plan, scale = backward_plan_of(prepared.plan, call, tensors[0], with_bias), prepared.scalars[0]
+        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scalars[0]
         with uncollected():
             if plan.kernel in (HOPPER, REDUCE):
                 found = _gluon(call, plan).bind(scale, tensors, dout, call, plan)

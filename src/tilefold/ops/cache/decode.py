@@ -165,6 +165,8 @@ def bind_decode(
     n, index, p = sizes, q.device.index or 0, plan.problem
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
+    if n["seq_q"] == 1 and window[1] >= 0:  # the only query is the last: it has every key before it
+        window = (window[0], -1)
     rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, call.layout) for t in (q, k, v))]
     wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
     wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31

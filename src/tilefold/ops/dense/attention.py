@@ -194,13 +194,12 @@ def _bind_decoder(
 ) -> Prepared:
     """The decode kernel over k and v as they lie: a cache that is full."""
     from ...device import mods
-    from ...plan import plan_attention
     from ..cache.decode import bind_decode
 
     sizes = {**sizes, "capacity": sizes["seq_k"]}
     decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, (None, None), plan)
     return Prepared(
-        plan=plan_attention(plan.problem.attention, plan.device, portable=True),
+        plan=plan,
         out_shape=out_shape,
         lse_shape=lse_shape,
         scalars=(scale,),

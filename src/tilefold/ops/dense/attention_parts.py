@@ -9,7 +9,7 @@ from ...types import Layout
 from ..call import Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem
+    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem
     from ..launch import Box
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 class Prepared:
     """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
 
-    plan: "AttentionPlan | None"  # None: nothing to compute.  The backward pass's, too
+    plan: "AttentionPlan | DecodePlan | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
@@ -40,9 +40,15 @@ class Prepared:
     plain: bool = True  # no mods and no packed offsets among the arguments
     launch: Any = None
     mods: Any = None  # the module device.mods, which `import tilefold` does not load
-    decoder: Any = None  # the decode kernel's launches, instead of `launch`
+    decoder: Any = None  # the decode kernel's launches, instead of `launch`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+
+    @property
+    def problem(self) -> "AttentionProblem":
+        """That of the call, where there is something to compute."""
+        found: AttentionProblem | DecodeProblem = self.plan.problem  # type: ignore[union-attr]
+        return found if self.decoder is None else found.attention  # type: ignore[union-attr, return-value]
 
 
 def problem_of(
