@@ -125,7 +125,7 @@ def test_the_decision(batch, seq_q, keys, heads, dim, varlen):
         assert seq_q * group <= 128
         assert plan.problem.attention == problem and plan.problem.equal == (not varlen)
         assert f" for {H200.sms} SMs" in plan.rejected[0].why
-        assert seq_q > 1 or f" {dense.grid[0]} tile" in plan.rejected[0].why or "pack" in dense.options
+        assert seq_q > 64 or f" {dense.grid[0]} tile" in plan.rejected[0].why
     else:
         assert plan == dense
         full = seq_q * group >= FILLED_ROWS and batch * heads[0] >= H200.sms

@@ -220,8 +220,7 @@ def _kept(p: Problem, marks: Any) -> list[torch.Tensor]:
 
 
 def _seen_by_unit_rows(p: Problem) -> list[torch.Tensor]:
-    """Multiples of the weights, [heads, n, m]: column c of V is a large number in row c, dim_v keys a call.  Large, so that a
-    weight below the smallest of float16 is seen, too."""
+    """The weights themselves, [heads, n, m]: column c of V is 1 in row c, dim_v keys a call."""
     m, parts = max([*p.lk, 0]), [[] for _ in range(p.batch)]
     with torch.no_grad():
         for first in range(0, m, p.dv):
@@ -229,7 +228,7 @@ def _seen_by_unit_rows(p: Problem) -> list[torch.Tensor]:
             for b in range(p.batch):
                 for j in range(first, min(first + p.dv, p.lk[b])):
                     row = v[sum(p.lk[:b]) + j] if p.packed else v[b, :, j] if p.o["api"] == "bhsd" else v[b, j]
-                    row[..., j - first] = 2.0**14 if p.dtype == torch.float16 else 2.0**60
+                    row[..., j - first] = 1
             out = p.call(p.q.detach(), p.k.detach(), v)[0]
             for b in range(p.batch):
                 parts[b].append(p.one(out, b, p.lq).transpose(0, 1)[..., : max(0, min(p.dv, p.lk[b] - first))])

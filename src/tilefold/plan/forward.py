@@ -55,6 +55,8 @@ def decodes(problem: AttentionProblem, device: Device) -> str:
 
 
 def _dense_tiles(problem: AttentionProblem, device: Device) -> tuple[int, int]:
-    """Query heads that share a tile of a dense kernel, and its tiles of query rows."""
+    """Query heads that share a tile of a dense kernel, which is where they fill one, and its tiles of query rows."""
     pack = packable_heads(problem) if device.generation == 90 else 1
+    if problem.seq_q * pack < FILLED_ROWS:
+        pack = 1
     return pack, -(-problem.seq_q * pack // TILE_ROWS) * problem.batch * (problem.heads // pack)

@@ -225,7 +225,7 @@ def _arguments(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments, in order."""
-    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
+    if getattr(p.plan, "kernel", "") == HOPPER_KERNEL:
         from . import attention_hopper
 
         return attention_hopper.arguments(p, q, k, v, out, lse, call)
