@@ -32,10 +32,10 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
     pack, tiles = _dense_tiles(problem, device)
-    why = f"Would be {tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with all keys of its rows"
-    often = problem.group // pack
-    if often > 1:
-        why += f", and would read K and V {often} times"
+    few = "at least " * (pack > 1)  # where its kernel packs heads
+    why = f"Would be {few}{tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with all keys of its rows"
+    if problem.group > pack:
+        why += f", and would read K and V {problem.group // pack} times"
     return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))
 
 
