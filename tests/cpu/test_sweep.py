@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilefold
-from sweep.axes import draw_options, fill, never, pairs_of, valid_pairs
+from sweep.axes import covered_by, draw_options, fill, never, packed_options, pairs_of, valid_pairs
 from sweep.cli import main, prepare
 from sweep.context import Context
 from sweep.families import FAMILIES, chosen
@@ -209,6 +209,20 @@ def test_pairs_are_those_that_some_problem_can_hold() -> None:
     assert ("b=2", "c=2") not in pairs  # c = 2 needs a = 2, which refuses b = 2
     assert len(pairs) == 12 - 3
     assert pairs_of({"a": 1, "b": 2, "c": 1}) == {("a=1", "b=2"), ("a=1", "c=1"), ("b=2", "c=1")}
+
+
+def test_a_run_goes_on_where_the_record_ends(tmp_path) -> None:
+    """Two runs of the same seed, the second after the first's row: together they cover more, and say so."""
+    record, drawn = tmp_path / "runs.jsonl", []
+    for _ in range(2):
+        kinds = specialisations(chosen("add,merge"), 3, done=covered_by(record))
+        drawn.append([(family.name, options) for family, options, _, _ in (next(kinds) for _ in range(5))])
+        with record.open("a") as lines:
+            lines.write(json.dumps({"drawn": packed_options(drawn[-1])}) + "\n")
+    first, second = (set().union(*(pairs_of(o) for _, o in run)) for run in drawn)
+    assert set().union(*covered_by(record).values()) == first | second
+    assert len(second - first) > len(second & first)  # most of what comes second is new
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize("op", list(FAMILIES))

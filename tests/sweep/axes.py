@@ -1,12 +1,16 @@
 """What a family of problems may draw: axes of options, which of their values exclude one another, and pairs of them to cover."""
 
+import base64
 import itertools
+import json
 import random
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Family", "Pair", "draw_options", "never", "pairs_of", "valid_pairs"]
+__all__ = ["Family", "Pair", "covered_by", "draw_options", "never", "packed_options", "pairs_of", "valid_pairs"]
 
 Options = dict[str, Any]
 Pair = tuple[str, str]  # "axis=value" twice, sorted
@@ -115,3 +119,19 @@ def draw_options(family: Family, rng: random.Random, left: dict[Pair, Options], 
             best, most = options, covers
     assert best is not None, family.name
     return best
+
+
+def packed_options(drawn: list[tuple[str, Options]]) -> str:
+    """Operations and options of a run as a short text, for its row in a record."""
+    plain = json.dumps([[op, options] for op, options in drawn if options]).encode()
+    return base64.b85encode(zlib.compress(plain, 9)).decode()
+
+
+def covered_by(record: Path) -> dict[str, set[Pair]]:
+    """Pairs that the runs of a record drew, by operation; rows that do not say which count for nothing."""
+    done: dict[str, set[Pair]] = {}
+    for line in record.read_text().splitlines() if record.is_file() else ():
+        text = json.loads(line).get("drawn", "")
+        for op, options in json.loads(zlib.decompress(base64.b85decode(text))) if text else ():
+            done.setdefault(op, set()).update(pairs_of(options))
+    return done

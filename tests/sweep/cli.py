@@ -17,6 +17,10 @@ def main(argv: list[str] | None = None) -> int:
         from .report import summarise
 
         return summarise(args.summary, args.record)
+    if args.union:
+        from .report import tell_union
+
+        return tell_union(args.union)
     if args.reproduce is None and args.worker is None:
         from .parent import run_all
 
@@ -52,6 +56,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shrink", type=float, default=15.0, help="seconds to make a failing problem smaller")
     parser.add_argument("--reproduce", help="one problem again: its JSON, or a file that holds it")
     parser.add_argument("--summary", type=Path, help="only add up the records of a folder")
+    parser.add_argument("--after", type=Path, help="a record: pairs that its runs did not draw come first")
+    parser.add_argument("--union", type=Path, help="only say which pairs the runs of a record cover together")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)

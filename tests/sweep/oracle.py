@@ -172,7 +172,9 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     if r.v_off is not None:
         dp_off = dp_off + do.abs() @ _spread(r.v_off, heads).mT
     blind = p * dp_off + ds.abs() * f.error  # what is off in each element by itself
-    if r.keep is not None and dtype == torch.float16:  # weights that float16 does not hold do not show whether they were dropped
+    if (
+        r.keep is not None and dtype == torch.float16
+    ):  # weights that float16 does not hold do not show whether they were dropped
         blind = blind + torch.where(p < 2.0**-23, 2 * p, 0.0) * (do.abs() @ vh.abs().mT)
     if dlse is not None:
         blind = blind + 2 * FP32 * p * dlse.abs()[..., None]

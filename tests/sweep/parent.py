@@ -30,7 +30,7 @@ class Worker:
                    "--seed", str(a.seed), "--out", str(a.out), "--ops", a.ops, "--each", str(a.each), "--most", str(a.most),
                    "--shrink", str(a.shrink), "--first", str(self.first), "--until", str(self.until),
                    "--problems", str(-(-a.problems // a.jobs))]  # fmt: skip
-        command += ["--memcheck"] * a.memcheck
+        command += ["--memcheck"] * a.memcheck + (["--after", str(a.after)] if a.after else [])
         self.log = (a.out / f"worker-{self.number}.log").open("a")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .axes import Family, draw_options, pairs_of, valid_pairs
+from .axes import Family, Pair, draw_options, pairs_of, valid_pairs
 from .bounds import Wrong
 from .context import Context
 
@@ -47,12 +47,17 @@ ODD: dict[str, tuple[Any, ...]] = {"dim": ("odd", "80", "tiny", "wide", "1"), "p
 
 
 def specialisations(
-    families: Sequence[Family], seed: int, odd: bool = False
+    families: Sequence[Family], seed: int, odd: bool = False, done: dict[str, set[Pair]] | None = None
 ) -> Iterator[tuple[Family, dict[str, Any], dict[str, Any], random.Random]]:
     """(family, options, dims, generator of sizes), the same for a seed: whichever family lacks the largest share of its pairs is
-    next, with options that cover many that it lacks.  odd: dims and pages that are no power of two first."""
+    next, with options that cover many that it lacks.  odd: dims and pages that are no power of two first.  done: pairs that
+    other runs drew, which come when all others are drawn."""
     rng = random.Random(f"sweep {seed}")
-    left = {f.name: dict(valid_pairs(f)) for f in families}
+    left = {
+        f.name: {p: x for p, x in valid_pairs(f).items() if p not in (done or {}).get(f.name, ())} for f in families
+    }
+    if not any(left.values()):
+        left = {f.name: dict(valid_pairs(f)) for f in families}
     number = 0
     while True:
         family = max(families, key=lambda f: (len(left[f.name]) / max(1, len(valid_pairs(f))), rng.random()))

@@ -8,12 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .axes import pairs_of, valid_pairs
+from .axes import covered_by, packed_options, pairs_of, valid_pairs
 from .families import FAMILIES
 from .problem import kind_of
 from .worker import rows_of
 
-__all__ = ["summarise"]
+__all__ = ["summarise", "tell_union"]
 
 MOST = 25  # kinds of failure that are printed; the records hold all
 
@@ -50,11 +50,11 @@ def summarise(folder: Path, record: Path | None = None) -> int:
     print(f"kernels ({len(kernels)}): " + " ".join(sorted(kernels)))
     print(f"{'no failure' if not failures else f'{len(failures)} kinds of failure'}", flush=True)
     if record is not None:
-        _record(record, run, problems, covered, kernels, failures)
+        _record(record, run, problems, covered, kernels, failures, [(row["op"], row["o"]) for row in rows])
     return 1 if failures or not rows else 0
 
 
-def _record(record: Path, run: Any, problems: Any, covered: Any, kernels: Any, failures: Any) -> None:
+def _record(record: Path, run: Any, problems: Any, covered: Any, kernels: Any, failures: Any, drawn: list[Any]) -> None:
     import torch
     import triton
 
@@ -70,12 +70,22 @@ def _record(record: Path, run: Any, problems: Any, covered: Any, kernels: Any, f
         "problems": dict(sorted(problems.items())),
         "total": sum(problems.values()),
         "pairs": {op: [len(found), len(valid_pairs(FAMILIES[op]))] for op, found in sorted(covered.items())},
-        "missing": {
-            op: sorted(map(list, valid_pairs(FAMILIES[op]).keys() - found))[:40] for op, found in covered.items()
-        },
+        "drawn": packed_options(drawn),
         "kernels": sorted(kernels),
         "failures": {kind: len(found) for kind, found in sorted(failures.items())},
     }
     record.parent.mkdir(parents=True, exist_ok=True)
     with record.open("a") as lines:
         lines.write(json.dumps(row) + "\n")
+
+
+def tell_union(record: Path) -> int:
+    """Print what all rows of a record cover together."""
+    done, left = covered_by(record), 0
+    for name, family in FAMILIES.items():
+        every = valid_pairs(family).keys()
+        have = len(done.get(name, set()) & every)
+        left += len(every) - have
+        print(f"{name:12} {have:6}/{len(every):6}")
+    print(f"{left} pairs are left" if left else "every pair of options was drawn")
+    return 0

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import torch
 
+from .axes import covered_by
 from .context import kernels_reached, poisoned
 from .families import chosen
 from .problem import NO_ROOM, Problem, Setting, failure_of, kind_of, shrink, specialisations
@@ -25,7 +26,8 @@ def work(args: Any, setting: Setting) -> int:
     seen: dict[str, int] = {}
     with (args.out / f"worker-{args.worker}.jsonl").open("a") as lines, poisoned():
         done, number = 0, -1
-        for family, options, dims, rng in specialisations(chosen(args.ops, setting.small), args.seed, args.memcheck):
+        asked = chosen(args.ops, setting.small), args.seed, args.memcheck, covered_by(args.after) if args.after else {}
+        for family, options, dims, rng in specialisations(*asked):
             number += 1
             if number % args.jobs != args.worker or number < args.first:
                 continue
