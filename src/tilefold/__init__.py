@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .profiling import profile
     from .sparse import BlockIndex
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 __all__ = [
     "AttentionFp8Plan",

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilefold
-from cases import judge, qkv
+from cases import judge
+from cases import qkv as qkv_on
 from tilefold import reference
 from tilefold.errors import PlanError
 from tilefold.plan import (
@@ -28,6 +29,17 @@ from tilefold.plan.forward import FILLED_ROWS, LEAST_KEYS
 H200 = device_named("h200")
 
 
+@pytest.fixture(autouse=True)
+def here(device):
+    """Tensors are made on the device of the tests."""
+    with torch.device(device):
+        yield
+
+
+def qkv(*sizes, **kinds):
+    return qkv_on(*sizes, **kinds, device=torch.get_default_device())
+
+
 def hold(q, k, v, layout="bshd", **options):
     """The call by the decode kernel, held to the oracle; -> its plan."""
     plan = tilefold.attention_plan(q, k, v, layout=layout, **options)
@@ -42,9 +54,9 @@ def hold(q, k, v, layout="bshd", **options):
     return plan
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize(
-    ("seq_q", "heads", "kv_heads", "dim", "dim_v"), [(1, 7, 1, 32, 32), (3, 4, 4, 40, 24), (5, 8, 2, 17, 33)]
+    ("layout", "seq_q", "heads", "kv_heads", "dim", "dim_v"),
+    [("bshd", 1, 7, 1, 32, 32), ("bshd", 5, 8, 2, 17, 33), ("bhsd", 3, 4, 4, 40, 24)],
 )
 def test_options(layout, seq_q, heads, kv_heads, dim, dim_v):
     keys = LEAST_KEYS + 37
@@ -97,6 +109,13 @@ def test_gradients_of_what_the_decode_kernel_made():
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), vv)
     for mine, exact in zip(got, torch.autograd.grad(out, leaves, dout.double()), strict=True):
         assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max() + 1e-6
+
+
+def test_compiled():
+    """Through torch's dispatcher the same kernel runs."""
+    q, k, v = qkv(1, 1, LEAST_KEYS + 3, 4, 2, 16)
+    call = torch.compile(lambda *x: tilefold.attention(*x, causal=True), fullgraph=True, backend="aot_eager")
+    assert torch.equal(call(q, k, v), tilefold.attention(q, k, v, causal=True))
 
 
 def test_plans_that_callers_give():

@@ -106,7 +106,7 @@ FIRES = {
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
     "tuned": (replace(LONG, score_mods=("user",)), "h200"),
-    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=64), "h100"),
+    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32), "h100"),
     "hopper-d128": (replace(LONG, dim_v=32), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
     "ampere": (LONG, "rtx4090"),

@@ -39,13 +39,31 @@ def test_bad_values_are_refused_by_name(change: dict[str, object], error: type[E
 def test_problems_are_values() -> None:
     assert replace(GOOD) == GOOD
     assert hash(replace(GOOD)) == hash(GOOD)
-    assert (GOOD.group, GOOD.block_qk, GOOD.block_v, GOOD.itemsize) == (4, 64, 32, 2)
+    assert (GOOD.group, GOOD.block_qk, GOOD.block_v, GOOD.itemsize) == (4, 64, 64, 2)
     assert replace(GOOD, causal=True, window=(5, 9)).sides == (5, 0)
 
 
 @pytest.mark.parametrize(("dim", "width"), [(1, 16), (16, 16), (17, 32), (40, 64), (96, 128), (129, 256), (256, 256)])
 def test_head_dims_are_padded_to_powers_of_two(dim: int, width: int) -> None:
     assert replace(GOOD, dim_qk=dim).block_qk == width
+
+
+@pytest.mark.parametrize(
+    ("dim_qk", "dim_v", "width"),
+    [
+        (40, 24, 64),
+        (33, 17, 64),
+        (20, 10, 32),
+        (128, 20, 64),
+        (128, 72, 128),
+        (24, 40, 64),
+        (16, 16, 16),
+        (64, 256, 256),
+    ],
+)
+def test_values_have_the_swizzle_of_keys(dim_qk: int, dim_v: int, width: int) -> None:
+    """Under ptxas 12.8 narrower tiles of V went wrong; 64 columns of 16 bits are the widest swizzle."""
+    assert replace(GOOD, dim_qk=dim_qk, dim_v=dim_v).block_v == width
 
 
 def test_device_records_are_complete() -> None:
