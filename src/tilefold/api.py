@@ -99,6 +99,9 @@ def attention(
         deterministic: False lets gradients be made by a kernel that adds dq in memory, in fp32, in an order that changes from run
             to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.
 
+    Where few queries meet many keys (at most 128 query rows a KV head) the keys are shared out over the SMs, and K and V are read
+    once for all query heads of a KV head; `attention_plan` says whether, and in how many parts.
+
     With q, k and v in float8_e4m3fn there are causal, window, scale, layout, return_lse and an `AttentionFp8Plan` as plan, and no
     gradients; out is bfloat16.  On sm_90 the products are of bytes where V has 65 to 128 columns: each softmax weight is rounded
     to e4m3, 2^8 times as large, so what is below 2^-18 of the largest one counts in lse alone.  Elsewhere, and where the plan
