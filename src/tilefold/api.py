@@ -181,7 +181,7 @@ def attention_varlen(
         cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
             The values are not read on the host: they must be ascending and within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
-        max_seqlen_q: at least the longest query sequence; rows beyond it are not computed.
+        max_seqlen_q: at least the longest query sequence; rows of a longer one may not be computed.
         max_seqlen_k: at least the longest key sequence: planning, and the last dimension of bias and mask.
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].

@@ -10,6 +10,7 @@ import torch
 from ..api import attention, attention_varlen
 from ..cache_api import attention_kvcache
 from ..errors import DtypeError, ShapeError, Unsupported
+from ..ops.watch import wants_gradient
 from .visible import Rows, Visible
 
 __all__ = ["attention_forward"]
@@ -104,7 +105,7 @@ def attention_forward(
 
 def _is_decoded(view: _View, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether attention over a cache serves the call: it has no gradients, no dropout and no bias."""
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, options["sinks"]) if t is not None)
+    wanted = torch.is_grad_enabled() and wants_gradient((*tensors, options["sinks"]))
     return view.bias is None and not options["dropout_p"] and not wanted
 
 

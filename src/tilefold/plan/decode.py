@@ -25,9 +25,7 @@ MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, a
 MOST_STAGES = 4
 MOST_WAVES = 8  # of programs: each begins by adding up all lengths
 LEAST_KEYS = 512  # of a slice, or of a share where lengths differ: with fewer, merging takes longer than the keys
-SHORT_SHARE = (
-    4  # tiles of a share: for so few, three stages are sooner filled (8192 keys in 32 shares: 10.5 us, not 11.0)
-)
+SHORT_SHARE = 4  # tiles of a share: up to so many, three stages are faster than four (measured)
 FIXED_BELOW = 40e-6  # seconds that a full cache takes: below that finding even slices costs more than uneven shares do
 GATHERED = 4096  # keys of a share from which on even slices are better, where keys of a tile lie in several pages
 MOST_PARTS = 3  # of an item, on average, that the last program to arrive puts together sooner than a second kernel does
@@ -47,6 +45,14 @@ class DecodeProblem:
     def __post_init__(self) -> None:
         if self.storage not in STORAGES:
             raise ValueRangeError(f"storage must be one of {', '.join(STORAGES)}, got {self.storage!r}")
+
+    def require_same(self, asked: "DecodeProblem") -> None:
+        """PlanError, naming the field, unless a plan of this problem serves `asked`; `equal` changes the speed alone."""
+        self.attention.require_same(asked.attention)
+        for name in ("storage", "page_size", "shared"):
+            mine, wanted = getattr(self, name), getattr(asked, name)
+            if mine != wanted:
+                raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={wanted!r}")
 
     @property
     def rows(self) -> int:
@@ -172,10 +178,7 @@ class DecodePlan:
 
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
-        self.problem.attention.require_same(problem)
-        for name, asked in (("storage", "plain"), ("page_size", 0), ("shared", False)):
-            if (mine := getattr(self.problem, name)) != asked:
-                raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={asked!r}")
+        self.problem.require_same(DecodeProblem(problem))
         for name in ("backend", "arch"):
             mine, here = getattr(self.device, name), getattr(device, name)
             if mine != here:

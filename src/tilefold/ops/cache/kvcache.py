@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...check import TensorSpec, bind
-from ...errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
+from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
 from ..device import device_of, interpreting
 from ..faults import Watch, watch_of
@@ -171,11 +171,7 @@ def _planned(
         raise DtypeError(f"plan must be a DecodePlan or None, got {type(plan).__name__}")
     if cache.splits not in (0, plan.splits):
         raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {cache.splits}")
-    plan.problem.attention.require_same(problem.attention)
-    for name in ("storage", "page_size", "shared"):
-        mine, asked = getattr(plan.problem, name), getattr(problem, name)
-        if mine != asked:
-            raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={asked!r}")
+    plan.problem.require_same(problem)
     return plan
 
 
