@@ -107,7 +107,7 @@ def valid_pairs(family: Family) -> dict[Pair, Options]:
     return family.memo["pairs"]  # type: ignore[no-any-return]
 
 
-def draw_options(family: Family, rng: random.Random, left: dict[Pair, Options], tries: int = 10) -> Options:
+def draw_options(family: Family, rng: random.Random, left: dict[Pair, Options], tries: int = 30) -> Options:
     """The assignment among a few random ones that covers most of the pairs in `left`; each holds one of them for certain."""
     starts, best, most = list(left.values()), None, -1
     for _ in range(tries):

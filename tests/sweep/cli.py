@@ -57,9 +57,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--reproduce", help="one problem again: its JSON, or a file that holds it")
     parser.add_argument("--summary", type=Path, help="only add up the records of a folder")
     parser.add_argument("--after", type=Path, help="a record: pairs that its runs did not draw come first")
+    parser.add_argument("--once", action="store_true", help="stop, too, when every pair is drawn")
     parser.add_argument("--union", type=Path, help="only say which pairs the runs of a record cover together")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import summarise
+from .worker import TAKEN
 
 __all__ = ["run_all"]
 
@@ -20,7 +21,7 @@ class Worker:
     """A process with its number, started again where it ends early."""
 
     def __init__(self, args: Any, number: int, until: float) -> None:
-        self.args, self.number, self.until, self.first, self.restarts = args, number, until, 0, 0
+        self.args, self.number, self.until, self.restarts = args, number, until, 0
         self.file, self.now = args.out / f"worker-{number}.jsonl", args.out / f"now-{number}.json"
         self.start()
 
@@ -28,9 +29,9 @@ class Worker:
         a = self.args
         command = [*shlex.split(a.sanitizer), sys.executable, "-m", "sweep", "--worker", str(self.number), "--jobs", str(a.jobs),
                    "--seed", str(a.seed), "--out", str(a.out), "--ops", a.ops, "--each", str(a.each), "--most", str(a.most),
-                   "--shrink", str(a.shrink), "--first", str(self.first), "--until", str(self.until),
+                   "--shrink", str(a.shrink), "--until", str(self.until),
                    "--problems", str(-(-a.problems // a.jobs))]  # fmt: skip
-        command += ["--memcheck"] * a.memcheck + (["--after", str(a.after)] if a.after else [])
+        command += ["--memcheck"] * a.memcheck + ["--once"] * a.once + (["--after", str(a.after)] if a.after else [])
         self.log = (a.out / f"worker-{self.number}.log").open("a")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
@@ -53,7 +54,7 @@ class Worker:
         self.now.unlink()
         if at and code != 3:  # 3: it wrote that down itself
             self._note(at["problem"], f"the process ended with {code}", at["number"])
-        self.first, self.restarts = at.get("number", self.first) + 1, self.restarts + 1
+        self.restarts += 1
         if time.time() > self.until or self.restarts > 20:
             return False
         self.start()
@@ -76,7 +77,7 @@ class Worker:
 def run_all(args: Any) -> int:
     args.out = Path(args.out)
     args.out.mkdir(parents=True, exist_ok=True)
-    for old in args.out.glob("*-*.json*"):
+    for old in (*args.out.glob("*-*.json*"), *args.out.glob(TAKEN.format("*"))):
         old.unlink()
     until = time.time() + args.seconds
     workers = [Worker(args, number, until) for number in range(args.jobs)]

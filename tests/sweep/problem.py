@@ -47,11 +47,15 @@ ODD: dict[str, tuple[Any, ...]] = {"dim": ("odd", "80", "tiny", "wide", "1"), "p
 
 
 def specialisations(
-    families: Sequence[Family], seed: int, odd: bool = False, done: dict[str, set[Pair]] | None = None
+    families: Sequence[Family],
+    seed: int,
+    odd: bool = False,
+    done: dict[str, set[Pair]] | None = None,
+    once: bool = False,
 ) -> Iterator[tuple[Family, dict[str, Any], dict[str, Any], random.Random]]:
     """(family, options, dims, generator of sizes), the same for a seed: whichever family lacks the largest share of its pairs is
     next, with options that cover many that it lacks.  odd: dims and pages that are no power of two first.  done: pairs that
-    other runs drew, which come when all others are drawn."""
+    other runs drew, which come when all others are drawn.  once: end where every pair is drawn."""
     rng = random.Random(f"sweep {seed}")
     left = {
         f.name: {p: x for p, x in valid_pairs(f).items() if p not in (done or {}).get(f.name, ())} for f in families
@@ -69,11 +73,13 @@ def specialisations(
         options = draw_options(family, rng, starts)
         for pair in pairs_of(options):
             left[family.name].pop(pair, None)
-        if not any(left.values()):
-            left = {f.name: dict(valid_pairs(f)) for f in families}
         number += 1
         inner = random.Random(f"{seed} {number} {family.name}")
         yield family, options, family.dims(inner, options), inner
+        if not any(left.values()):
+            if once:
+                return
+            left = {f.name: dict(valid_pairs(f)) for f in families}
 
 
 def run_problem(family: Family, problem: Problem, setting: Setting, plant: Any = None) -> None:

@@ -29,7 +29,7 @@ def summarise(folder: Path, record: Path | None = None) -> int:
         problems[row["op"]] += row["problems"]
         seconds[row["op"]] += row["seconds"]
         kernels.update(row["kernels"])
-        if row["op"] in FAMILIES:
+        if row["op"] in FAMILIES and row["problems"]:
             covered.setdefault(row["op"], set()).update(pairs_of(row["o"]) & valid_pairs(FAMILIES[row["op"]]).keys())
         for failure in row["failures"]:
             failures.setdefault(f"{row['op']} {kind_of(failure['said'])}", []).append(failure)
@@ -50,7 +50,15 @@ def summarise(folder: Path, record: Path | None = None) -> int:
     print(f"kernels ({len(kernels)}): " + " ".join(sorted(kernels)))
     print(f"{'no failure' if not failures else f'{len(failures)} kinds of failure'}", flush=True)
     if record is not None:
-        _record(record, run, problems, covered, kernels, failures, [(row["op"], row["o"]) for row in rows])
+        _record(
+            record,
+            run,
+            problems,
+            covered,
+            kernels,
+            failures,
+            [(row["op"], row["o"]) for row in rows if row["problems"]],
+        )
     return 1 if failures or not rows else 0
 
 

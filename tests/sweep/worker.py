@@ -1,4 +1,4 @@
-"""One process of a run: every so-many-th specialisation, a line of JSON for each, the problem at hand in a file of its own."""
+"""One process of a run: the next specialisation that no other has, a line of JSON for each, the problem at hand in a file."""
 
 import json
 import time
@@ -12,8 +12,9 @@ from .context import kernels_reached, poisoned
 from .families import chosen
 from .problem import NO_ROOM, Problem, Setting, failure_of, kind_of, shrink, specialisations
 
-__all__ = ["work"]
+__all__ = ["TAKEN", "work"]
 
+TAKEN = "taken-{}"  # a file for each specialisation that a process has begun
 PER_KIND = 2  # failures of one kind that a process makes smaller; more of them are only counted
 ROOM = 2 << 30  # bytes that a process keeps of the device's memory
 SLOW = 25.0  # seconds after which a specialisation has had its turn
@@ -25,14 +26,14 @@ def work(args: Any, setting: Setting) -> int:
     now = args.out / f"now-{args.worker}.json"
     seen: dict[str, int] = {}
     with (args.out / f"worker-{args.worker}.jsonl").open("a") as lines, poisoned():
-        done, number = 0, -1
+        done, ended = 0, -1
         asked = chosen(args.ops, setting.small), args.seed, args.memcheck, covered_by(args.after) if args.after else {}
-        for family, options, dims, rng in specialisations(*asked):
-            number += 1
-            if number % args.jobs != args.worker or number < args.first:
-                continue
+        for number, (family, options, dims, rng) in enumerate(specialisations(*asked, once=args.once)):
             if time.time() > args.until or (args.problems and done >= args.problems):
                 break
+            if not _take(args.out, number):
+                continue
+            ended = number
             drawn = (
                 Problem(
                     family.name, options, dims, family.sizes(rng, options, dims, setting.most), rng.randrange(1 << 30)
@@ -40,9 +41,18 @@ def work(args: Any, setting: Setting) -> int:
                 for _ in range(family.each or args.each)
             )
             done += _specialisation(args, setting, family, drawn, number, (lines, now, seen))
-        lines.write(json.dumps({"end": number}) + "\n")
+        lines.write(json.dumps({"end": ended}) + "\n")
     now.unlink(missing_ok=True)
     return 0
+
+
+def _take(folder: Path, number: int) -> bool:
+    """Whether no other process has this specialisation; then it is ours."""
+    try:
+        (folder / TAKEN.format(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _specialisation(args: Any, setting: Setting, family: Any, drawn: Any, number: int, to: Any) -> int:
