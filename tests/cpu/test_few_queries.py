@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tilefold.plan import (
     plan_forward,
     plan_splits,
 )
-from tilefold.plan.forward import FILLED_ROWS, LEAST_KEYS
+from tilefold.plan.forward import FILLED_ROWS, LEAST_KEYS, STEP, cut_of, plan_holds
 
 H200 = device_named("h200")
 
@@ -197,3 +198,66 @@ def test_masks_over_caches_are_checked():
     for mask, error in ((torch.ones(2, 1, 1, 39, dtype=torch.bool), "capacity"), (torch.ones(2, 1, 1, 40), "bool")):
         with pytest.raises((tilefold.ShapeError, tilefold.DtypeError), match=error):
             tilefold.attention_kvcache(q, k, v, mask=mask)
+
+
+# ---------------------------------------------------------------- a cache that grows
+
+
+GROWING = st.fixed_dictionaries({
+    "batch": st.sampled_from([1, 2, 8, 64]), "seq_q": st.sampled_from([1, 2, 5]), "seq_k": st.integers(1, 200_000),
+    "kv_heads": st.sampled_from([1, 2, 4, 8]), "group": st.sampled_from([1, 4, 7, 8]),
+    "dim_qk": st.sampled_from([64, 80, 128, 256]), "dtype": st.sampled_from(["bfloat16", "float32"]),
+})  # fmt: skip
+
+
+@given(given=GROWING, at=st.integers(0, STEP - 1), device=st.sampled_from(["h200", "h100", "a100", "interpreter"]))
+def test_a_plan_that_holds_is_the_plan_of_every_length_of_its_step(given, at, device):
+    group = given.pop("group")
+    problem = AttentionProblem(heads=given["kv_heads"] * group, dim_v=given["dim_qk"], causal=True, **given)
+    here = device_named(device)
+    length = max(1, problem.seq_k // STEP * STEP + at)
+    plan = plan_forward(replace(problem, seq_k=length), here)
+    if plan_holds(problem, here):
+        assert isinstance(plan, DecodePlan)
+        assert cut_of(plan) == cut_of(plan_forward(problem, here))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dim", [32, 40])
+def test_a_growing_cache(layout, dim, monkeypatch):
+    """Each length is right, its plan is that of a call that saw no other, and lengths of one step are planned once."""
+    from tilefold.ops.dense import attention as ops
+
+    planned = []
+    monkeypatch.setattr(ops, "_prepare", lambda *call, made=ops._prepare: planned.append(call[1].shape) or made(*call))
+    monkeypatch.setattr(ops, "_CACHE", {})
+    monkeypatch.setattr(ops, "_GROWING", {})
+    lengths = (3 * STEP - 1, 3 * STEP, 3 * STEP + 1, 3 * STEP + 70, 4 * STEP - 1, 4 * STEP)
+    for length in lengths:
+        q, k, v = qkv(2, 1, length, 4, 2, dim)
+        if layout == "bhsd":
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        plan = hold(q, k, v, layout, causal=True)
+        assert plan.problem.attention.seq_k == length
+        assert plan == plan_forward(plan.problem.attention, plan.device)
+    # Heads of n rows of 40 elements are a multiple of 16 apart where n is even, and the kernel is compiled for that.
+    assert len(planned) == (4 if dim == 40 and layout == "bhsd" else 3)
+
+
+def test_a_growing_cache_with_padding():
+    """The mask grows with it, as in generation from a batch of prompts of different lengths."""
+    for length in (2 * STEP, 2 * STEP + 1, 2 * STEP + 2, 2 * STEP + 17):
+        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        mask[1, ..., :9] = False
+        hold(*qkv(2, 1, length, 4, 2, 32), causal=True, mask=mask)
+
+
+def test_a_growing_cache_is_still_checked():
+    q, k, v = qkv(1, 1, 400, 4, 2, 32)
+    tilefold.attention(q, k, v, causal=True)
+    longer, other = (torch.cat([x, x[:, :1]], 1) for x in (k, v))
+    tilefold.attention(q, longer, other, causal=True)
+    with pytest.raises(tilefold.errors.ShapeError, match="seq_k"):
+        tilefold.attention(q, torch.cat([longer, longer[:, :1]], 1), other, causal=True)
+    with pytest.raises(tilefold.errors.DtypeError, match="causal"):
+        tilefold.attention(q, torch.cat([longer, longer[:, :1]], 1), torch.cat([other, other[:, :1]], 1), causal=1)

@@ -80,11 +80,16 @@ def attention_forward(
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]]
         view = view._replace(bias=position_bias if view.bias is None else view.bias + position_bias)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views: tilefold takes any strides
     options: dict[str, Any] = {
         "causal": view.causal, "window": view.window, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
         "dropout_p": float(dropout),
     }  # fmt: skip
+    steps = query.shape[2] == 1 and packed is None and view.lengths is None  # of generation
+    if steps and view.end in (None, key.shape[2]):
+        return attention(query, key, value, mask=view.mask, bias=view.bias, layout="bhsd", **options).transpose(
+            1, 2
+        ), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views: tilefold takes any strides
     if view.lengths is not None:  # of a static cache only what is filled is read
         if _is_decoded(view, options, (query, key, value)):
             del options["dropout_p"]
@@ -118,6 +123,8 @@ def _within(view: _View, room: int) -> torch.Tensor:
 
 def _refuse(others: dict[str, Any]) -> None:
     """Unsupported, by name, for what some layers pass and would change the result."""
+    if _REFUSED.keys().isdisjoint(others):
+        return
     for name, advice in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {advice}")

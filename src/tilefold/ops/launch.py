@@ -63,8 +63,9 @@ class Launch:
             self.fn.warmup(*args, grid=self.grid, **self.keywords)
 
     def _launch(self, args: tuple[Any, ...]) -> None:
-        run, stream = self._compiled, triton.runtime.driver.active.get_current_stream(self.device)
-        run.run(*self.grid, stream, run.function, run.packed_metadata, None, None, None, *args, *self._tail)
+        stream = triton.runtime.driver.active.get_current_stream(self.device)
+        run, function, metadata = self._compiled
+        run(*self.grid, stream, function, metadata, None, None, None, *args, *self._tail)
 
     def _first(self, args: tuple[Any, ...]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
@@ -82,13 +83,19 @@ class Launch:
         key = (self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args))
         found = _COMPILED.get(key)
         if found is not None and not _hooked():
-            self._compiled = found[0]
+            self._compiled = _entry(found[0])
             self(args)
             return
         with torch.cuda.device(self.device):
             ahead(self.fn, args, self.keywords)
-            self._compiled = self.fn[self.grid](*args, **self.keywords)
-        _COMPILED[key] = (self._compiled, args_functions(args))
+            compiled = self.fn[self.grid](*args, **self.keywords)
+        self._compiled = _entry(compiled)
+        _COMPILED[key] = (compiled, args_functions(args))
+
+
+def _entry(compiled: Any) -> tuple[Any, Any, Any]:
+    """What a launch of a compiled kernel needs, looked up once."""
+    return compiled.run, compiled.function, compiled.packed_metadata
 
 
 def _plainly(error: BaseException) -> InterpreterError:
@@ -165,4 +172,5 @@ class Box:
 def _hooked() -> bool:
     """Has a profiler hooked the launches?  Then they take Triton's way, which calls it."""
     runtime = knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

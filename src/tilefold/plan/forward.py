@@ -14,10 +14,11 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["FILLED_ROWS", "LEAST_KEYS", "decodes", "plan_forward"]
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decodes", "plan_forward", "plan_holds"]
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
+STEP = 128  # keys by which a cache may grow before its plan is looked at again
 LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon done as several and a merge
 
 
@@ -37,6 +38,22 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     if problem.group > pack:
         why += f", and would read K and V {problem.group // pack} times"
     return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))
+
+
+def plan_holds(problem: AttentionProblem, device: Device) -> bool:
+    """Whether every length of k in the same STEP is cut as this one is, by the decode kernel.
+
+    Each decision is a threshold in the length, and nothing else of it changes inside a step: if both ends of the step are cut
+    alike, so is what lies between."""
+    first = problem.seq_k // STEP * STEP
+    ends = [plan_forward(replace(problem, seq_k=max(1, n)), device) for n in (first, first + STEP - 1)]
+    return all(isinstance(plan, DecodePlan) for plan in ends) and cut_of(ends[0]) == cut_of(ends[1])  # type: ignore[arg-type]
+
+
+def cut_of(plan: DecodePlan) -> tuple[object, ...]:
+    """What of a plan decides the launch."""
+    return (plan.block_m, plan.block_n, plan.num_warps, plan.num_stages, plan.maxnreg, plan.programs, plan.least, plan.splits,
+            plan.merge)  # fmt: skip
 
 
 def decodes(problem: AttentionProblem, device: Device) -> str:

@@ -1,7 +1,7 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,8 @@ class Decoder:
     mods: Any
     as_bytes: bool  # the kernel takes e4m3 as bytes
     in_pairs: bool  # and two elements of V as one of 16 bits
+    rows: int  # of partial results, 0: there are none
+    counted: int  # items that the last program to arrive merges, 0: none does
     limit: int = 0  # how many pages, or caches, there are
 
     def run(
@@ -44,28 +46,40 @@ class Decoder:
         cache: Cache, scales: Scales, watch: Watch | None = None,
     ) -> None:  # fmt: skip
         """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
-        plan, device = self.plan, q.device
+        device, rows = q.device, self.rows
         part = stat = arrived = None
-        if plan.splits != 1:
-            rows = plan.slots * plan.block_m
+        if rows:
             part = torch.empty((rows, out.shape[-1]), dtype=torch.float32, device=device)
             stat = torch.empty((2 * rows,), dtype=torch.float32, device=device)
-            if plan.merge == "last":
-                arrived = counters(plan.items, device)
+            if self.counted:
+                arrived = counters(self.counted, device)
         if self.as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         if self.in_pairs:
             v = v.view(torch.int16)
         score, masks = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
-        self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived,
-                     *self._watched(watch, cache, device), *self.scalars, score, masks))  # fmt: skip
+        watched = UNWATCHED if watch is None else self._watched(watch, cache, device)
+        self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived, *watched,
+                     *self.scalars, score, masks))  # fmt: skip
         if self.merge is not None:
             self.merge((part, stat, out, lse, cache.cu_q, cache.cu_k, *cache[:2], *self.merge_scalars))
 
-    def _watched(self, watch: Watch | None, cache: Cache, device: torch.device) -> tuple[Any, ...]:
+    def grown(self, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> "Decoder":
+        """The same launches for keys in one piece of another length, which the plan has to hold for (`plan_holds`)."""
+        length = k.shape[1 if layout == "bshd" else 2]
+        at, merged = self.launch.fn.arg_names.index, list(self.merge_scalars)
+        scalars = list(self.scalars)
+        first = at("scale")  # `scalars` begin there
+        scalars[at("capacity") - first] = length
+        for name, t in (("stride_kb", k), ("stride_vb", v)):
+            scalars[at(name) - first : at(name) - first + 3] = head_strides(t, layout)
+        if self.merge is not None:
+            merge_at = self.merge.fn.arg_names.index
+            merged[merge_at("capacity") - merge_at("batch")] = length
+        return replace(self, scalars=tuple(scalars), merge_scalars=tuple(merged))
+
+    def _watched(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
         """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""
-        if watch is None:
-            return UNWATCHED
         columns = 0 if cache.block_table is None else cache.block_table.shape[1]
         return (note_of(device), watch.operation, self.limit, watch.fewest, watch.shift, watch.columns or columns)
 
@@ -196,7 +210,9 @@ def bind_decode(
         merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
     as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
     limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
-    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs, limit)
+    partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
+    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs, partial,
+                   counted if plan.merge == "last" else 0, limit)  # fmt: skip
 
 
 def _out_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
@@ -256,8 +272,6 @@ def example_launch(
     **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
-    from dataclasses import replace
-
     from ...plan.decode import plan_decode
     from ...plan.device import device_named
     from .cached_call import cached_sizes

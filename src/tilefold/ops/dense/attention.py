@@ -6,11 +6,13 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 
 import functools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import DtypeError
+from ...types import Layout
 from ..cache.cached_call import Cache
 from ..call import (
     UNBOUNDED,
@@ -19,6 +21,7 @@ from ..call import (
     check_hooks,
     check_offsets,
     check_options,
+    facts_of,
     is_plain,
     key_of,
     result_shapes,
@@ -38,9 +41,11 @@ from .attention_parts import (
     mods_of,
     problem_of,
 )
+from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan
+    from ...plan.device import Device
 
 __all__ = [
     "example_call",
@@ -50,6 +55,8 @@ __all__ = [
 ]
 
 HOPPER_KERNEL = "attention_forward_hopper"
+IN_PLACE = Cache()  # keys are k and v, all of them
+NO_SCALES = (None, None)
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -60,11 +67,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     prepared = prepare(q, k, v, call)
     out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
-    if prepared.plan is not None:
+    if prepared.planned is not None:
         if call.packed is not None and interpreting():
             check_offsets(call.packed, q.shape[0], k.shape[0])
         if prepared.decoder is not None:
-            prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), (None, None))
+            prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), NO_SCALES)
         else:
             prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
     return out, lse
@@ -78,8 +85,67 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
         return _prepare(q, k, v, call)
     if found is None:
-        found = remember(_CACHE, key, _prepare(q, k, v, call))
+        found = remember(_CACHE, key, _first(key, q, k, v, call))
     return found
+
+
+# ---------------------------------------------------------------- a cache that grows
+
+_GROWING: dict[Any, Prepared] = {}
+
+
+def _first(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The record of a key that is new.  Calls whose k and v are longer or shorter by a few keys share plan and launches: a token
+    of generation is not planned anew."""
+    from ...plan.forward import plan_holds
+
+    step = _step_of(key, k, v, call)
+    near = None if step is None else _GROWING.get(step)
+    if near is not None:
+        return _grown(near, k, v, call.layout)
+    made = _prepare(q, k, v, call)
+    if step is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
+        remember(_GROWING, step, made)
+    return made
+
+
+def _step_of(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
+    other calls."""
+    from ...plan.forward import STEP
+
+    mask, bare = call.mask, call._replace(mask=None)
+    at = 1 if call.layout == "bshd" else 2
+    if not is_plain(bare) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        return None
+    sides: list[tuple[Any, ...]] = [
+        (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t), facts_of(t)[3:]) for t in (k, v)
+    ]
+    if mask is not None:
+        if mask.dim() != 4 or mask.shape[3] != k.shape[at]:
+            return None
+        sides.append((type(mask), mask.shape[:3], remainders(mask), tiles_of(mask), facts_of(mask)[3:]))
+    plain = key if mask is None else key[0]
+    return plain[0], *sides, k.shape[at] // STEP, *plain[3:]
+
+
+def remainders(t: torch.Tensor) -> tuple[tuple[int, bool, bool], ...]:
+    """What Triton specialises on in the strides of a tensor, and what decides whether TMA reads it."""
+    return tuple((stride % 16, stride in (0, 1), stride >= 1 << 31) for stride in t.stride())
+
+
+def _grown(near: Prepared, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Prepared:
+    """The record of a call from that of another length in the same step."""
+    plan = functools.partial(
+        _plan_of_length, near.problem, k.shape[1 if layout == "bshd" else 2], near.decoder.plan.device
+    )
+    return replace(near, planned=plan, decoder=near.decoder.grown(k, v, layout), backward={})
+
+
+def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -> "DecodePlan":
+    from ...plan import plan_forward
+
+    return plan_forward(replace(problem, seq_k=seq_k), device)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- the first time
@@ -167,7 +233,7 @@ def _bind(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     return Prepared(
-        plan=plan,
+        planned=plan,
         out_shape=out_shape,
         lse_shape=lse_shape,
         scalars=(scale, *lengths, heads, group, left, right, 0 if call.sinks is None else call.sinks.stride(0)),
@@ -197,9 +263,9 @@ def _bind_decoder(
     from ..cache.decode import bind_decode
 
     sizes = {**sizes, "capacity": sizes["seq_k"]}
-    decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, (None, None), plan)
+    decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, NO_SCALES, plan)
     return Prepared(
-        plan=plan,
+        planned=plan,
         out_shape=out_shape,
         lse_shape=lse_shape,
         scalars=(scale,),
@@ -213,7 +279,7 @@ def _bind_decoder(
 def _cache_of(call: Call) -> Cache:
     """Where the keys of a dense or packed call lie, as the decode kernel is told."""
     if call.packed is None:
-        return Cache()
+        return IN_PLACE
     cu_q, cu_k, max_q, max_k = call.packed
     return Cache(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
 

@@ -50,7 +50,7 @@ def bind(
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     return Prepared(
-        plan=plan,
+        planned=plan,
         out_shape=shapes[0],
         lse_shape=shapes[1],
         scalars=(scale, n.seq_q, n.seq_k, n.heads // pack, n.group // pack, blocks, items, *sides),

@@ -1,5 +1,6 @@
 """What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ __all__ = [
 class Prepared:
     """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
 
-    plan: "AttentionPlan | DecodePlan | None"  # None: nothing to compute
+    planned: "AttentionPlan | DecodePlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     scalars: tuple[Any, ...] = ()
@@ -43,6 +44,13 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `launch`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+
+    @property
+    def plan(self) -> "AttentionPlan | DecodePlan | None":
+        """None: nothing to compute.  A cache that has grown a little is planned when somebody asks."""
+        if callable(self.planned):
+            self.planned = self.planned()
+        return self.planned
 
     @property
     def problem(self) -> "AttentionProblem":

@@ -32,6 +32,7 @@ __all__ = [
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 AnyCall = TypeVar("AnyCall", bound=Any)  # a Call or a SparseCall
 HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
+NO_HOOKS = (None,) * len(HOOKS)
 
 
 @torch.library.custom_op("tilefold::attention", mutates_args=())
@@ -270,7 +271,8 @@ def _kind(arg: Any) -> str:
 
 def resolved(call: AnyCall) -> AnyCall:
     """The call with the objects that its `Constant`s name."""
-    if not any(type(getattr(call, name)) is Constant for name in HOOKS):
+    hooks = (call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan)
+    if hooks == NO_HOOKS or Constant not in map(type, hooks):
         return call
     return cast("AnyCall", call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS}))
 
