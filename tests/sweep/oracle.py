@@ -181,7 +181,7 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     t = f.chain * r.scale
     w, w_blind, w_shared = ds * t, blind * t.abs(), p * t.abs() * unsure
     if r.softcap:  # the derivative 1 - tanh^2 is a difference of numbers around 1 where the cap is reached
-        w_blind = w_blind + (ds * f.late).abs() * r.scale * 8 * FP32
+        w_blind = w_blind + (ds.abs() + blind + p * unsure) * f.late.abs() * r.scale * 8 * FP32
     size_q = w.abs() @ kh.abs()
     dq = w @ kh
     off_q = 0.0 if r.k_off is None else w.abs() @ _spread(r.k_off, heads)
