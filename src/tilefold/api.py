@@ -321,7 +321,8 @@ _OPTIONS = set(Call._fields) - {"packed"}
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernel when eager, with a node for autograd if one is needed; through torch's dispatcher when traced."""
-    call = _seeded(_tidy(call), q)
+    if call.dropout_p or isinstance(call.window, list):
+        call = _seeded(_tidy(call), q)
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and is_transformed()
     tensors: tuple[Any, ...] = (q, k, v, call.alibi_slopes, call.bias, call.sinks)

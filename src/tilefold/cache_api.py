@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import DtypeError, Unsupported
+from .ops.cache import kvcache
+from .ops.cache.cached_call import Cache
 from .ops.call import Call, check_kinds
 from .ops.faults import asked, mode_of
 from .ops.quantise import quantize_kv
@@ -95,9 +97,6 @@ def attention_kvcache(
 
     Source: Flash-Decoding (Dao et al. 2023), Stream-K (Osama et al. 2023, arXiv:2301.03598), PagedAttention (Kwon et al. 2023,
     arXiv:2309.06180)."""
-    from .ops.cache import kvcache  # here: `import tilefold` stays light
-    from .ops.cache.cached_call import Cache
-
     check_kinds(return_lse)
     mode = mode_of(check)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
@@ -117,8 +116,6 @@ def attention_kvcache_plan(
     would be followed if it were given.
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
-    from .ops.cache import kvcache  # here: `import tilefold` stays light
-    from .ops.cache.cached_call import Cache
 
     for name in options:
         if name not in _OPTIONS:

@@ -73,10 +73,13 @@ def attention_forward(
     Returns:
         ([batch, queries, heads, dim], None): there are no attention weights."""
     _refuse(others)
-    query, key, value = _autocast(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _autocast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view(query, key, attention_mask, bool(causal), sliding_window)
-    packed = _packed(query, view, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
+    packed = None
+    if cu_seq_lens_q is not None or view.rows is not None:
+        packed = _packed(query, view, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]]
         view = view._replace(bias=position_bias if view.bias is None else view.bias + position_bias)
@@ -144,8 +147,7 @@ def _view(
                 f"attention_mask was made for {mask.shape[2]} queries and {mask.end} keys, but query has {query.shape[2]} and "
                 f"key {key.shape[2]}"
             )
-        keys = None if mask.keys is None else mask.keys[:, None, None, :]
-        return _View(mask.causal, mask.window, keys, None, mask.end, mask.rows, mask.lengths)
+        return _View(mask.causal, mask.window, mask.mask, None, mask.end, mask.rows, mask.lengths)
     if mask is None:
         if sliding_window is None:
             return _View(causal)
@@ -196,8 +198,5 @@ def _packed(query: torch.Tensor, view: _View, lengths: tuple[Any, ...]) -> tuple
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In autocast's dtype, as SDPA's are: rotary embeddings leave queries and keys in fp32, values not."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) for x in tensors)

@@ -48,6 +48,7 @@ class Visible(BlockMask):
     ) -> None:
         self._shape, self.causal, self.window, self.end, self.keys, self.rows = shape, causal, window, end, keys, rows
         self.lengths = lengths
+        self.mask = None if keys is None else keys[:, None, None, :]  # as `attention` takes it; every layer asks
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

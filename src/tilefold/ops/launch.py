@@ -24,6 +24,9 @@ __all__ = ["OBSERVERS", "Box", "Launch"]
 OBSERVERS: list[Callable[[str, tuple[int, int, int], float], None]] = []
 """In the interpreter, where no profiler sees a launch: told the kernel's name, its grid and the seconds that it took."""
 
+# torch.cuda.current_device without its look at whether CUDA is initialised: a kernel that is compiled says that it is
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
 _COMPILED: dict[
     Any, tuple[Any, Any]
 ] = {}  # specialisation -> compiled kernel, and the function that keeps its id alive
@@ -50,7 +53,7 @@ class Launch:
         """Launch on the current stream of the device (in the interpreter: run)."""
         if self._compiled is None or _hooked():
             self._first(args)
-        elif torch.cuda.current_device() == self.device:
+        elif current_device() == self.device:
             self._launch(args)
         else:
             with torch.cuda.device(self.device):
@@ -63,9 +66,8 @@ class Launch:
             self.fn.warmup(*args, grid=self.grid, **self.keywords)
 
     def _launch(self, args: tuple[Any, ...]) -> None:
-        stream = triton.runtime.driver.active.get_current_stream(self.device)
-        run, function, metadata = self._compiled
-        run(*self.grid, stream, function, metadata, None, None, None, *args, *self._tail)
+        run, function, metadata, current_stream = self._compiled
+        run(*self.grid, current_stream(self.device), function, metadata, None, None, None, *args, *self._tail)
 
     def _first(self, args: tuple[Any, ...]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
@@ -93,9 +95,9 @@ class Launch:
         _COMPILED[key] = (compiled, args_functions(args))
 
 
-def _entry(compiled: Any) -> tuple[Any, Any, Any]:
+def _entry(compiled: Any) -> tuple[Any, ...]:
     """What a launch of a compiled kernel needs, looked up once."""
-    return compiled.run, compiled.function, compiled.packed_metadata
+    return compiled.run, compiled.function, compiled.packed_metadata, triton.runtime.driver.active.get_current_stream
 
 
 def _plainly(error: BaseException) -> InterpreterError:

@@ -148,7 +148,8 @@ def cached_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, ca
     """Everything that a launch depends on."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks, call.mask, call.dropout_seed, *cache[:6])
     numbers = (call.window, call.causal, call.scale, call.softcap, call.dropout_p, *cache[6:])
-    return tuple(None if t is None else facts_of(t) for t in tensors), numbers, tuple(map(type, numbers))
+    # lists, not generators: every call makes this key
+    return tuple([None if t is None else facts_of(t) for t in tensors]), numbers, tuple(map(type, numbers))
 
 
 def check_scales(scales: tuple[torch.Tensor | None, torch.Tensor | None], used: set[int]) -> None:

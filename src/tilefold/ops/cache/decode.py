@@ -49,8 +49,10 @@ class Decoder:
         device, rows = q.device, self.rows
         part = stat = arrived = None
         if rows:
-            part = torch.empty((rows, out.shape[-1]), dtype=torch.float32, device=device)
-            stat = torch.empty((2 * rows,), dtype=torch.float32, device=device)
+            size = rows * out.shape[-1]
+            part, stat = torch.empty(size + 2 * rows, dtype=torch.float32, device=device).split_with_sizes(
+                (size, 2 * rows)
+            )
             if self.counted:
                 arrived = counters(self.counted, device)
         if self.as_bytes:

@@ -44,6 +44,7 @@ class Prepared:
     lse_shape: tuple[int, ...]
     decoder: Decoder | None = None
     prompts: bool = False
+    interpreted: bool = False  # where reading what index tensors hold costs nothing
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -104,7 +105,7 @@ def _forward(
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:
         return out, lse
-    if not watched and (check or interpreting()):
+    if not watched and (check or p.interpreted):
         check_contents(q, cache, scales, p.sizes)
     p.decoder.run(q, k, v, out, lse, call, cache, scales, watch)
     return out, lse
@@ -122,7 +123,7 @@ def _record(
 ) -> Prepared:
     """What a call of this kind left, or leaves now.  watched: on the device."""
     try:
-        facts = tuple(None if t is None else facts_of(t) for t in scales)
+        facts = tuple([None if t is None else facts_of(t) for t in scales])
         key = (
             cached_key(q, k, v, call, cache),
             facts,
@@ -156,7 +157,8 @@ def _prepare(
     made = _planned(q, k, v, call, cache, sizes, shared, plan)
     if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
-    return Prepared(sizes, *shapes, bind_decode(q, k, v, call, cache, sizes, scales, made))
+    decoder = bind_decode(q, k, v, call, cache, sizes, scales, made)
+    return Prepared(sizes, *shapes, decoder, interpreted=interpreting())
 
 
 def _planned(
