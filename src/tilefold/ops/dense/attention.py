@@ -33,6 +33,7 @@ from ..records import remember
 from ..startup import uncollected
 from .attention_parts import (
     Prepared,
+    broadcast_strides,
     describe_box,
     dropout_of,
     head_strides,
@@ -119,19 +120,22 @@ def _step_of(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     if not is_plain(bare) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
         return None
     sides: list[tuple[Any, ...]] = [
-        (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t), facts_of(t)[3:]) for t in (k, v)
+        (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
+        for t in (k, v)
     ]
     if mask is not None:
         if mask.dim() != 4 or mask.shape[3] != k.shape[at]:
             return None
-        sides.append((type(mask), mask.shape[:3], remainders(mask), tiles_of(mask), facts_of(mask)[3:]))
+        sides.append(
+            (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
+        )
     plain = key if mask is None else key[0]
     return plain[0], *sides, k.shape[at] // STEP, *plain[3:]
 
 
-def remainders(t: torch.Tensor) -> tuple[tuple[int, bool, bool], ...]:
+def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
     """What Triton specialises on in the strides of a tensor, and what decides whether TMA reads it."""
-    return tuple((stride % 16, stride in (0, 1), stride >= 1 << 31) for stride in t.stride())
+    return tuple((stride % 16, stride in (0, 1), stride >= 1 << 31) for stride in strides)
 
 
 def _grown(near: Prepared, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Prepared:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 __all__ = [
     "Prepared",
     "boxable",
+    "broadcast_strides",
     "describe_box",
     "dropout_of",
     "head_strides",
@@ -147,17 +148,17 @@ def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[A
         slopes = call.alibi_slopes
         score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))
     if call.bias is not None:
-        score.append((mods.bias, (call.bias, *_broadcast_strides(call.bias))))
+        score.append((mods.bias, (call.bias, *broadcast_strides(call.bias))))
     if call.score_mod is not None:
         score.append((call.score_mod, call.score_args))
     if call.mask is not None:
-        masks.append((mods.keep, (call.mask, *_broadcast_strides(call.mask))))
+        masks.append((mods.keep, (call.mask, *broadcast_strides(call.mask))))
     if call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
     return tuple(score), tuple(masks)
 
 
-def _broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
+def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
     """The four strides of a bias or mask, 0 where a dimension of size 1 is broadcast."""
     b, h, q, k = t.stride()
     shape = t.shape
