@@ -18,7 +18,7 @@ from ..device.cache import (
     next_page,
     next_pages,
 )
-from ..device.fault import BATCH_INDEX, LENGTHS, PADS, existing, inspect_pages, inspect_value
+from ..device.fault import BATCH_INDEX, LENGTHS, PADS, TABLE, existing, inspect_entries, inspect_value
 from ..device.fold_cache import fold_cache_range
 from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import arrive, merge_parts, store_part
@@ -134,8 +134,8 @@ def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, Batch
             pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
         b = tl.cast(i_b, tl.int64)
         if first_key < end_key:
-            inspect_pages(Fault, operation, Table + b * stride_tb, (first_key + pad) // PAGE, tl.cdiv(end_key + pad, PAGE),
-                          b * columns + shift, columns, limit, ENTRIES)  # fmt: skip
+            inspect_entries(Fault, operation, TABLE, Table + b * stride_tb, (first_key + pad) // PAGE,
+                            tl.cdiv(end_key + pad, PAGE), (b * columns + shift, 0, 0, columns), limit, ENTRIES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
