@@ -118,7 +118,7 @@ def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, Batch
                  end_key, PAGE: tl.constexpr):  # fmt: skip
     """Note what is wrong with the index tensors where keys first_key to end_key of sequence i_b lie; opens: with its length, too.
 
-    What of the table is looked at is what the fold is about to ask for, so that it is waited for once."""
+    For after the fold: the entries are in the caches by then, results are on their way, and no loop holds a register for it."""
     Lengths = lengths[2]
     Pads = lengths[3]
     if opens:
@@ -249,10 +249,6 @@ def attention_decode(
             if PADDED:
                 pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
             source = (seq_k, Table + b * stride_tb, pad, PAGE, limit if CHECKED else None)
-        if CHECKED:
-            if i_r == 0:
-                inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens,
-                             mine[0] * BLOCK_N, tl.minimum(mine[3] * BLOCK_N, seq_k), PAGE)  # fmt: skip
         outer_k = stride_kn if PAGE == 0 else stride_kb
         outer_v = stride_vn if PAGE == 0 else stride_vb
         if PER_PAGE:
@@ -292,6 +288,11 @@ def attention_decode(
                                                   ROWS, BLOCK_S)  # fmt: skip
                     store_results(p_out, p_lse, acc_a, m_a, l_a, first_row, rows, i_h, group, stride_om, stride_oh, stride_lh,
                                   EMULATE, DIM_V, ROWS, BLOCK_V)  # fmt: skip
+        # ---- index tensors, when nobody waits for what they say
+        if CHECKED:
+            if i_r == 0:
+                inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens,
+                             mine[0] * BLOCK_N, tl.minimum(mine[3] * BLOCK_N, seq_k), PAGE)  # fmt: skip
         # ---- the next item
         ended = i_r + 1 == each
         i_r = tl.where(ended, 0, i_r + 1)
