@@ -176,6 +176,21 @@ def test_flash_attention_with_a_cache(by_default, device):
         assert torch.equal(got[::2], right[::2])
 
 
+def test_appending_counts_tokens(device):
+    """Of 40 tokens of two heads, in pages of 4: those past the room and those in pages that do not exist, each once."""
+    k, v = (rand(40, 2, 16, device=device) for _ in range(2))
+    caches = [torch.zeros(9, 4, 2, 16, device=device) for _ in range(2)]
+    ints = {"dtype": torch.int32, "device": device}
+    table = torch.tensor([[0, 1, 2, 3, FAR], [4, 5, -1, 6, 7]], **ints)
+    where = {"cache_seqlens": torch.tensor([3, 2], **ints), "cu_seqlens": torch.tensor([0, 20, 40], **ints)}
+    tilefold.kvcache_append(k, v, *caches, block_table=table, **where, check="device")
+    fault = tilefold.last_fault()
+    assert (fault.argument, fault.position, fault.value) == ("block_table", (0, 4), FAR)
+    assert fault.count == 4 + 3 + 4 + 2  # entry (0, 4) and past the room, entry (1, 2) and past the room
+    rows = torch.cat([page.reshape(4, 2, 16) for page in caches[0][[0, 1, 2, 3]]])
+    assert torch.equal(rows[3:], k[:13]) and not rows[:3].any() and not caches[0][8].any()
+
+
 def test_flash_attention_of_packed_sequences(by_default, device):
     by_default("device")
     q, k, v = (torch.randn(20, 2, 16, device=device) for _ in range(3))
