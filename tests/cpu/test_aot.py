@@ -290,6 +290,7 @@ def test_wgmma_hazard_over_the_back_edge() -> None:
     ("lines", "found"),
     [
         (("R2UR UR4, R2", "UIADD3 UR5, UR4, 0x40, URZ"), []),
+        (("VOTEU.ANY UR16, UPT, PT", "UPOPC UR14, UR16"), []),
         (("UIADD3 UR54, UP0, UR54, 0x40, URZ",), ["UR54"]),
         (("UIMAD.WIDE.U32 UR4, UR6, UR7, URZ", "UMOV UR8, UR5"), ["UR6,7"]),
         (("ULDC.64 UR12, c[0x0][0x208]", "LDG.E R4, desc[UR12][R2.64]"), []),

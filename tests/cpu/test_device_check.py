@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilefold
+from cases import rand
 from device_check_cases import FAR, OPERATIONS, cases_of, changed, decoding
 from tilefold.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
@@ -70,6 +71,25 @@ def test_the_note_is_kept_until_somebody_clears_it(device):
     tilefold.attention_kvcache(**later, check="device")
     fault = tilefold.last_fault()
     assert str(fault) == "attention_kvcache: cache_seqlens[2] leads to -1 keys, there is room for 24"
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_the_first_of_several_in_a_long_table(tokens, device):
+    """One program looks at 600 entries, more than it loads at a time; those behind the last key are nobody's."""
+    k, v = (rand(8, 1, 1, 16, device=device) for _ in range(2))
+    table = torch.zeros(2, 700, dtype=torch.int32, device=device)
+    table[1, [44, 300, 299, 599, 600, 699]] = torch.tensor([-1, FAR, -FAR, 8, 8, 8], dtype=torch.int32, device=device)
+    lengths = torch.tensor([600, 600], dtype=torch.int32, device=device)
+    call = {"q": rand(2, tokens, 2, 16, device=device), "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
+    got = tilefold.attention_kvcache(**call, block_table=table, num_splits=1, check="device")
+    fault = tilefold.last_fault()
+    assert (fault.argument, fault.position, fault.value, fault.count) == ("block_table", (1, 44), -1, 4)
+    right = tilefold.attention_kvcache(**call, block_table=torch.zeros_like(table), num_splits=1)
+    assert torch.equal(got[0], right[0])
+    table[1, 44] = table[1, 299] = 0
+    tilefold.attention_kvcache(**call, block_table=table, num_splits=1, check="device")
+    fault = tilefold.last_fault()
+    assert (fault.position, fault.value, fault.count) == ((1, 300), FAR, 2)
 
 
 def test_kernels_and_host_number_arguments_alike():
@@ -154,6 +174,21 @@ def test_flash_attention_with_a_cache(by_default, device):
         assert (fault.operation, fault.argument, fault.position, fault.value) == (
             "flash_attn_with_kvcache", name, place, value)  # fmt: skip
         assert torch.equal(got[::2], right[::2])
+
+
+def test_appending_counts_tokens(device):
+    """Of 40 tokens of two heads, in pages of 4: those past the room and those in pages that do not exist, each once."""
+    k, v = (rand(40, 2, 16, device=device) for _ in range(2))
+    caches = [torch.zeros(9, 4, 2, 16, device=device) for _ in range(2)]
+    ints = {"dtype": torch.int32, "device": device}
+    table = torch.tensor([[0, 1, 2, 3, FAR], [4, 5, -1, 6, 7]], **ints)
+    where = {"cache_seqlens": torch.tensor([3, 2], **ints), "cu_seqlens": torch.tensor([0, 20, 40], **ints)}
+    tilefold.kvcache_append(k, v, *caches, block_table=table, **where, check="device")
+    fault = tilefold.last_fault()
+    assert (fault.argument, fault.position, fault.value) == ("block_table", (0, 4), FAR)
+    assert fault.count == 4 + 3 + 4 + 2  # entry (0, 4) and past the room, entry (1, 2) and past the room
+    rows = torch.cat([page.reshape(4, 2, 16) for page in caches[0][[0, 1, 2, 3]]])
+    assert torch.equal(rows[3:], k[:13]) and not rows[:3].any() and not caches[0][8].any()
 
 
 def test_flash_attention_of_packed_sequences(by_default, device):

@@ -15,7 +15,7 @@ _TARGET = re.compile(r"\((\.L\w+)\)")
 _BRANCHES = ("BRA", "BRX", "BSYNC", "JMP", "WARPSYNC.COLLECTIVE")
 # Opcodes that begin with U, but whose first operand is an address or a predicate.
 _NO_WRITERS = ("UTMA", "UBLK", "UCGABAR", "UISETP", "UPLOP3", "USETMAXREG", "UMEMSETS", "USETP")
-_WRITERS = ("U", "R2UR", "S2UR", "REDUX", "CREDUX", "ELECT", "CS2UR")
+_WRITERS = ("U", "R2UR", "S2UR", "REDUX", "CREDUX", "ELECT", "CS2UR", "VOTEU")
 
 
 def undefined_registers(listing: Listing) -> tuple[str, ...]:

@@ -51,27 +51,32 @@ def inspect_value(Fault, operation, argument, i_b, value, low, high, more):
 
 
 @triton.jit
-def inspect_pages(Fault, operation, Row, first, last, place, columns, pages, CHUNK: tl.constexpr):
-    """Entries first to last of a row of a table, which begins at the flat place `place` of [B, columns] -> the first of them
-    that is no page, `last` if all are."""
+def inspect_entries(Fault, operation, argument, Entries, first, last, place, limit, CHUNK: tl.constexpr):
+    """Entries first to last of an int32 list are numbers of something of which there are `limit`; place: of entry 0, as for
+    raise_fault -> the first of them that is not, `last` if all are.
+
+    Lanes keep what they find to themselves until the end: warps wait for one another once, however long the list is."""
     good = tl.maximum(last, first)
-    count = 0
+    found = tl.zeros([CHUNK], tl.int32)
+    least = tl.full([CHUNK], FAR, tl.int32)
     for start in range(first, last, CHUNK):
         o = start + tl.arange(0, CHUNK)
-        page = tl.load(Row + o, mask=o < last, other=0)
-        wrong = (o < last) & ((page < 0) | (page >= pages))
-        count += tl.sum(wrong.to(tl.int32), 0)
-        good = tl.minimum(good, tl.min(tl.where(wrong, o, FAR), 0))
+        entry = tl.load(Entries + o, mask=o < last, other=0)
+        wrong = (o < last) & (entry.to(tl.uint32) >= limit)
+        found += wrong.to(tl.int32)
+        least = tl.minimum(least, tl.where(wrong, o, FAR))
+    count = tl.sum(found, 0)
     if count > 0:
-        at = (tl.cast(place, tl.int64) + good, 0, 0, columns)
-        raise_fault(Fault, operation, TABLE, count, at, tl.load(Row + good), 0, pages - 1, 0)
+        good = tl.min(least, 0)
+        at = (tl.cast(place[0], tl.int64) + good, place[1], place[2], place[3])
+        raise_fault(Fault, operation, argument, count, at, tl.load(Entries + good), 0, limit - 1, 0)
     return good
 
 
 @triton.jit
 def existing(number, limit):
-    """A number of something of which there are `limit`, 0 for one that nothing has; limit None: it is trusted."""
+    """An int32 number of something of which there are `limit`, 0 for one that nothing has; limit None: it is trusted."""
     if limit is None:
         return number
     else:
-        return tl.where((number >= 0) & (number < limit), number, 0)
+        return tl.where(number.to(tl.uint32) < limit, number, 0)

@@ -18,7 +18,7 @@ from ..device.cache import (
     next_page,
     next_pages,
 )
-from ..device.fault import BATCH_INDEX, LENGTHS, PADS, existing, inspect_pages, inspect_value
+from ..device.fault import BATCH_INDEX, LENGTHS, PADS, TABLE, existing, inspect_entries, inspect_value
 from ..device.fold_cache import fold_cache_range
 from ..device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ..device.partials import arrive, merge_parts, store_part
@@ -118,7 +118,7 @@ def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, Batch
                  end_key, PAGE: tl.constexpr):  # fmt: skip
     """Note what is wrong with the index tensors where keys first_key to end_key of sequence i_b lie; opens: with its length, too.
 
-    What of the table is looked at is what the fold is about to ask for, so that it is waited for once."""
+    For after the fold: the entries are in the caches by then, results are on their way, and no loop holds a register for it."""
     Lengths = lengths[2]
     Pads = lengths[3]
     if opens:
@@ -134,8 +134,8 @@ def inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, Batch
             pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
         b = tl.cast(i_b, tl.int64)
         if first_key < end_key:
-            inspect_pages(Fault, operation, Table + b * stride_tb, (first_key + pad) // PAGE, tl.cdiv(end_key + pad, PAGE),
-                          b * columns + shift, columns, limit, ENTRIES)  # fmt: skip
+            inspect_entries(Fault, operation, TABLE, Table + b * stride_tb, (first_key + pad) // PAGE,
+                            tl.cdiv(end_key + pad, PAGE), (b * columns + shift, 0, 0, columns), limit, ENTRIES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -249,10 +249,6 @@ def attention_decode(
             if PADDED:
                 pad = tl.maximum(tl.load(Pads + i_b).to(tl.int32), 0)
             source = (seq_k, Table + b * stride_tb, pad, PAGE, limit if CHECKED else None)
-        if CHECKED:
-            if i_r == 0:
-                inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens,
-                             mine[0] * BLOCK_N, tl.minimum(mine[3] * BLOCK_N, seq_k), PAGE)  # fmt: skip
         outer_k = stride_kn if PAGE == 0 else stride_kb
         outer_v = stride_vn if PAGE == 0 else stride_vb
         if PER_PAGE:
@@ -292,6 +288,11 @@ def attention_decode(
                                                   ROWS, BLOCK_S)  # fmt: skip
                     store_results(p_out, p_lse, acc_a, m_a, l_a, first_row, rows, i_h, group, stride_om, stride_oh, stride_lh,
                                   EMULATE, DIM_V, ROWS, BLOCK_V)  # fmt: skip
+        # ---- index tensors, when nobody waits for what they say
+        if CHECKED:
+            if i_r == 0:
+                inspect_item(Fault, operation, limit, fewest, shift, columns, lengths, BatchIndex, Table, stride_tb, i_b, opens,
+                             mine[0] * BLOCK_N, tl.minimum(mine[3] * BLOCK_N, seq_k), PAGE)  # fmt: skip
         # ---- the next item
         ended = i_r + 1 == each
         i_r = tl.where(ended, 0, i_r + 1)

@@ -66,14 +66,18 @@ def rows_of_cache(row, i_b, live, BatchIndex, Table, stride_tb, capacity, pages,
 
 
 @triton.jit
-def inspect_rows(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, position, i_b, meant, live, seq_new,
-                 capacity, pages, PAGE: tl.constexpr):  # fmt: skip
-    """Note the first of the rows that were meant to be written and are not, for they lie nowhere: position [M] of each."""
+def inspect_tokens(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, first, tokens, batch, seq_new,
+                   capacity, pages, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
+    """Of BLOCK_M tokens from `first` on note the first of those that are not written, for their rows lie nowhere."""
+    token = first + tl.arange(0, BLOCK_M)
+    i_b, i_n = place_of_tokens(Cu, token, batch, seq_new, BLOCK_B)
+    meant = (token < tokens) & (i_n >= 0)
+    position = tl.load(Lengths + i_b, mask=meant, other=0).to(tl.int64) + i_n
+    _, _, live = rows_of_cache(position, i_b, meant, BatchIndex, Table, stride_tb, capacity, pages, PAGE)
     wrong = meant & (live == 0)
     count = tl.sum(wrong.to(tl.int32), 0)
     if count > 0:
-        o = tl.arange(0, wrong.shape[0])
-        chosen = o == tl.min(tl.where(wrong, o, FAR), 0)
+        chosen = token == tl.min(tl.where(wrong, token, FAR), 0)
         b = tl.sum(tl.where(chosen, i_b, 0), 0).to(tl.int64)
         row = tl.sum(tl.where(chosen, position, 0), 0)
         new = seq_new
@@ -105,8 +109,15 @@ def cache_append(
     BatchIndex[b] (int32, None: b), or [pages, PAGE, Hkv, D] with Table [B, max_pages] int32.  PAIRS > 0: keys are turned by
     Cos, Sin [seq_table, PAIRS] at their row in the cache, and so are Q [.., H, Dqk] into QOut.  CODE: how the caches hold
     numbers, KScale and VScale fp32 [pages, Hkv] (stride_kp and stride_vp may be 0).  Fault: a note of device.fault or None.
-    Grid (kv_programs + cdiv(tokens * H, BLOCK_M),)."""
+    Grid (kv_programs + cdiv(tokens * H, BLOCK_M),), and cdiv(tokens, BLOCK_M) more with Fault: these look, so that nobody who
+    writes waits for it."""
     pid = tl.program_id(0)
+    if Fault is not None:
+        looking = pid - (tl.num_programs(0) - tl.cdiv(tokens, BLOCK_M))
+        if looking >= 0:
+            inspect_tokens(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, looking * BLOCK_M, tokens, batch,
+                           seq_new, capacity, pages, PAGE, BLOCK_M, BLOCK_B)  # fmt: skip
+            return
     if Q is not None:
         if pid >= kv_programs:
             token, i_h, inside = rows_of_program(pid - kv_programs, tokens, heads, BLOCK_M)
@@ -133,11 +144,7 @@ def cache_append(
         rows_v = token.to(tl.int64) * stride_vm + i_h * stride_vh
     live = inside & (i_n >= 0)
     position = tl.load(Lengths + i_b, mask=live, other=0).to(tl.int64) + i_n
-    meant = live
     page, row, live = rows_of_cache(position, i_b, live, BatchIndex, Table, stride_tb, capacity, pages, PAGE)
-    if Fault is not None:
-        inspect_rows(Fault, operation, columns, Cu, Lengths, BatchIndex, Table, stride_tb, position, i_b,
-                     meant & (i_h == 0), live, seq_new, capacity, pages, PAGE)  # fmt: skip
     rows_x = page * stride_xb + row * stride_xn + i_h * stride_xh
     rows_y = page * stride_yb + row * stride_yn + i_h * stride_yh
     factor_k, factor_v = None, None

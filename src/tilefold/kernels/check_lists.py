@@ -5,7 +5,7 @@ it."""
 import triton
 import triton.language as tl
 
-from ..device.fault import BLOCK_SIZES, COUNTS, FAR, INDICES, QUERY_SIZES, raise_fault
+from ..device.fault import BLOCK_SIZES, COUNTS, FAR, INDICES, QUERY_SIZES, inspect_entries, raise_fault
 
 RUNTIME = ["rows", "rows_k", "q_blocks", "kv_blocks", "heads", "capacity", "block_q", "block_k", "seq_q", "seq_k", "stride_ib",
            "stride_ih", "stride_iq", "stride_cb", "stride_ch", "heads_k", "heads_q", "size_k", "size_q",
@@ -70,16 +70,8 @@ def check_lists(
         row, some = place_of_row(i_b, i_h, i_q, stride_cb, stride_ch, heads, q_blocks)
         raise_fault(Fault, operation, COUNTS, 1, (row, 0, some, q_blocks), given, 0, capacity, 0)
     p = Index + i_b * stride_ib + i_h * stride_ih + i_q * stride_iq
-    good = count
-    found = 0
-    for start in range(0, count, CHUNK):
-        o = start + tl.arange(0, CHUNK)
-        block = tl.load(p + o, mask=o < count, other=0)
-        wrong = (o < count) & ((block < 0) | (block >= kv_blocks))
-        found += tl.sum(wrong.to(tl.int32), 0)
-        good = tl.minimum(good, tl.min(tl.where(wrong, o, FAR), 0))
-    if found > 0:
-        row, some = place_of_row(i_b, i_h, i_q, stride_ib, stride_ih, heads, q_blocks)
-        raise_fault(Fault, operation, INDICES, found, (row * capacity + good, some, q_blocks, capacity), tl.load(p + good), 0,
-                    kv_blocks - 1, 0)  # fmt: skip
+    row, some = place_of_row(i_b, i_h, i_q, stride_ib, stride_ih, heads, q_blocks)
+    good = inspect_entries(
+        Fault, operation, INDICES, p, 0, count, (row * capacity, some, q_blocks, capacity), kv_blocks, CHUNK
+    )
     tl.store(NewCount + pid, good)

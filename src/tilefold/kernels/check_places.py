@@ -14,8 +14,9 @@ from ..device.fault import (
     MAX_K,
     MAX_Q,
     PADS,
+    TABLE,
     existing,
-    inspect_pages,
+    inspect_entries,
     inspect_value,
     raise_fault,
 )
@@ -106,9 +107,8 @@ def check_places(
         if Table is not None:
             i = i_b.to(tl.int64)
             pages = ((end + page_size - 1) // page_size).to(tl.int32)
-            good = inspect_pages(
-                Fault, operation, Table + i * stride_tb, 0, pages, i * columns + shift, columns, limit, CHUNK
-            )
+            place = (i * columns + shift, 0, 0, columns)
+            good = inspect_entries(Fault, operation, TABLE, Table + i * stride_tb, 0, pages, place, limit, CHUNK)
             end = tl.minimum(end, good.to(tl.int64) * page_size)
         if NewLengths is not None:
             tl.store(NewLengths + i_b, (end - more).to(tl.int32))

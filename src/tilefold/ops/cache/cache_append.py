@@ -306,6 +306,8 @@ def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
     }
     own = -(-n["tokens"] * n["kv_heads"] // rows)
     programs = own + -(-n["tokens"] * heads // rows)
+    if call.operation:
+        programs += -(-n["tokens"] // rows)  # they look at the tensors that say where rows lie
     warps = max(1, min(4, rows * width // (ELEMENTS // 4)))
     launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": warps}, call.k.device.index or 0)
     return Prepared(n, launch, _scalars(call, n, heads, own), native)
@@ -387,9 +389,10 @@ def example_launch(
     table = torch.empty((64, 16), dtype=torch.int32, device="meta") if page else None
     cos = torch.empty((8192, pairs), dtype=kind, device="meta") if pairs else None
     scale = torch.empty(64, 2, dtype=torch.float32, device="meta") if cache else None
-    call = Append(caches, caches, new, new, index, None, table, cos, cos, interleaved, cu, scale, scale, q)
+    call = Append(caches, caches, new, new, index, None, table, cos, cos, interleaved, cu, scale, scale, q,
+                  operation=3 if watched else 0)  # fmt: skip
     p = _bind(call, _sizes(call), native, 132)
     caches = _held(caches, native)
-    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 3, 16) if watched else UNWATCHED
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), call.operation, 16) if watched else UNWATCHED
     args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *noted, *p.scalars)
     return p.launch.fn, args, p.launch.keywords
