@@ -10,6 +10,13 @@ import torch
 from ..api import attention, attention_varlen
 from ..cache_api import attention_kvcache
 from ..errors import DtypeError, ShapeError, Unsupported
+from ..ops.cache import kvcache
+from ..ops.cache.cached_call import Cache
+from ..ops.cache.decode import Step
+from ..ops.call import Call
+from ..ops.dense import attention as dense
+from ..ops.faults import mode_of
+from ..ops.route import STACK
 from ..ops.watch import wants_gradient
 from .visible import Rows, Visible
 
@@ -73,6 +80,14 @@ def attention_forward(
     Returns:
         ([batch, queries, heads, dim], None): there are no attention weights."""
     _refuse(others)
+    again = attention_mask.again if isinstance(attention_mask, Visible) and not torch.compiler.is_compiling() else None
+    plain = s_aux is None and position_bias is None and cu_seq_lens_q is None and not dropout
+    if again is not None and plain and again.options == (scaling, softcap) and not STACK:
+        bshd = again.step.call.layout == "bshd"
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value)) if bshd else (query, key, value)
+        if again.step.fits(q, k, v):
+            out = again.step.run(q, k, v)
+            return out if bshd else out.transpose(1, 2), None
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -89,14 +104,20 @@ def attention_forward(
     }  # fmt: skip
     steps = query.shape[2] == 1 and packed is None and view.lengths is None  # of generation
     if steps and view.end in (None, key.shape[2]):
-        return attention(query, key, value, mask=view.mask, bias=view.bias, layout="bhsd", **options).transpose(
-            1, 2
-        ), None
+        out = attention(query, key, value, mask=view.mask, bias=view.bias, layout="bhsd", **options)
+        if plain and isinstance(attention_mask, Visible):
+            call = Call(view.causal, view.window, scaling, softcap or 0.0, "bhsd", mask=view.mask)
+            _leave(attention_mask, (scaling, softcap), dense.step, query, key, value, call)
+        return out.transpose(1, 2), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views: tilefold takes any strides
     if view.lengths is not None:  # of a static cache only what is filled is read
         if _is_decoded(view, options, (query, key, value)):
             del options["dropout_p"]
-            return attention_kvcache(q, k, v, cache_seqlens=view.lengths, mask=view.mask, **options), None
+            out = attention_kvcache(q, k, v, cache_seqlens=view.lengths, mask=view.mask, **options)
+            if plain and isinstance(attention_mask, Visible) and mode_of(None) is False:
+                call = Call(view.causal, view.window, scaling, softcap or 0.0, mask=view.mask)
+                _leave(attention_mask, (scaling, softcap), kvcache.step, q, k, v, call, Cache(view.lengths))
+            return out, None
         view = view._replace(mask=_within(view, k.shape[1]))
     if packed is None:
         if view.end is not None and view.end < k.shape[1]:  # the rest of a static cache is empty
@@ -109,6 +130,21 @@ def attention_forward(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out = attention_varlen(q, k, v, *packed, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+class _Again(NamedTuple):
+    """What the first layer of a step leaves for the others: the options that a layer may have of its own, and its call."""
+
+    options: tuple[float | None, float | None]
+    step: Step
+
+
+def _leave(mask: Visible, options: tuple[float | None, float | None], make: Any, q: torch.Tensor, *call: Any) -> None:
+    """Leave the call where the other layers find it: they pass the same mask."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or STACK:
+        return
+    step = make(q, *call)
+    mask.again = None if step is None else _Again(options, step)
 
 
 def _is_decoded(view: _View, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -48,6 +48,7 @@ class Visible(BlockMask):
     ) -> None:
         self._shape, self.causal, self.window, self.end, self.keys, self.rows = shape, causal, window, end, keys, rows
         self.lengths = lengths
+        self.again: Any = None  # of a step: what its first layer leaves for the others
         self.mask = None if keys is None else keys[:, None, None, :]  # as `attention` takes it; every layer asks
 
     @property

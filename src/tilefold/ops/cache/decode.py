@@ -8,10 +8,11 @@ import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..call import UNBOUNDED, Call, window_of
+from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, mods_of, problem_of
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
+from ..watch import is_transformed, is_watched
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters
 
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
     from ...plan.decode import DecodePlan, DecodeProblem
     from ...plan.device import Device
 
-__all__ = ["Decoder", "bind_decode", "example_launch", "problem_of_decode", "shares_storage", "storage_of"]
+__all__ = [
+    "NO_SCALES",
+    "Decoder",
+    "Step",
+    "bind_decode",
+    "example_launch",
+    "problem_of_decode",
+    "shares_storage",
+    "step_of",
+    "storage_of",
+]
 
 ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a time
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -87,6 +98,42 @@ class Decoder:
 
 
 UNWATCHED = (None, 0, 0, 0, 0, 0)
+NO_SCALES: Scales = (None, None)
+
+
+@dataclass(slots=True)
+class Step:
+    """A call that another layer makes again: its tensors are others of the same facts, all else is the same.
+
+    A token of generation passes dozens of layers, and what a call is checked for is the same in each."""
+
+    facts: Any
+    decoder: Decoder
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    call: Call
+    cache: Cache
+
+    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether these tensors are like those that it was made for, and nobody watches or differentiates."""
+        return (facts_of(q), facts_of(k), facts_of(v)) == self.facts and not (
+            torch.is_grad_enabled() or is_transformed() or torch._C._len_torch_dispatch_stack()
+        )
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The call's out."""
+        out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        self.decoder.run(q, k, v, out, lse, self.call, self.cache, NO_SCALES)
+        return out
+
+
+def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, prepared: Any) -> Step | None:
+    """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes."""
+    if prepared.decoder is None or is_watched((q, k, v, call.mask)):
+        return None
+    facts = facts_of(q), facts_of(k), facts_of(v)
+    return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call, cache)
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:

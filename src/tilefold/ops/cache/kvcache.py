@@ -27,12 +27,21 @@ from .cached_call import (
     check_values,
     watched_cache,
 )
-from .decode import Decoder, Scales, bind_decode, problem_of_decode, shares_storage
+from .decode import (
+    NO_SCALES,
+    Decoder,
+    Scales,
+    Step,
+    bind_decode,
+    problem_of_decode,
+    shares_storage,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from ...plan.decode import DecodePlan
 
-__all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of"]
+__all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
 
 
 @dataclass(slots=True)
@@ -75,6 +84,11 @@ def attention_kvcache(
             *_sides(call), call.scale, float(call.softcap), cache.more, isinstance(check, Watch))  # fmt: skip
         return found
     return _forward(q, k, v, call, cache, scales, plan, check)
+
+
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Step | None:
+    """The call ready for the other layers of a model, if the decode kernel serves it."""
+    return step_of(q, k, v, call, cache, _record(q, k, v, call, cache, NO_SCALES, None, False))
 
 
 def _sides(call: Call) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from ...errors import DtypeError
 from ...types import Layout
 from ..cache.cached_call import Cache
+from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
 from ..call import (
     UNBOUNDED,
     Call,
@@ -53,11 +54,11 @@ __all__ = [
     "example_launch",
     "forward",
     "prepare",
+    "step",
 ]
 
 HOPPER_KERNEL = "attention_forward_hopper"
 IN_PLACE = Cache()  # keys are k and v, all of them
-NO_SCALES = (None, None)
 
 
 _CACHE: dict[Any, Prepared] = {}
@@ -76,6 +77,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
         else:
             prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
     return out, lse
+
+
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
+    """The call ready for the other layers of a model, if the decode kernel serves it."""
+    return step_of(q, k, v, call, IN_PLACE, prepare(q, k, v, call)) if call.packed is None else None
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
@@ -264,7 +270,6 @@ def _bind_decoder(
 ) -> Prepared:
     """The decode kernel over k and v as they lie: a cache that is full."""
     from ...device import mods
-    from ..cache.decode import bind_decode
 
     sizes = {**sizes, "capacity": sizes["seq_k"]}
     decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, NO_SCALES, plan)
