@@ -27,6 +27,7 @@ OBSERVERS: list[Callable[[str, tuple[int, int, int], float], None]] = []
 # torch.cuda.current_device without its look at whether CUDA is initialised: a kernel that is compiled says that it is
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
+DIRECT = ("3.6.",)  # versions of Triton whose C launcher is called as `_entry` says
 _COMPILED: dict[
     Any, tuple[Any, Any]
 ] = {}  # specialisation -> compiled kernel, and the function that keeps its id alive
@@ -65,9 +66,14 @@ class Launch:
             ahead(self.fn, args, self.keywords)
             self.fn.warmup(*args, grid=self.grid, **self.keywords)
 
+    @property
+    def warm(self) -> bool:
+        """Whether the next launch reuses the compiled kernel: then pointers may be given as addresses, too."""
+        return self._compiled is not None and not _hooked()
+
     def _launch(self, args: tuple[Any, ...]) -> None:
-        run, function, metadata, current_stream = self._compiled
-        run(*self.grid, current_stream(self.device), function, metadata, None, None, None, *args, *self._tail)
+        run, head, current_stream, middle = self._compiled
+        run(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
 
     def _first(self, args: tuple[Any, ...]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
@@ -96,8 +102,17 @@ class Launch:
 
 
 def _entry(compiled: Any) -> tuple[Any, ...]:
-    """What a launch of a compiled kernel needs, looked up once."""
-    return compiled.run, compiled.function, compiled.packed_metadata, triton.runtime.driver.active.get_current_stream
+    """(function, what it takes behind the stream, who knows the stream, no hooks and no metadata of them), looked up once.
+
+    Triton's launcher of a kernel is a Python object around a C function, which costs 2 us: where a kernel needs no scratch memory,
+    and the launcher is Triton 3.6's, it is left out."""
+    run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
+    head, middle = (compiled.function,), (compiled.packed_metadata, None, None, None)
+    scratch = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
+    if triton.__version__.startswith(DIRECT) and hasattr(run, "launch_pdl") and all(size == 0 for size in scratch):
+        head += (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        run = run.launch
+    return run, head, current_stream, middle
 
 
 def _plainly(error: BaseException) -> InterpreterError:

@@ -58,12 +58,17 @@ class Decoder:
     ) -> None:  # fmt: skip
         """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
         device, rows = q.device, self.rows
-        part = stat = arrived = None
+        part: Any = None
+        stat: Any = None
+        arrived: Any = None
         if rows:
             size = rows * out.shape[-1]
-            part, stat = torch.empty(size + 2 * rows, dtype=torch.float32, device=device).split_with_sizes(
-                (size, 2 * rows)
-            )
+            memory = torch.empty(size + 2 * rows, dtype=torch.float32, device=device)
+            if self.launch.warm and (self.merge is None or self.merge.warm):  # views cost more than addresses
+                part = memory.data_ptr()
+                stat = part + 4 * size
+            else:
+                part, stat = memory.split_with_sizes((size, 2 * rows))
             if self.counted:
                 arrived = counters(self.counted, device)
         if self.as_bytes:
