@@ -6,6 +6,7 @@ from .fp8 import attention_fp8
 from .fuse import fuse
 from .lowbit import lowbit_matmul, matmul_w8a8
 from .matmul import bmm, matmul
+from .rounding import deviating
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
@@ -20,6 +21,7 @@ __all__ = [
     "bmm",
     "coarse",
     "compare",
+    "deviating",
     "fuse",
     "gini",
     "lowbit_matmul",
