@@ -1,6 +1,6 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions.
 
-Where one takes a `dtype` below float64 it says what computing in that dtype may do: results, and gradients that pass through them, are
+Where one takes a `dtype` below float64 it says what computing in that dtype may do: results, and gradients through them, are
 one standard deviation of rounding off (`rounding`) and have that dtype."""
 
 from .attention import attention, attention_varlen
