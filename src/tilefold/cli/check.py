@@ -23,8 +23,8 @@ EPILOG = """
 
     tilefold check
 
-Each output is compared with an fp64 computation that writes every score out. The largest error may be at most twice that of
-plain PyTorch in the same dtype, plus the rounding of the result; so may the relative L2 error, and the same holds for the lse.
+Each output is compared with an fp64 computation that writes every score out. The error may be what rounding
+in the same dtype does to the same computation, in maximum, in relative L2 and as a factor; the same holds for the lse.
 """
 
 
