@@ -51,7 +51,8 @@ def sparse_attention(
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
         k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
         v: [batch, seq_k, kv_heads, dim_v], dtype of q.
-        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
+        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.  One that is
+            `masked` needs a mask_mod or causal=True.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
         scale: of q . k, 1e-30 to 1e30; None: 1 / sqrt(dim).
         softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window, mask,
@@ -77,7 +78,8 @@ def sparse_attention(
 
     Raises:
         As `attention`.  ModifiedError from the backward pass if a tensor of index (or of score_args or mask_args) was changed in
-        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one.
+        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one;
+        and if index is masked and the call has no mask.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
@@ -85,6 +87,7 @@ def sparse_attention(
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention")
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    _check_masked(index, mask_mod, causal)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
 
@@ -139,6 +142,7 @@ def sparse_attention_varlen(
     mode = mode_of(check)
     index = _checked(index, mode, "sparse_attention_varlen")
     lists = _lists_of(index)
+    _check_masked(index, mask_mod, causal)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
     if mode:
         packed = checked_packed(q, k, packed, mode, "sparse_attention_varlen")
@@ -200,6 +204,7 @@ def sparse_attention_paged(
     index = _checked(index, mode, "sparse_attention_paged")
     paged = _checked_pages(k_pages, Paged(block_table, cache_seqlens), index, layout, mode)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
+    _check_masked(index, mask_mod, causal)
     tensors = (q, k_pages, v_pages)
     if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
         raise Unsupported(
@@ -268,6 +273,7 @@ def sparse_plan(
         options["paged"] = Paged(table, lengths)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    _check_masked(index, options.get("mask_mod"), options.get("causal"))
     call = resolved(SparseCall(lists, **options))
     prepared = _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
@@ -355,6 +361,16 @@ def _instead(given: object) -> str:
     if hasattr(given, "kv_num_blocks"):
         return ": make one with BlockIndex.from_flex(mask)"
     return ""
+
+
+def _check_masked(index: "BlockIndex", mask_mod: object, causal: object) -> None:
+    """A record whose lists came from a mask that also cuts inside blocks needs a mask in the call, too."""
+    if index.masked and mask_mod is None and causal is not True:
+        raise Unsupported(
+            "index was made from a mask that also cuts inside blocks, which it does not hold (BlockIndex.masked), and the call "
+            "has no mask_mod: every token of its partial blocks would be attended.  Give the mask as mask_mod, or as causal=True "
+            "if it is no more than that; or make the index with masked=False if blocks are meant whole"
+        )
 
 
 def _lists_of(index: "BlockIndex") -> Lists:
