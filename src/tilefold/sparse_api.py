@@ -1,11 +1,12 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
+from .keywords import refusing, unexpected, unexpected_of
 from .ops.call import Packed, Paged, args_of, check_kinds, check_pages
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "sparse_plan"]
 
 
+@refusing
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,6 +46,7 @@ def sparse_attention(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """Attention of each query block over the KV blocks that its list names.
 
@@ -83,6 +86,8 @@ def sparse_attention(
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
+    if others:
+        raise unexpected_of(sparse_attention, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention")
@@ -92,6 +97,7 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
+@refusing
 def sparse_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,6 +118,7 @@ def sparse_attention_varlen(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`sparse_attention` within each of many sequences that are packed along the first dimension, each with its own lists.
 
@@ -123,8 +130,8 @@ def sparse_attention_varlen(
             Blocks are counted from each sequence's own start: query block i begins at its row i * block_q.  Query blocks past
             a shorter sequence's end are not looked at, and a KV block that begins at or past its end adds nothing.
         cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
-            The values are not read on the host (but in the interpreter, which refuses others): they must be ascending and
-            within total_q.
+            The values are not read on the host (but in the interpreter, which refuses others): they must begin at 0, ascend and
+            stay within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         causal: aligned to the bottom right of each sequence.
         check: as for `sparse_attention` and `attention_varlen`.
@@ -137,6 +144,8 @@ def sparse_attention_varlen(
     Raises:
         As `sparse_attention`.
     """
+    if others:
+        raise unexpected_of(sparse_attention_varlen, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     mode = mode_of(check)
@@ -151,6 +160,7 @@ def sparse_attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@refusing
 def sparse_attention_paged(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -170,6 +180,7 @@ def sparse_attention_paged(
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`sparse_attention` over a KV cache in pages: key j of sequence b is row j % page_size of page
     block_table[b, j // page_size].
@@ -198,6 +209,8 @@ def sparse_attention_paged(
 
     Source: paged K and V are vLLM's (Kwon et al. 2023, arXiv:2309.06180), the names flash-attention's.
     """
+    if others:
+        raise unexpected_of(sparse_attention_paged, others)
     check_kinds(return_lse)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     mode = mode_of(check)
@@ -262,7 +275,7 @@ def sparse_plan(
     table, lengths = (options.pop(name, None) for name in _PAGED)
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"sparse_plan() got an unexpected keyword argument {name!r}")
+            raise unexpected("sparse_plan", name, (*_OPTIONS, *_PACKED, *_PAGED))
     if (cu_q is not None or cu_k is not None) and (table is not None or lengths is not None):
         raise Unsupported(
             f"{' and '.join(_PACKED)} were given with {' and '.join(_PAGED)}: no kernel takes packed queries to pages"

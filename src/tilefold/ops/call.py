@@ -9,6 +9,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from .faults import name_in, too_long
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan, DecodePlan
@@ -28,7 +29,9 @@ __all__ = [
     "check_kinds",
     "check_offsets",
     "check_options",
+    "check_packed",
     "check_pages",
+    "check_side",
     "check_slope",
     "facts_of",
     "facts_of_args",
@@ -362,12 +365,29 @@ def check_slope(mod: Any, slope: Any) -> None:
     _check_function("score_grad", slope)
 
 
-def check_offsets(packed: Packed, total_q: int, total_k: int) -> None:
-    """The values of cu_seqlens: only in the interpreter, where reading them costs nothing and wrong ones end the process."""
-    for name, offsets, total in (("cu_seqlens_q", packed.cu_q, total_q), ("cu_seqlens_k", packed.cu_k, total_k)):
-        values = offsets.tolist()
-        if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
-            raise ValueRangeError(f"{name} must ascend from at least 0 to at most {total}, got {values}")
+def check_packed(packed: Packed, total_q: int, total_k: int, operation: str) -> None:
+    """The values of cu_seqlens, and that no sequence is longer than the call says: on request, and in the interpreter, where
+    reading them costs nothing and wrong ones end the process.  operation: whose arguments an error names."""
+    check_side(operation, "q", packed.cu_q, total_q, packed.max_q)
+    check_side(operation, "k", packed.cu_k, total_k, packed.max_k)
+
+
+def check_side(operation: str, side: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:
+    """`check_packed` of queries, "q", or of keys, "k"; longest: None where the offsets do not say how long sequences are."""
+    check_offsets(name_in(operation, f"cu_seqlens_{side}"), offsets.tolist(), total)
+    for b, length in enumerate(offsets.diff().tolist()):
+        if longest is not None and length > longest:
+            raise ValueRangeError(too_long(operation, f"max_seqlen_{side}", b, length, longest))
+
+
+def check_offsets(name: str, values: list[int], total: int) -> None:
+    """What a cu_seqlens of that name holds: it ascends from 0 to at most the rows that there are."""
+    if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
+        raise ValueRangeError(f"{name} must ascend from 0 to at most {total}, got {values}")
+    if values[0] > 0:
+        raise ValueRangeError(
+            f"{name} must begin at 0, got {values}: the {values[0]} rows before its first sequence would be in none"
+        )
 
 
 def check_pages(paged: Paged, pages: int, page_size: int, seq_k: int) -> None:

@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import ValueRangeError
-from .call import Packed, check_offsets, keyed
+from .call import Packed, check_packed, keyed
 from .device import device_of
-from .faults import WORDS, Mode, Watch, note_of, too_long, watch_of
+from .faults import WORDS, Mode, Watch, note_of, watch_of
 from .records import remember
 from .watch import is_watched
 
@@ -53,11 +52,7 @@ def checked_packed(q: Any, k: Any, packed: Packed, mode: Mode, operation: str) -
         return packed
     rows = q.shape[0], q.shape[0] if k is None or not k.dim() else k.shape[0]
     if mode != "device":
-        check_offsets(packed, *rows)
-        for name, offsets, longest in zip(("max_seqlen_q", "max_seqlen_k"), both, numbers, strict=False):
-            for b, length in enumerate(offsets.diff().tolist()):
-                if length > longest:
-                    raise ValueRangeError(too_long(operation, name, b, length, longest))
+        check_packed(packed, *rows, operation)
         return packed
     places: Places = (packed.cu_q, None if k is None else packed.cu_k, None, None, None, None)
     cu_q, cu_k, _, _ = checked_places(places, watch_of(operation), rows, numbers)

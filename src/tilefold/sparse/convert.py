@@ -105,7 +105,7 @@ def map_of_predicate(
     rows, columns = sizes[2:]
     i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in sizes)
     keep = predicate(i_b[:, None, None, None], i_h[None, :, None, None], i_q[:, None], i_k[None, :])
-    return _broadcast("predicate", keep, (*sizes[:2], rows, columns), "[batch, heads, Q blocks, KV blocks]")
+    return _broadcast("predicate", keep, (sizes[0], sizes[1], rows, columns), "[batch, heads, Q blocks, KV blocks]")
 
 
 def _broadcast(name: str, keep: object, sizes: tuple[int, int, int, int], dims: str) -> torch.Tensor:

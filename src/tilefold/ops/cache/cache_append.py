@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import check_integer, keyed
+from ..call import check_integer, check_offsets, keyed
 from ..checked import checked_places
 from ..device import device_of, interpreting
 from ..faults import WORDS, Watch, note_of
@@ -127,8 +127,7 @@ def _check_values(n: dict[str, int], call: Append) -> None:
     new = [n["seq_new"]] * n["batch"]
     if call.cu is not None:
         offsets, new = call.cu.tolist(), call.cu.diff().tolist()
-        if offsets[0] < 0 or offsets[-1] > n["tokens"] or min(new, default=0) < 0:
-            raise ValueRangeError(f"cu_seqlens must ascend from at least 0 to at most {n['tokens']}, got {offsets}")
+        check_offsets("cu_seqlens", offsets, n["tokens"])
         if call.max_seqlen and max(new, default=0) > call.max_seqlen:
             raise ValueRangeError(
                 f"max_seqlen is {call.max_seqlen}, but cu_seqlens has a sequence of {max(new)} tokens"

@@ -7,7 +7,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
+from ..call import MAX_HEAD_DIM, Packed, check_integer, check_side, facts_of
 from ..device import device_of, interpreting
 from ..faults import Mode
 from ..operator import Operator
@@ -111,7 +111,7 @@ def turn(
     _check_offset(offset, offsets, step, found.sizes)
     if found.launch is not None:
         if cu_seqlens is not None and interpreting():
-            check_offsets(Packed(cu_seqlens, cu_seqlens, 0, 0), x.shape[0], x.shape[0])
+            check_side("apply_rotary", "q", cu_seqlens, x.shape[0], max_seqlen)
         found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
     return out
 

@@ -17,8 +17,8 @@ from ..call import (
     Call,
     Packed,
     check_hooks,
-    check_offsets,
     check_options,
+    check_packed,
     is_plain,
     key_of,
     result_shapes,
@@ -62,7 +62,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.plan is not None:
         if call.packed is not None and interpreting():
-            check_offsets(call.packed, q.shape[0], k.shape[0])
+            check_packed(call.packed, q.shape[0], k.shape[0], "attention_varlen")
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), (None, None))
         else:

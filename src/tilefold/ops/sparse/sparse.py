@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call import check_offsets, check_pages, result_shapes
+from ..call import check_packed, check_pages, result_shapes
 from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
 from ..device import device_of, interpreting
 from ..records import remember
@@ -69,7 +69,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
     check_lists(call.lists)
     if call.packed is not None:
-        check_offsets(call.packed, total_q, k.shape[0])
+        check_packed(call.packed, total_q, k.shape[0], "sparse_attention_varlen")
     if call.paged is not None:
         page_size = k.shape[1 if call.layout == "bshd" else 2]
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
