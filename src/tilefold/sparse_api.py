@@ -7,10 +7,11 @@ import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
 from .keywords import refusing, unexpected, unexpected_of
-from .ops.call import Packed, Paged, args_of, check_kinds, check_pages
+from .ops.call import Packed, Paged, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
 from .ops.faults import Mode, mode_of, watch_of
+from .ops.places import check_pages
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
 from .ops.sparse.sparse_call import check_lists, facts_of_lists

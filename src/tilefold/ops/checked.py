@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from .call import Packed, check_packed, keyed
+from .call import Packed, keyed
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, watch_of
+from .places import check_packed
 from .records import remember
 from .watch import is_watched
 

@@ -6,10 +6,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import check_integer, check_offsets, keyed
+from ..call import check_integer, keyed
 from ..checked import checked_places
 from ..device import device_of, interpreting
 from ..faults import WORDS, Watch, note_of
+from ..places import check_offsets
 from ..records import remember
 from ..watch import is_watched
 from .cached_call import check_scales

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..call import UNBOUNDED, Call, check_side, window_of
+from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of, problem_of
 from ..device import device_of, interpreting
 from ..faults import Watch
+from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_room, check_values, watched_cache

@@ -10,9 +10,10 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, check_side, facts_of
+from ..call import MAX_HEAD_DIM, Call, facts_of
 from ..device import device_of, interpreting
 from ..faults import Watch, watch_of
+from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import (

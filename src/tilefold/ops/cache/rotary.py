@@ -7,10 +7,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Packed, check_integer, check_side, facts_of
+from ..call import MAX_HEAD_DIM, Packed, check_integer, facts_of
 from ..device import device_of, interpreting
 from ..faults import Mode
 from ..operator import Operator
+from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 

@@ -18,7 +18,6 @@ from ..call import (
     Packed,
     check_hooks,
     check_options,
-    check_packed,
     is_plain,
     key_of,
     result_shapes,
@@ -26,6 +25,7 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting
+from ..places import check_packed
 from ..records import remember
 from ..startup import uncollected
 from .attention_parts import (

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call import check_packed, check_pages, result_shapes
+from ..call import result_shapes
 from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
 from ..device import device_of, interpreting
+from ..places import check_packed, check_pages
 from ..records import remember
 from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
