@@ -11,7 +11,7 @@ from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
-from .ops.faults import mode_of
+from .ops.faults import mode_for
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
@@ -194,7 +194,7 @@ def attention_varlen(
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].
         check: True: first read cu_seqlens_q and cu_seqlens_k, and raise ValueRangeError naming what is out of range, does not
-            begin at 0 or is longer than max_seqlen_q or max_seqlen_k (as the interpreter does anyway).  "device": a launch before
+            begin at 0 or is longer than max_seqlen_q or max_seqlen_k (the default on the CPU).  "device": a launch before
             the kernel's takes note of offsets that are out of range or descend, and replaces each by the one before it (in both
             passes); nothing waits: `last_fault` tells.  Unsupported then with bias or mask, whose keys such a
             launch cannot bound.  Default: what the environment variable TILEFOLD_CHECK said, else False.
@@ -215,7 +215,7 @@ def attention_varlen(
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     refuse_packed(q)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if mode := mode_of(check):
+    if mode := mode_for(check, cu_seqlens_q):
         from .ops.checked import checked_packed  # here: `import tilefold` stays light
 
         if mode == "device" and (bias is not None or mask is not None):
@@ -270,7 +270,7 @@ def apply_rotary(
     Source: RoPE (Su et al. 2021, arXiv:2104.09864)."""
     from .ops.cache import rotary  # here: `import tilefold` stays light
 
-    if (mode := mode_of(check)) and cu_seqlens is not None and isinstance(max_seqlen, int):
+    if (mode := mode_for(check, cu_seqlens)) and cu_seqlens is not None and isinstance(max_seqlen, int):
         cu_seqlens = rotary.checked_offsets(x, cu_seqlens, max_seqlen, mode)
     return rotary.apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets, step=step, cu_seqlens=cu_seqlens,
                                max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip

@@ -10,7 +10,7 @@ from .keywords import refusing, unexpected, unexpected_of
 from .ops.call import Packed, Paged, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
-from .ops.faults import Mode, mode_of, watch_of
+from .ops.faults import Mode, mode_for, mode_of, watch_of
 from .ops.places import check_pages
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
@@ -149,12 +149,11 @@ def sparse_attention_varlen(
         raise unexpected_of(sparse_attention_varlen, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
-    mode = mode_of(check)
-    index = _checked(index, mode, "sparse_attention_varlen")
+    index = _checked(index, mode_of(check), "sparse_attention_varlen")
     lists = _lists_of(index)
     _check_masked(index, mask_mod, causal)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
-    if mode:
+    if mode := mode_for(check, cu_seqlens_q):
         packed = checked_packed(q, k, packed, mode, "sparse_attention_varlen")
     call = SparseCall(lists, causal, scale, softcap, "bshd", *hooks, packed, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 from .device import interpreting
+from .watch import is_transformed, is_watched
 
 __all__ = [
     "VARIABLE",
@@ -21,6 +22,7 @@ __all__ = [
     "asked",
     "asked_by_default",
     "last_fault",
+    "mode_for",
     "mode_of",
     "name_in",
     "note_of",
@@ -135,6 +137,19 @@ def mode_of(check: object) -> Mode:
     if check and torch.compiler.is_compiling():
         raise Unsupported("check=True reads index tensors on the host: call it outside torch.compile")
     return check
+
+
+def mode_for(check: object, offsets: object) -> Mode:
+    """`mode_of` of a call with packed sequences.  True where nothing is asked for and the offsets lie on the CPU: reading them
+    costs nothing there."""
+    return mode_of(check) or (
+        check is None
+        and type(offsets) is torch.Tensor
+        and offsets.is_cpu
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+        and not is_watched((offsets,))
+    )
 
 
 def watch_of(operation: str) -> Watch:

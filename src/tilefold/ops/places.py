@@ -9,7 +9,7 @@ from ..errors import ValueRangeError
 from .call import Packed, Paged
 from .faults import name_in, too_long
 
-__all__ = ["check_offsets", "check_packed", "check_pages", "check_side"]
+__all__ = ["check_inside", "check_offsets", "check_packed", "check_pages", "check_side"]
 
 
 def check_packed(packed: Packed, total_q: int, total_k: int, operation: str) -> None:
@@ -19,22 +19,29 @@ def check_packed(packed: Packed, total_q: int, total_k: int, operation: str) -> 
     check_side(operation, "k", packed.cu_k, total_k, packed.max_k)
 
 
+def check_inside(packed: Packed, total_q: int, total_k: int) -> None:
+    """What the kernels need, and no more: the rest was looked at, or noted, by the function that was called."""
+    check_offsets("cu_seqlens_q", packed.cu_q.tolist(), total_q)
+    check_offsets("cu_seqlens_k", packed.cu_k.tolist(), total_k)
+
+
 def check_side(operation: str, side: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:
     """`check_packed` of queries, "q", or of keys, "k"; longest: None where the offsets do not say how long sequences are."""
-    check_offsets(name_in(operation, f"cu_seqlens_{side}"), offsets.tolist(), total)
+    name, values = name_in(operation, f"cu_seqlens_{side}"), offsets.tolist()
+    check_offsets(name, values, total)
+    if values[0] > 0:
+        raise ValueRangeError(
+            f"{name} must begin at 0, got {values}: the {values[0]} rows before its first sequence would be in none"
+        )
     for b, length in enumerate(offsets.diff().tolist()):
         if longest is not None and length > longest:
             raise ValueRangeError(too_long(operation, f"max_seqlen_{side}", b, length, longest))
 
 
 def check_offsets(name: str, values: list[int], total: int) -> None:
-    """What a cu_seqlens of that name holds: it ascends from 0 to at most the rows that there are."""
+    """No offset of a cu_seqlens of that name leads a kernel out of the rows that there are."""
     if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueRangeError(f"{name} must ascend from 0 to at most {total}, got {values}")
-    if values[0] > 0:
-        raise ValueRangeError(
-            f"{name} must begin at 0, got {values}: the {values[0]} rows before its first sequence would be in none"
-        )
 
 
 def check_pages(paged: Paged, pages: int, page_size: int, seq_k: int) -> None:

@@ -11,7 +11,7 @@ from ..call import MAX_HEAD_DIM, Packed, check_integer, facts_of
 from ..device import device_of, interpreting
 from ..faults import Mode
 from ..operator import Operator
-from ..places import check_side
+from ..places import check_offsets
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
@@ -112,7 +112,7 @@ def turn(
     _check_offset(offset, offsets, step, found.sizes)
     if found.launch is not None:
         if cu_seqlens is not None and interpreting():
-            check_side("apply_rotary", "q", cu_seqlens, x.shape[0], max_seqlen)
+            check_offsets("cu_seqlens", cu_seqlens.tolist(), x.shape[0])
         found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
     return out
 

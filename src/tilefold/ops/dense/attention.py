@@ -25,7 +25,7 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting
-from ..places import check_packed
+from ..places import check_inside
 from ..records import remember
 from ..startup import uncollected
 from .attention_parts import (
@@ -62,7 +62,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.plan is not None:
         if call.packed is not None and interpreting():
-            check_packed(call.packed, q.shape[0], k.shape[0], "attention_varlen")
+            check_inside(call.packed, q.shape[0], k.shape[0])
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), (None, None))
         else:
