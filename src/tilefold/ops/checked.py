@@ -47,11 +47,12 @@ def checked_packed(q: Any, k: Any, packed: Packed, mode: Mode, operation: str) -
         return packed
     fits = all(t.dtype == torch.int32 and t.dim() == 1 and t.is_contiguous() and t.device == q.device for t in both)
     numbers = (packed.max_q, packed.max_k)
-    if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not q.dim():
+    packs = q.dim() == 3 and (k is None or k.dim() == 3)
+    if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not packs:
         return packed
     if any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in numbers):
         return packed
-    rows = q.shape[0], q.shape[0] if k is None or not k.dim() else k.shape[0]
+    rows = q.shape[0], q.shape[0] if k is None else k.shape[0]
     if mode != "device":
         check_packed(packed, *rows, operation)
         return packed
