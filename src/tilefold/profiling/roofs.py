@@ -64,9 +64,11 @@ class Roofs:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """(what, figure, how) for a table."""
+        times: tuple[tuple[float, str, str], ...]
         times = ((self.launch_device, "launch, device", "empty kernels in a CUDA graph, one after the other"),
                  (self.launch_host, "launch, host", "eager launches of an empty kernel"))  # fmt: skip
-        times = times if self.device != CPU else ((self.launch_host, "launch", "an empty kernel in the interpreter"),)
+        if self.device == CPU:
+            times = ((self.launch_host, "launch", "an empty kernel in the interpreter"),)
         how = {"float32": "multiply-adds in registers, no tensor cores"}
         return (
             ("DRAM read", scaled(self.dram_read, "B/s", 3), "a large buffer, read once"),
