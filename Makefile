@@ -31,6 +31,11 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
 
+SMOKE ?= --constraints constraints/cpu.txt
+.PHONY: smoke
+smoke: ## install the wheel into an empty environment and try it (SMOKE='--with "torch==2.13.0"' for another set than the constraints')
+	@python=$$(sh scripts/find-python) && "$$python" scripts/smoke.py $(SMOKE)
+
 SECONDS ?= 60
 .PHONY: sweep
 sweep: .venv-test/stamp ## random problems of every operation against fp64 (SECONDS=60, JOBS=2 processes; SWEEP="--seed 3" adds options)

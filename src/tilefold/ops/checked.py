@@ -50,7 +50,9 @@ def checked_packed(q: Any, k: Any, packed: Packed, mode: Mode, operation: str) -
     packs = q.dim() == 3 and (k is None or k.dim() == 3)
     if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not packs:
         return packed
-    if any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in numbers):
+    if any(
+        isinstance(n, bool) or not isinstance(n, int | torch.SymInt) or (isinstance(n, int) and n < 0) for n in numbers
+    ):
         return packed
     rows = q.shape[0], q.shape[0] if k is None else k.shape[0]
     if mode != "device":

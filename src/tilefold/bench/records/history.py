@@ -152,7 +152,7 @@ def draw(series: Sequence[Series], path: Path, note: str = "") -> list[Path]:
         for start in range(0, len(panels), PANELS):
             number = [str(start // PANELS + 1)] if len(panels) > PANELS else []
             pages.append(([device, family, *number], panels[start : start + PANELS]))
-    made = []
+    made: list[Path] = []
     for words, panels in pages:
         own = "-".join("".join(c if c.isalnum() else "-" for c in word) for word in words)
         file = path if not made else path.with_name(f"{path.stem}-{own}{path.suffix}")

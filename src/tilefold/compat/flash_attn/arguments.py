@@ -71,7 +71,7 @@ def _in_their_words(text: str, names: dict[str, str]) -> str:
     """The text with other names where it names an argument: where it begins, where it compares, before an equals sign."""
     for ours, theirs in names.items():
         if f" {theirs} " not in f" {text} ":  # two names of one argument, or a function below said it already
-            text = re.sub(rf"(^|\bas in |\bbut ){ours}\b|\b{ours}(?==)", rf"\g<1>{theirs}", text)
+            text = re.sub(rf"(^|\bin |\bbut ){ours}\b|\b{ours}(?==)", rf"\g<1>{theirs}", text)
     return text
 
 
