@@ -38,6 +38,7 @@ def clean(without_gpu: bool) -> dict[str, str]:
     """The environment variables of a user who has only installed the wheel."""
     ours = ("PYTHON", "TRITON", "TILEFOLD", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    kept = {"PIP_CACHE_DIR": str(ROOT / ".cache" / "pip"), **kept}
     kept |= {"TRITON_HOME": str(SMOKE / "triton"), "TRITON_CACHE_DIR": str(SMOKE / "triton")}
     return kept | ({"TRITON_INTERPRET": "1"} if without_gpu else {})
 

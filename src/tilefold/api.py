@@ -83,7 +83,8 @@ def attention(
         score_args: tuple of tensors (passed as pointers), ints and floats.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
         mask_args: as score_args.
-        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
+        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
+            fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: the plan to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.  A
             `DecodePlan` splits the keys, an `AttentionPlan` does not.
