@@ -142,14 +142,10 @@ def mode_of(check: object) -> Mode:
 def mode_for(check: object, offsets: object) -> Mode:
     """`mode_of` of a call with packed sequences.  True where nothing is asked for and the offsets lie on the CPU: reading them
     costs nothing there."""
-    return mode_of(check) or (
-        check is None
-        and type(offsets) is torch.Tensor
-        and offsets.is_cpu
-        and not torch.compiler.is_compiling()
-        and not is_transformed()
-        and not is_watched((offsets,))
-    )
+    if check is not None or _DEFAULTS.get(DEFAULT, True):
+        return mode_of(check)
+    readable = isinstance(offsets, torch.Tensor) and offsets.is_cpu and type(offsets) is torch.Tensor
+    return readable and not (torch.compiler.is_compiling() or is_transformed() or is_watched((offsets,)))
 
 
 def watch_of(operation: str) -> Watch:
