@@ -42,6 +42,11 @@ rounding: .venv-test/stamp ## tests of rounding under another choice of kernels 
 	.venv-test/bin/python -m pytest -q tests/cpu/test_planted_faults.py tests/cpu/test_attention_backward_options.py \
 	tests/cpu/test_coarse.py -k "test_planted_faults or test_mods or dead_blocks" $(PYTEST); }
 
+SMOKE ?= --constraints constraints/cpu.txt
+.PHONY: smoke
+smoke: ## install the wheel into an empty environment and try it (SMOKE='--with "torch==2.13.0"' for another set than the constraints')
+	@python=$$(sh scripts/find-python) && "$$python" scripts/smoke.py $(SMOKE)
+
 SECONDS ?= 60
 .PHONY: sweep
 sweep: .venv-test/stamp ## random problems of every operation against fp64 (SECONDS=60, JOBS=2 processes; SWEEP="--seed 3" adds options)

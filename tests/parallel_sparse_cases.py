@@ -153,6 +153,8 @@ def refusals():
         "the exchange is of 32 in blocks of 16 x 16",
         lambda: tp.sparse_attention(y, y, y, wrong, sharding, exchange=exchange),
     )
+    masked = BlockIndex(index.indices, index.counts, *index.geometry, masked=True)
+    refused(tilefold.Unsupported, "takes no mask_mod", lambda: tp.sparse_attention(x, x, x, masked, sharding))
     refused(tilefold.DtypeError, "exchange must be", lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=3))
     refused(tilefold.ValueRangeError, "kv_heads must be", lambda: tp.block_exchange(index, sharding, 0))
     refused(tilefold.DtypeError, "index must be", lambda: tp.shard_index(None, sharding, rank))

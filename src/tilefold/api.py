@@ -1,16 +1,17 @@
 """What users call of dense attention, and rotary embedding: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
 from .errors import Unsupported
+from .keywords import refusing, unexpected, unexpected_of
 from .ops.call import Call, Packed, args_of, check_kinds
 from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
-from .ops.faults import mode_of
+from .ops.faults import mode_for
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
 from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@refusing
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -58,6 +60,7 @@ def attention(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     deterministic: bool = True,
+    **others: NoReturn,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
@@ -80,7 +83,8 @@ def attention(
         score_args: tuple of tensors (passed as pointers), ints and floats.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
         mask_args: as score_args.
-        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.
+        layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
+            fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: the plan to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.  A
             `DecodePlan` splits the keys, an `AttentionPlan` does not.
@@ -123,6 +127,8 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
+    if others:
+        raise unexpected_of(attention, others)
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
     if is_fp8(q, q_descale, k_descale, v_descale):
         from .ops.dense import attention_fp8, fp8_library  # here: `import tilefold` stays light
@@ -143,6 +149,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@refusing
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -171,6 +178,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
 
@@ -179,15 +187,17 @@ def attention_varlen(
         k: [total_k, kv_heads, dim], dtype of q.
         v: [total_k, kv_heads, dim_v], dtype of q.
         cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
-            The values are not read on the host: they must be ascending and within total_q.
+            They must begin at 0, ascend and stay within total_q.  The host does not read them, but in the interpreter, which
+            refuses others.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         max_seqlen_q: at least the longest query sequence; rows of a longer one may not be computed.
         max_seqlen_k: at least the longest key sequence: planning, and the last dimension of bias and mask.
         bias, mask: [batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k], indexed within each sequence.
         alibi_slopes: [heads] or [batch, heads].
-        check: True: first read cu_seqlens_q and cu_seqlens_k, and raise ValueRangeError naming what is out of range.  "device": a
-            launch before the kernel's takes note of offsets that are out of range or descend, and replaces each by the one
-            before it (in both passes); nothing waits: `last_fault` tells.  Unsupported then with bias or mask, whose keys such a
+        check: True: first read cu_seqlens_q and cu_seqlens_k, and raise ValueRangeError naming what is out of range, does not
+            begin at 0 or is longer than max_seqlen_q or max_seqlen_k (the default on the CPU).  "device": a launch before
+            the kernel's takes note of offsets that are out of range or descend, and replaces each by the one before it (in both
+            passes); nothing waits: `last_fault` tells.  Unsupported then with bias or mask, whose keys such a
             launch cannot bound.  Default: what the environment variable TILEFOLD_CHECK said, else False.
         The other arguments are those of `attention`; masks are aligned to the bottom right of each sequence, dropout goes by the
         indices in the sequence.
@@ -201,10 +211,12 @@ def attention_varlen(
 
     Source: the packed layout and its names are flash-attention's (https://github.com/Dao-AILab/flash-attention).
     """
+    if others:
+        raise unexpected_of(attention_varlen, others)
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     refuse_packed(q)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if mode := mode_of(check):
+    if mode := mode_for(check, cu_seqlens_q):
         from .ops.checked import checked_packed  # here: `import tilefold` stays light
 
         if mode == "device" and (bias is not None or mask is not None):
@@ -259,7 +271,7 @@ def apply_rotary(
     Source: RoPE (Su et al. 2021, arXiv:2104.09864)."""
     from .ops.cache import rotary  # here: `import tilefold` stays light
 
-    if (mode := mode_of(check)) and cu_seqlens is not None and isinstance(max_seqlen, int):
+    if (mode := mode_for(check, cu_seqlens)) and cu_seqlens is not None and isinstance(max_seqlen, int):
         cu_seqlens = rotary.checked_offsets(x, cu_seqlens, max_seqlen, mode)
     return rotary.apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets, step=step, cu_seqlens=cu_seqlens,
                                max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip
@@ -303,7 +315,7 @@ def _prepared(
     packed = {key: options.pop(key, None) for key in _PACKED}
     for option in options:
         if option not in _OPTIONS:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+            raise unexpected(name, option, (*_OPTIONS, *_PACKED))
     if any(value is not None for value in packed.values()):
         options["packed"] = Packed(*packed.values())
     call = resolved(_tidy(Call(**options)))

@@ -1,10 +1,11 @@
 """What users call of KV caches: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .errors import DtypeError, Unsupported
+from .keywords import refusing, unexpected, unexpected_of
 from .ops.cache import kvcache
 from .ops.cache.cached_call import Cache
 from .ops.call import Call, check_kinds
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@refusing
 def attention_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -50,6 +52,7 @@ def attention_kvcache(
     return_lse: bool = False,
     plan: "DecodePlan | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
 
@@ -97,6 +100,8 @@ def attention_kvcache(
 
     Source: Flash-Decoding (Dao et al. 2023), Stream-K (Osama et al. 2023, arXiv:2301.03598), PagedAttention (Kwon et al. 2023,
     arXiv:2309.06180)."""
+    if others:
+        raise unexpected_of(attention_kvcache, others)
     check_kinds(return_lse)
     mode = mode_of(check)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
@@ -119,7 +124,7 @@ def attention_kvcache_plan(
 
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"attention_kvcache_plan() got an unexpected keyword argument {name!r}")
+            raise unexpected("attention_kvcache_plan", name, _OPTIONS)
     check_kinds(options.get("return_lse", False))
     mode_of(options.get("check"))
     given = {name: options[name] for name in _OF_CALL if name in options}
@@ -246,6 +251,7 @@ def merge_attention(
     return merge.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
+@refusing
 def attention_shared_prefix(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -269,6 +275,7 @@ def attention_shared_prefix(
     cascade: bool | None = None,
     return_lse: bool = False,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """Attention over a KV cache whose sequences all begin with the same keys, which are read once for the whole batch.
 
@@ -306,6 +313,8 @@ def attention_shared_prefix(
 
     Source: shared prefixes by merged states: Hydragen (Juravsky et al. 2024, arXiv:2402.05099); FlashInfer's cascade (Ye et al.
     2025, arXiv:2501.01005)."""
+    if others:
+        raise unexpected_of(attention_shared_prefix, others)
     from .ops.cache import shared_prefix  # here: `import tilefold` stays light
 
     for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):

@@ -1,15 +1,17 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
-from .ops.call import Packed, Paged, args_of, check_kinds, check_pages
+from .keywords import refusing, unexpected, unexpected_of
+from .ops.call import Packed, Paged, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
-from .ops.faults import Mode, mode_of, watch_of
+from .ops.faults import Mode, mode_for, mode_of, watch_of
+from .ops.places import check_pages
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
 from .ops.sparse.sparse_call import check_lists, facts_of_lists
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "sparse_plan"]
 
 
+@refusing
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,6 +47,7 @@ def sparse_attention(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """Attention of each query block over the KV blocks that its list names.
 
@@ -51,7 +55,8 @@ def sparse_attention(
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; dim 1 to 256; any strides with a contiguous last dimension.
         k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads.
         v: [batch, seq_k, kv_heads, dim_v], dtype of q.
-        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.
+        index: the lists, a `BlockIndex` made for seq_q and seq_k; shared over batch or heads by a size of 1.  One that is
+            `masked` needs a mask_mod or causal=True.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
         scale: of q . k, 1e-30 to 1e30; None: 1 / sqrt(dim).
         softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window, mask,
@@ -77,18 +82,23 @@ def sparse_attention(
 
     Raises:
         As `attention`.  ModifiedError from the backward pass if a tensor of index (or of score_args or mask_args) was changed in
-        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one.
+        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one;
+        and if index is masked and the call has no mask.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).
     """
+    if others:
+        raise unexpected_of(sparse_attention, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention")
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    _check_masked(index, mask_mod, causal)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
 
 
+@refusing
 def sparse_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -109,6 +119,7 @@ def sparse_attention_varlen(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`sparse_attention` within each of many sequences that are packed along the first dimension, each with its own lists.
 
@@ -120,8 +131,8 @@ def sparse_attention_varlen(
             Blocks are counted from each sequence's own start: query block i begins at its row i * block_q.  Query blocks past
             a shorter sequence's end are not looked at, and a KV block that begins at or past its end adds nothing.
         cu_seqlens_q: [batch + 1] int32 on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
-            The values are not read on the host (but in the interpreter, which refuses others): they must be ascending and
-            within total_q.
+            The values are not read on the host (but in the interpreter, which refuses others): they must begin at 0, ascend and
+            stay within total_q.
         cu_seqlens_k: [batch + 1] int32, the same for k and v.  Lengths of 0 are fine on either side.
         causal: aligned to the bottom right of each sequence.
         check: as for `sparse_attention` and `attention_varlen`.
@@ -134,19 +145,22 @@ def sparse_attention_varlen(
     Raises:
         As `sparse_attention`.
     """
+    if others:
+        raise unexpected_of(sparse_attention_varlen, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
-    mode = mode_of(check)
-    index = _checked(index, mode, "sparse_attention_varlen")
+    index = _checked(index, mode_of(check), "sparse_attention_varlen")
     lists = _lists_of(index)
+    _check_masked(index, mask_mod, causal)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
-    if mode:
+    if mode := mode_for(check, cu_seqlens_q):
         packed = checked_packed(q, k, packed, mode, "sparse_attention_varlen")
     call = SparseCall(lists, causal, scale, softcap, "bshd", *hooks, packed, score_grad, backward_plan)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
 
 
+@refusing
 def sparse_attention_paged(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -166,6 +180,7 @@ def sparse_attention_paged(
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
     check: bool | str | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`sparse_attention` over a KV cache in pages: key j of sequence b is row j % page_size of page
     block_table[b, j // page_size].
@@ -194,12 +209,15 @@ def sparse_attention_paged(
 
     Source: paged K and V are vLLM's (Kwon et al. 2023, arXiv:2309.06180), the names flash-attention's.
     """
+    if others:
+        raise unexpected_of(sparse_attention_paged, others)
     check_kinds(return_lse)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     mode = mode_of(check)
     index = _checked(index, mode, "sparse_attention_paged")
     paged = _checked_pages(k_pages, Paged(block_table, cache_seqlens), index, layout, mode)
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
+    _check_masked(index, mask_mod, causal)
     tensors = (q, k_pages, v_pages)
     if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
         raise Unsupported(
@@ -257,7 +275,7 @@ def sparse_plan(
     table, lengths = (options.pop(name, None) for name in _PAGED)
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"sparse_plan() got an unexpected keyword argument {name!r}")
+            raise unexpected("sparse_plan", name, (*_OPTIONS, *_PACKED, *_PAGED))
     if (cu_q is not None or cu_k is not None) and (table is not None or lengths is not None):
         raise Unsupported(
             f"{' and '.join(_PACKED)} were given with {' and '.join(_PAGED)}: no kernel takes packed queries to pages"
@@ -268,6 +286,7 @@ def sparse_plan(
         options["paged"] = Paged(table, lengths)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    _check_masked(index, options.get("mask_mod"), options.get("causal"))
     call = resolved(SparseCall(lists, **options))
     prepared = _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
@@ -355,6 +374,16 @@ def _instead(given: object) -> str:
     if hasattr(given, "kv_num_blocks"):
         return ": make one with BlockIndex.from_flex(mask)"
     return ""
+
+
+def _check_masked(index: "BlockIndex", mask_mod: object, causal: object) -> None:
+    """A record whose lists came from a mask that also cuts inside blocks needs a mask in the call, too."""
+    if index.masked and mask_mod is None and causal is not True:
+        raise Unsupported(
+            "index was made from a mask that also cuts inside blocks, which it does not hold (BlockIndex.masked), and the call "
+            "has no mask_mod: every token of its partial blocks would be attended.  Give the mask as mask_mod, or as causal=True "
+            "if it is no more than that; or make the index with masked=False if blocks are meant whole"
+        )
 
 
 def _lists_of(index: "BlockIndex") -> Lists:

@@ -28,6 +28,90 @@ def half(*shape, device="cpu"):
     return torch.randn(*shape, device=device).half()
 
 
+@triton.jit
+def three_of_args(score, batch, head, q_index, kv_index, args):
+    first, seq_q, seq_k = args
+    return kv_index < first + 0 * (seq_q + seq_k)
+
+
+@triton.jit
+def third_of_args(score, batch, head, q_index, kv_index, args):
+    return kv_index < args[2]
+
+
+@triton.jit
+def lengths_alone(score, batch, head, q_index, kv_index, args):
+    seq_q, seq_k = args
+    return score + seq_q - seq_k
+
+
+def test_a_mod_that_takes_another_number_of_args(device):
+    """Before anything is launched or compiled, in every function that takes mods; the same of score_mod and score_grad."""
+    q, k, v = qkv(1, 16, 16, 2, 2, 16, dtype=torch.float32, device=device)
+    index = tilefold.BlockIndex.from_map(
+        torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), block_q=16, block_k=16
+    )
+    cu = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    calls = (
+        lambda **mods: tilefold.attention(q, k, v, **mods),
+        lambda **mods: tilefold.attention_plan(q, k, v, **mods),
+        lambda **mods: tilefold.attention_varlen(q[0], k[0], v[0], cu, cu, 16, 16, **mods),
+        lambda **mods: tilefold.sparse_attention(q, k, v, index, **mods),
+    )
+    line = "first, seq_q, seq_k = args"
+    text = f"mask_mod takes 3 values out of args ({line}), but there are 2: the 0 of mask_args, then seq_q and seq_k"
+    for call in calls:
+        with pytest.raises(ValueRangeError) as caught:
+            call(mask_mod=three_of_args)
+        assert str(caught.value) == f"{text}; mask_args must hold 1"
+        with pytest.raises(ValueRangeError, match=r"mask_mod takes 3 values .* there are 4: the 2 of mask_args"):
+            call(mask_mod=three_of_args, mask_args=(1, 2))
+        with pytest.raises(
+            ValueRangeError, match=r"at least 3 values .* \(args\[2\]\), .* mask_args must hold at least 1"
+        ):
+            call(mask_mod=third_of_args)
+        with pytest.raises(ValueRangeError, match=r"score_mod takes 2 values .* the 1 of score_args"):
+            call(score_mod=lengths_alone, score_args=(1.0,))
+        with pytest.raises(ValueRangeError, match=r"score_grad takes 3 values .* the 2 of score_args"):
+            call(score_mod=relative, score_args=(torch.zeros(2, 9, device=device), 4), score_grad=three_of_args)
+
+
+HINT = "; as [batch, heads, seq, dim] all shapes fit: if they lie so, pass layout='bhsd'"
+
+
+def turned_calls(device):
+    """(function, tensors, options) whose shapes say that the heads come second."""
+    q, k, v = (t.transpose(1, 2).contiguous() for t in qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device))
+    one = q[:, :, :1]
+    bias = torch.zeros(1, 4, 20, 20, device=device)
+    yield tilefold.attention, (q, k, v), {}
+    yield tilefold.attention, (one, k, v), {}
+    yield tilefold.attention, (q, q, q), {"bias": bias}
+    yield tilefold.attention, (q, q, q), {"sinks": torch.zeros(4, device=device)}
+    yield tilefold.attention_plan, (q, k, v), {}
+    yield tilefold.attention, tuple(t.to(torch.float8_e4m3fn) for t in (q, k, v)), {}
+    index = tilefold.BlockIndex.from_map(torch.ones(1, 1, 2, 3, dtype=torch.bool, device=device), block_q=16, block_k=16,
+                                         seq_q=20, seq_k=33)  # fmt: skip
+    yield tilefold.sparse_attention, (q, k, v, index), {}
+    square = tilefold.BlockIndex.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=device), block_q=16, block_k=16,
+                                          seq_q=20, seq_k=20)  # fmt: skip
+    yield tilefold.sparse_attention, (q, q, q, square), {}
+
+
+def test_heads_before_tokens_are_recognised(device):
+    """Wherever shapes betray the layout; what fits neither layout has no such hint, and the other way round the same."""
+    for function, tensors, options in turned_calls(device):
+        with pytest.raises(ShapeError) as caught:
+            function(*tensors, **options)
+        assert str(caught.value).endswith(HINT) and str(caught.value).count("layout='bhsd'") == 1, str(caught.value)
+    q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
+    with pytest.raises(ShapeError, match=r"as \[batch, seq, heads, dim\] all shapes fit: .* pass layout='bshd'"):
+        tilefold.attention(q, k, v, layout="bhsd")
+    with pytest.raises(ShapeError) as caught:
+        tilefold.attention(q, k[:1], v)
+    assert "all shapes fit" not in str(caught.value)
+
+
 def bad_calls(device):
     q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
     other = torch.randn(2, 33, 2, 32, device=device)

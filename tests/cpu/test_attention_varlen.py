@@ -78,6 +78,60 @@ def test_equals_dense(device):
     assert torch.equal(same_lse.transpose(0, 1).reshape_as(lse), lse)
 
 
+def packed_calls(offsets, longest, check, device):
+    """Every public function that takes cu_seqlens, over the same 30 rows."""
+    x = rand(30, 2, 16, device=device)
+    cu = torch.tensor(offsets, dtype=torch.int32, device=device)
+    batch = len(offsets) - 1
+    cache = rand(batch, 40, 2, 16, device=device)
+    lengths = torch.full((batch,), 30, dtype=torch.int32, device=device)
+    angles = torch.ones(64, 4, device=device)
+    index = tilefold.BlockIndex.from_map(torch.ones(1, 1, -(-longest // 16), -(-longest // 16), dtype=torch.bool, device=device),
+                                         block_q=16, block_k=16, seq_q=longest, seq_k=longest)  # fmt: skip
+    yield "max_seqlen_q", lambda: tilefold.attention_varlen(x, x, x, cu, cu, longest, longest, check=check)
+    yield "index.seq_q", lambda: tilefold.sparse_attention_varlen(x, x, x, index, cu, cu, check=check)
+    yield "max_seqlen", lambda: tilefold.apply_rotary(x, angles, angles, cu_seqlens=cu, max_seqlen=longest, check=check)
+    held = {"cache_seqlens": lengths, "check": check}
+    yield (
+        "max_seqlen_q",
+        lambda: tilefold.attention_kvcache(x, cache, cache, cu_seqlens_q=cu, max_seqlen_q=longest, **held),
+    )
+    yield (
+        "max_seqlen_q",
+        lambda: tilefold.attention_shared_prefix(
+            x, cache, cache, prefix_length=0, cu_seqlens_q=cu, max_seqlen_q=longest, **held
+        ),
+    )
+    yield (
+        "max_seqlen",
+        lambda: tilefold.kvcache_append(
+            x, x, cache, cache, cu_seqlens=cu, max_seqlen=longest, cache_seqlens=0 * lengths, check=check
+        ),
+    )
+
+
+READ = [pytest.param(None, marks=pytest.mark.interpreter), True]
+
+
+@pytest.mark.parametrize("check", READ)
+@pytest.mark.parametrize("which", range(6))
+def test_offsets_that_do_not_begin_at_0_are_refused(which, check, device):
+    """Where they can be read without waiting, and on request; the rows before them would be computed by nobody."""
+    _, call = list(packed_calls([3, 20, 30], 17, check, device))[which]
+    with pytest.raises(tilefold.ValueRangeError, match=r"cu_seqlens\w* must begin at 0, got \[3, 20, 30\]: the 3 rows"):
+        call()
+    _, call = list(packed_calls([0, 17, 27], 17, check, device))[which]
+    call()
+
+
+@pytest.mark.parametrize("check", READ)
+@pytest.mark.parametrize("which", range(6))
+def test_a_max_seqlen_below_the_longest_is_refused(which, check, device):
+    name, call = list(packed_calls([0, 17, 30], 16, check, device))[which]
+    with pytest.raises(tilefold.ValueRangeError, match=rf"{name} (must be at least 17, .* got 16|is 16, but)"):
+        call()
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("offsets", [[0, 30], [0, 20, 10, 27], [-1, 27]])
 def test_offsets_are_checked_in_the_interpreter(offsets):

@@ -241,7 +241,7 @@ def test_history_is_drawn_with_a_picture_a_device_and_family(tmp_path):
     pytest.importorskip("matplotlib")
     series = series_of(read_measured(history_rows()), ("events",), peers=True)
     names = [path.name for path in draw(series, tmp_path / "all.png", "made-up figures")]
-    assert names == ["all-Made-up-GPU-dense.png", "all-Made-up-GPU-gemm.png", "all-Other-GPU-dense.png"]
+    assert names == ["all.png", "all-Made-up-GPU-gemm.png", "all-Other-GPU-dense.png"]
     for name in names:
         picture = (tmp_path / name).read_bytes()
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
@@ -294,6 +294,10 @@ def test_the_history_command(tmp_path):
     for text in ("dense on Made-up GPU", "gemm on Made-up GPU", "dense on Other GPU", "faster"):
         assert text in result.output
     assert len(json.loads((tmp_path / "history.json").read_text())) == 4
+    pytest.importorskip("matplotlib")
+    drawn = run("history", tmp_path, "--png", tmp_path / "drawn.png")
+    assert drawn.exit_code == 0 and (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
+    assert drawn.output.count("wrote") == 3 and (tmp_path / "drawn-Other-GPU-dense.png").exists()
     assert "Other GPU" not in run("history", tmp_path, "--device", "made", "--peers").output
     for options, message in (
         (("--method", "wall"), "--method must be one of events, graph, warm, host, got 'wall'"),

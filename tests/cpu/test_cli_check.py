@@ -51,6 +51,14 @@ def test_a_gpu_gets_longer_odd_lengths():
     assert large[0].lengths[0][0] % 2 == 1
 
 
+def test_help_says_what_is_covered_and_what_is_not():
+    text = " ".join(run("--help").output.split())
+    everything, quick = check_cases(False, gpu=False), check_cases(True, gpu=False)
+    assert f"Covered: {len(everything)} calls ({len(quick)} with --quick) of attention, attention_varlen, " in text
+    assert all(case.function in text for case in everything)
+    assert "Not covered: gradients" in text and "Exit code 1 if a result is wrong; 2 if none is" in text
+
+
 def test_arguments_are_the_same_every_time():
     case = CheckCase("x", options=("alibi", "bias", "mask", "sinks"), cap=2.0, lengths=((9, 12),))
     (q, k, v), packing, options = arguments(case, "cpu")
@@ -126,7 +134,7 @@ def test_a_wrong_lse_is_found_too(monkeypatch, one_case):
     assert "only: lse: WRONG" in result.output
 
 
-def test_a_crash_is_a_wrong_case_and_the_others_go_on(monkeypatch):
+def test_after_a_crash_the_others_go_on(monkeypatch):
     calls = []
 
     def run_check(case, device):
@@ -140,5 +148,25 @@ def test_a_crash_is_a_wrong_case_and_the_others_go_on(monkeypatch):
     from rich.console import Console
 
     results = check.run_all(cases, Runtime("cpu", ""), Console(quiet=True))
-    assert [result.ok for result in results] == [False, True]
+    assert [(result.ok, result.failed) for result in results] == [(None, True), (True, False)]
     assert results[0].note == "RuntimeError: CUDA error"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_could_not_run_is_not_called_wrong(wrong, monkeypatch):
+    """Exit code 2; 1 where another case gave a wrong result."""
+    cases = (CheckCase("broken"), CheckCase("judged"))
+
+    def run_check(case, device):
+        if case.title == "broken":
+            raise ImportError("no module named triton")
+        return check.Result(case, "attention_forward", not wrong)
+
+    monkeypatch.setattr(check, "check_cases", lambda quick, gpu: cases)
+    monkeypatch.setattr(check, "run_check", run_check)
+    result = run()
+    assert result.exit_code == (1 if wrong else 2), result.output
+    assert "1 of 2 cases could not run: nothing is said of them." in result.output
+    assert "broken: ImportError: no module named triton" in result.output and "agree with fp64" not in result.output
+    assert ("1 of 1 cases are WRONG." in result.output) is wrong and ("WRONG" in result.output) is wrong
+    assert "no result" in result.output

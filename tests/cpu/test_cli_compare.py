@@ -8,6 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tilefold.bench.accuracy import difference_of
+from tilefold.cli import compare
 from tilefold.cli.app import app
 
 
@@ -36,6 +38,24 @@ def test_two_implementations_with_every_report(tmp_path):
     assert "<svg" in page
     assert not re.findall(r'(?:src|href)="(?!#)', page)  # needs nothing else
     assert document["tensors"][0]["first"]["sha256"] in page
+
+
+def test_labels_of_the_drawing_do_not_touch():
+    """Of long names and differences in all decades: whatever is written stands apart."""
+    pytest.importorskip("matplotlib")
+    name = "model.language_model.layers.31.self_attn.attention_interface.query_projection.weight"
+    a = torch.zeros(4, 512)
+    b = 10.0 ** torch.linspace(-12, 3, 2048).view(4, 512)
+    figure = compare._picture([difference_of(f"{i}.{name}", a, b, 1e-5, 1e-5) for i in range(3)]).figure
+    figure.canvas.draw()
+    texts = [axes.title for axes in figure.axes]
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            texts += [t for t, at in zip(axis.get_ticklabels(), axis.get_ticklocs(), strict=True) if low <= at <= high]
+    boxes = [t.get_window_extent() for t in texts]
+    assert len(boxes) > 40
+    touching = [(i, j) for i, one in enumerate(boxes) for j, other in enumerate(boxes[:i]) if one.overlaps(other)]
+    assert not touching, [[texts[i].get_text() for i in pair] for pair in touching]
 
 
 @pytest.mark.interpreter

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tilefold.cli import doctor
 from tilefold.cli.app import app
+from tilefold.ops import environment
 
 
 def run(*arguments):
@@ -44,18 +45,19 @@ def test_json_has_the_same_findings():
         ({"triton": "3.6.0", "numpy": "2.4.0"}, "numpy 2.4.0 breaks the interpreter of triton 3.6.0"),
         ({"triton": "3.9.0", "numpy": "2.5.2"}, None),
         ({"triton": "3.6.0", "numpy": None}, "numpy is not installed"),
+        ({"torch": "2.8.1", "triton": "3.6.0", "numpy": "2.3.5"}, "torch 2.8.1 is too old; 2.9 or newer is needed"),
         ({"triton": "3.4.1", "numpy": "2.3.5"}, "triton 3.4.1 is too old; 3.6 or newer is needed"),
     ],
 )
 def test_what_the_interpreter_needs(monkeypatch, versions, fault):
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    found = doctor.interpreter_fault()
+    monkeypatch.setattr(environment, "installed", versions.get)
+    found = environment.interpreter_fault()
     assert (found is None) if fault is None else found.startswith(fault)
 
 
 def test_exit_code_1_where_nothing_can_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "installed", {"triton": "3.6.0", "numpy": "2.4.1"}.get)
+    monkeypatch.setattr(environment, "installed", {"triton": "3.6.0", "numpy": "2.4.1"}.get)
     result = run()
     assert result.exit_code == 1
     assert "tilefold cannot run here: numpy 2.4.1 breaks" in result.output
@@ -78,4 +80,4 @@ def test_support_follows_the_compute_capability(monkeypatch, capability, portabl
     ("version", "number"), [("3.6.0", (3, 6, 0)), ("2.11.0+cu130", (2, 11, 0)), ("3.6.0rc1", (3, 6, 1)), (None, ())]
 )
 def test_version_numbers(version, number):
-    assert doctor.number(version)[:2] == number[:2]
+    assert environment.number(version)[:2] == number[:2]

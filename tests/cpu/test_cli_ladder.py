@@ -106,8 +106,17 @@ def test_errors_show_the_line_of_the_students_file(tmp_path, text, line):
     assert line in result.output and "Traceback" not in result.output
 
 
+def test_quick_is_the_shortest_length(tmp_path):
+    result = run("--rung", "naive", *TINY[2:], "--seq", "24,16", "--quick", "--json", tmp_path / "quick.json")
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads((tmp_path / "quick.json").read_text())["results"]
+    assert "N=16" in result.output and "N=24" not in result.output and only
+
+
 def test_refusals(tmp_path):
     for arguments, message in (
+        (("--new",), "--new needs a file, as in `tilefold ladder --new my_kernel.py`"),
+        (("--new", "--rung", "flash"), "--new needs a file"),
         (("--rung", "fast"), "rung must be one of naive, profile, paged, flash, split, got 'fast'"),
         (("--rung", "flash", "--seq", "1024,x"), "--seq must be integers of at least 1, comma-separated, got '1024,x'"),
         (("--rung", "flash", "--queries", 9, "--seq", 8, "--causal"), "--queries must be at most --seq under --causal"),

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
@@ -36,6 +37,19 @@ def test_every_command_has_help_with_an_example(command):
         assert result.exit_code == 0
         assert f"tilefold {command}" in result.output.split("Examples")[1]
         assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_every_command_that_measures_has_quick():
+    """And no other: they read, explain or draw what is there; a suite is quick by its name."""
+    tree = typer.main.get_command(app).commands
+    leaves = {name: each for name, each in tree.items() if not hasattr(each, "commands")}
+    for group in ("bench", "profile"):
+        leaves |= {f"{group} {name}": each for name, each in tree[group].commands.items()}
+    without = {name for name, each in leaves.items() if "--quick" not in {o for p in each.params for o in p.opts}}
+    assert without == {
+        "bench compare", "bench history", "bench peers", "bench suite", "doctor", "explain", "kv-memory", "profile import",
+        "profile script", "roofline",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

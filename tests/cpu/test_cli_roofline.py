@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -73,7 +74,7 @@ def test_roofs_and_axes_hold_everything(files):
         H200, False, (roofline.read_run(files / "profile.json"), roofline.read_run(files / "old.jsonl"))
     )
     assert picture.slopes == (("L2 to SM", 9.6e12), ("DRAM", 4.27e12))
-    assert [name for name, _ in picture.ceilings] == ["fp16", "bf16", "tf32", "fp32"]
+    assert [name for name, _ in picture.ceilings] == ["bf16, fp16", "tf32", "fp32"]
     left, right, low, high = (10.0**each for each in picture.bounds)
     for run_ in picture.runs:
         for point in run_.points:
@@ -82,6 +83,19 @@ def test_roofs_and_axes_hold_everything(files):
     alone = roofline.Picture(device_named("l4"), False, ())
     assert [name for name, _ in alone.slopes] == ["DRAM"] and alone.ceilings[0][0] == "bf16, fp16"
     assert alone.bounds[0] < alone.bounds[1] and alone.bounds[2] < alone.bounds[3]
+
+
+def test_roofs_of_one_kind_come_from_one_source():
+    """Of a device whose record has measured and stated rates: the stated ones, or those that were measured here, never both."""
+    assert dict(H200.measured_flops) and dict(H200.measured_flops) != dict(H200.tensor_flops)
+    assert roofline.Picture(H200, False, ()).rates == dict(H200.tensor_flops)
+    here = replace(H200, measured_flops=(("float16", 7e14), ("int8", 13e14)))
+    assert roofline.Picture(here, True, ()).ceilings == (("int8", 13e14), ("fp16", 7e14))
+
+
+def test_rates_have_a_unit_that_shows_them():
+    texts = [roofs.scaled(value, "B/s", 3) for value in (4.27e12, 1.2e11, 3.125e7, 2.5e4, 12.0)]
+    assert texts == ["4.270 TB/s", "0.120 TB/s", "31.250 MB/s", "25.000 kB/s", "12.000 B/s"]
 
 
 def test_labels_never_touch():
@@ -115,8 +129,9 @@ def test_measuring(tmp_path, monkeypatch):
     monkeypatch.setenv(roofs.FOLDER_VARIABLE, str(tmp_path / "kept"))
     result = run("--measure", "--json", tmp_path / "roofs.json")
     assert result.exit_code == 0, result.output
-    assert "L2 to SM" in result.output and "launch, host" in result.output
-    assert roofs.Roofs.from_json((tmp_path / "roofs.json").read_text()).dram > 0
+    assert "L2 to SM" in result.output and result.output.count("launch") == 1 and "CUDA graph" not in result.output
+    found = roofs.Roofs.from_json((tmp_path / "roofs.json").read_text())
+    assert found.dram > 0 and roofs.scaled(found.dram_read, "B/s", 3) in result.output and " 0.000" not in result.output
     assert not (tmp_path / "kept").exists(), "what the interpreter does is no roof of a machine"
 
 

@@ -99,8 +99,8 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
     monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
     for module in (api, cached, cache_append, operator, rotary):
         monkeypatch.setattr(module, "is_watched", lambda tensors: False)
-    monkeypatch.setattr(attention, "check_offsets", lambda *args: None)
-    monkeypatch.setattr(cached, "check_offsets", lambda *args: None)
+    monkeypatch.setattr(attention, "check_inside", lambda *args: None)
+    monkeypatch.setattr(cached, "check_side", lambda *args: None)
     monkeypatch.setattr(cached, "check_values", lambda *args: None)
     monkeypatch.setattr(cache_append, "_check_values", lambda *args: None)
     step, given = a_step(device)

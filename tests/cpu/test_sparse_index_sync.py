@@ -56,6 +56,7 @@ BUILDERS = {
     "topk": lambda t: BlockIndex.from_topk(t["scores"], 3),
     "csr": lambda t: BlockIndex.from_csr(t["crow"], t["col"], seq_k=320, capacity=4),
     "predicate": lambda t: BlockIndex.from_predicate(video_window((2, 2, 1), 1), seq_q=250, seq_k=250),
+    "mask": lambda t: BlockIndex.from_mask(lambda b, h, i, j: i >= j, seq_q=250, seq_k=320, capacity=3),
     "causal": lambda t: BlockIndex.from_predicate(causal_blocks(250, 320), seq_q=250, seq_k=320, capacity=3),
     "transpose": lambda t: BlockIndex(t["indices"], t["counts"], 64, 64, 250, 320).transpose(),
     "map and back": lambda t: BlockIndex.from_map(BlockIndex.from_map(t["keep"]).to_map()),

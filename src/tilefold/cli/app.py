@@ -11,7 +11,7 @@ Attention kernels in Triton: every variant is one fold of the online-softmax sta
 
 Without a GPU the kernels run on the CPU, in Triton's interpreter, on small shapes; `explain` needs neither.
 
-Exit codes: 0 ok, 1 a check failed, 2 wrong usage or an impossible request.
+Exit codes: 0 ok, 1 a check failed, 2 wrong usage, an impossible request, or a check that could not run.
 """
 
 EPILOG = "Start with `tilefold doctor` (what works here), then `tilefold demo` (a real model) and `tilefold check`."
@@ -31,7 +31,7 @@ app.add_typer(bench.app, name="bench")
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="explain", epilog=explain.EPILOG)(explain.explain)
 app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
-app.command(name="ladder", epilog=ladder.EPILOG)(ladder.ladder)
+app.command(name="ladder", cls=ladder.Ladder, epilog=ladder.EPILOG)(ladder.ladder)
 app.add_typer(profile.app, name="profile")
 app.command(name="roofline", epilog=roofline.EPILOG)(roofline.roofline)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)

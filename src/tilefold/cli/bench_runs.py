@@ -40,8 +40,8 @@ HISTORY_EPILOG = """
 
     tilefold bench history benchmarks/results --family dense --case "d128,n16384x1" --peers --png dense.png
 
-The picture has a panel a case, and for each run the median with its interval; several devices, families or dozens of cases make
-further files beside it.
+The picture has a panel a case, and for each run the median with its interval; FILE holds the first device and family; others, and
+dozens of cases, make further files beside it.
 """
 
 

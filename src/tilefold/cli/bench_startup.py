@@ -33,6 +33,7 @@ HEAD = ("case", "process", "import s", "forward s", "first call s", "backward s"
 @user_errors
 def startup(
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each case that find compiled kernels.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="One such process of each case.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also with TILEFOLD_DISABLE_STARTUP=1, as Triton starts by itself.")
     ] = False,
@@ -53,7 +54,9 @@ def startup(
     with console.status("") as status:
         for case in startup_cases(runtime.gpu):
             for ours in (True, False) if compare else (True,):
-                starts += measure_start(case, runtime.device, rounds, ours, lambda what: status.update(what))
+                starts += measure_start(
+                    case, runtime.device, 1 if quick else rounds, ours, lambda what: status.update(what)
+                )
     console.print(table_of(HEAD, rows_of(starts)))
     for line in lines_of(starts):
         if not runtime.gpu and "WRONG" not in line:

@@ -62,6 +62,7 @@ def video(
             metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"
         ),
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The first value of each sweep, one turn.")] = False,
     sparsity: Annotated[
         str | None,
         typer.Option(metavar="NUMBERS", help="Per cent, of length and cached.", show_default="80,90; cached 90"),
@@ -109,7 +110,7 @@ def video(
 
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
-    points = _points(sweep, made, (values, sparsity), page_size, runtime)
+    points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
     names = names_from(peers if peers is not None else "cudnn,fa4" if runtime.gpu else "math", "--peers", PEERS)
     console, setting = Console(), setting_of(runtime.device)
     console.print(
@@ -118,7 +119,7 @@ def video(
 
     def measure(point: "Point") -> "SweepRow":
         with console.status(Text(f"measuring {point.name}")):
-            return measure_point(point, runtime.device, names, rounds if runtime.gpu else 1, graph)
+            return measure_point(point, runtime.device, names, rounds if runtime.gpu and not quick else 1, graph)
 
     def keep(row: "SweepRow") -> None:
         if results is not None:
@@ -143,9 +144,9 @@ def video(
 
 
 def _points(
-    sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime
+    sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime, quick: bool
 ) -> "tuple[Point, ...]":
-    """All points of the sweeps; given: the options --values and --sparsity."""
+    """All points of the sweeps; given: the options --values and --sparsity; quick: one value and one sparsity of each."""
     from tilefold.bench.video.engine import DEFAULTS
     from tilefold.bench.video.sweep import SWEEPS, points_of
 
@@ -161,7 +162,8 @@ def _points(
     found: list[Point] = []
     for name in dict.fromkeys(sweeps):
         usual, fixed = DEFAULTS[name][runtime.gpu]
-        found += points_of(name, shape, values or usual, sparsities or fixed, pages)
+        most = 1 if quick else None
+        found += points_of(name, shape, (values or usual)[:most], (sparsities or fixed)[:most], pages)
     return tuple(found)
 
 

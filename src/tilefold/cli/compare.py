@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["EPILOG", "compare"]
 
 GRADIENTS = ("dq", "dk", "dv")
+LABELS, NAME = 8, 64  # labels of an axis, and characters of a name, that have room in a drawing
 
 EPILOG = """
 **Examples**
@@ -236,16 +237,18 @@ def _picture(found: "list[Difference]") -> "Picture":
     from tilefold.bench import page
     from tilefold.bench.accuracy import BINS
 
-    figure = page.new_figure(11, 2.8 * max(1, len(found)))
+    figure = page.new_figure(11, 3.0 * max(1, len(found)))
     axes = figure.subplots(max(1, len(found)), 2, squeeze=False)
     for (left, right), each in zip(axes, found, strict=False):
-        left.bar([f"1e{e}" for e in BINS], each.decades, width=0.9)
+        left.bar(list(BINS), each.decades, width=0.9)
         left.set_yscale("symlog")
-        left.tick_params(axis="x", labelsize=7)
+        marked = BINS[:: 1 + len(BINS) // LABELS]
+        left.set_xticks(marked, [f"1e{e}" for e in marked], fontsize=8)
+        name = each.name if len(each.name) <= NAME else f"{each.name[: NAME // 2]}...{each.name[-NAME // 2 :]}"
         left.set_title(
-            f"{each.name}: absolute differences by decade ({each.elements - sum(each.decades)} are 0)", fontsize=9
+            f"{name}\nabsolute differences by decade ({each.elements - sum(each.decades)} are 0)", fontsize=9
         )
         right.plot(range(len(each.along)), each.along, linewidth=0.8)
-        right.set_title(f"{each.name}: the largest along dimension {each.axis}", fontsize=9)
+        right.set_title(f"{name}\nthe largest along dimension {each.axis}", fontsize=9)
         right.set_ylim(bottom=0)
     return page.Picture(figure, "How large the differences are, and where.")

@@ -1,19 +1,19 @@
 """`tilefold doctor`: what this machine has, what of tilefold runs on it, and why the rest does not."""
 
-import importlib.util
 import json
 import os
 import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tilefold.ops.environment import importable, installed, interpreter_fault, triton_fault, triton_version
 
 __all__ = ["EPILOG", "Finding", "doctor", "findings"]
 
@@ -28,8 +28,6 @@ Exit code 0 if tilefold can run here at all (on a GPU or in the interpreter), 1 
 """
 
 YES, NO, INFO = "yes", "no", ""
-OLDEST_TRITON = (3, 6)
-TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "triton-windows")
 EXTRAS = (
     ("matplotlib", "matplotlib", "plots"),
     ("transformers", "transformers", "transformers"),
@@ -45,38 +43,6 @@ class Finding:
     what: str
     state: str
     detail: str
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def triton_version() -> str | None:
-    """The version of triton under whichever name it was distributed, or None."""
-    return next((version for name in TRITON_NAMES if (version := installed(name)) is not None), None)
-
-
-def importable(module: str) -> bool:
-    """Whether a dotted module can be found, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def number(version: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version: (3, 6, 0) of "3.6.0+git"; () of None."""
-    parts: list[int] = []
-    for part in (version or "").split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
 
 
 def driver() -> str:
@@ -132,28 +98,6 @@ def libraries() -> list[Finding]:
         Finding("libraries", "triton", INFO, triton_version() or "not installed"),
         Finding("libraries", "numpy", INFO, installed("numpy") or "not installed"),
     ]
-
-
-def triton_fault() -> str | None:
-    """Why no kernel can be compiled or interpreted at all, or None."""
-    version = triton_version()
-    if not importable("triton"):
-        return "triton is not installed (Linux only); pip install 'triton>=3.6'"
-    if version is not None and number(version) < OLDEST_TRITON:
-        return f"triton {version} is too old; 3.6 or newer is needed"
-    return None
-
-
-def interpreter_fault() -> str | None:
-    """Why the interpreter cannot run the kernels, or None."""
-    numpy, triton = installed("numpy"), triton_version()
-    if triton_fault():
-        return triton_fault()
-    if numpy is None:
-        return "numpy is not installed; the interpreter needs it"
-    if number(numpy) >= (2, 4) and number(triton) < (3, 9):
-        return f"numpy {numpy} breaks the interpreter of triton {triton}: loops fail; pip install 'numpy<2.4'"
-    return None
 
 
 def gpu_fault() -> str | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, table_of, user_errors, writable
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
     from tilefold.ladder.course import Result
     from tilefold.ladder.inputs import Tile
 
-__all__ = ["EPILOG", "ladder"]
+__all__ = ["EPILOG", "Ladder", "ladder"]
 
 EPILOG = """
 **Examples**
 
     tilefold ladder
+
+    tilefold ladder --rung flash --quick
 
     tilefold ladder --rung flash --seq 1024,4096
 
@@ -40,7 +43,18 @@ the kernels are counted, not timed: bytes and operations of what really ran, bes
 Exit codes: 0 ok, 1 something is wrong, 2 wrong usage.
 """
 
+FORM = "it defines attention(q, k, v, causal=False)"
 GPU_SHAPE, CPU_SHAPE = ("1024,4096", 16, 128), ("64,128", 2, 32)
+
+
+class Ladder(TyperCommand):
+    """Says what `--new` alone lacks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for given, following in zip(args, [*args, "-"][1:], strict=True):
+            if given == "--new" and following.startswith("-"):
+                raise typer.BadParameter(f"--new needs a file, as in `tilefold ladder --new my_kernel.py`: {FORM}", ctx)
+        return super().parse_args(ctx, args)
 
 
 @user_errors
@@ -61,7 +75,10 @@ def ladder(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="Queries see no later keys.")] = False,
     sweep: Annotated[bool, typer.Option(help="Also the rung with other tiles.")] = True,
-    new: Annotated[Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The shortest length, without other tiles.")] = False,
+    new: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
 ) -> None:
     """Attention in five rungs (naive, profile, paged, flash, split): read, run, check and measure them."""
@@ -77,14 +94,14 @@ def ladder(
     texts, own_heads, own_dim = GPU_SHAPE if runtime.gpu else CPU_SHAPE
     few = (1 if name == "split" else 0) if queries is None else queries
     problems = []
-    for keys in _numbers(seq or texts):
+    for keys in sorted(_numbers(seq or texts))[:1] if quick else _numbers(seq or texts):
         if causal and few > keys:
             raise ShapeError(f"--queries must be at most --seq under --causal, got {few} and {keys}")
         count = heads or own_heads
         shape = (batch, few or keys, keys, count, kv_heads or count, dim or own_dim, dim or own_dim)
         problems.append(AttentionProblem(*shape, dtype=dtype_named(dtype), causal=causal))
     console.print(Text(runtime.note, style="dim"))
-    _measure(console, runtime, name, problems, sweep, new, json)
+    _measure(console, runtime, name, problems, sweep and not quick, new, json)
 
 
 def _list(console: Console) -> None:

@@ -105,6 +105,7 @@ def video(
     ] = "cudnn",
     backward: Annotated[bool, typer.Option("--backward", help="Also forward + backward.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="4096 tokens unless --shape says more, one turn.")] = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -123,7 +124,8 @@ def video(
     from tilefold.plan.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 
-    numbers = integers(shape, "--shape", 4) if shape else (1, 12, 23296, 128) if runtime.gpu else (1, 2, 256, 32)
+    usual = (1, 12, 4096 if quick else 23296, 128) if runtime.gpu else (1, 2, 256, 32)
+    numbers = integers(shape, "--shape", 4) if shape else usual
     batch, heads, seq, dim = numbers
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     low, high = _pair(tau)
@@ -135,7 +137,7 @@ def video(
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     what = made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
-    turns = rounds if runtime.gpu else 1
+    turns = rounds if runtime.gpu and not quick else 1
     ready = prepare_stages(made, runtime.device, *what[3:])
     found = profile_video(*what, peers=names, backward=backward, rounds=turns, ready=ready)
     title = (

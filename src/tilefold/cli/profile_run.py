@@ -64,6 +64,7 @@ def case(
     ],
     direction: Annotated[str, typer.Option(help="forward or backward, of dense and sparse.")] = "forward",
     calls: Annotated[int, typer.Option(min=1, help="How many calls are watched.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Of the small cases that `bench --quick` runs.")] = False,
     ncu: Ncu = False,
     kernels: Kernels = None,
     launches: Launches = 10,
@@ -75,7 +76,7 @@ def case(
     from tilefold.bench.choice import select_cases
     from tilefold.profiling.cases import cases_in, prepare_case
 
-    chosen = select_cases(cases_in(family, "full", direction), name)[0]
+    chosen = select_cases(cases_in(family, "quick" if quick else "full", direction), name)[0]
     _gpu()
     import torch
 
@@ -106,6 +107,7 @@ def case(
         name,
         "--direction",
         direction,
+        *(["--quick"] if quick else []),
         "--calls",
         "1",
     ]

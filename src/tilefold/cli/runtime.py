@@ -63,11 +63,14 @@ def prepare_runtime() -> Runtime:
     """
     import torch
 
+    from tilefold.ops.environment import check_environment
+
     asked = os.environ.get("TRITON_INTERPRET")
     if asked is None and not torch.cuda.is_available():
         if "triton" in sys.modules and not _interpreted():
             raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")
         os.environ["TRITON_INTERPRET"] = "1"
+        check_environment(True)
         return Runtime(
             "cpu", "No GPU here: kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), on small shapes."
         )

@@ -1,14 +1,14 @@
 """A call of attention as given: its record, the key that decides everything that follows from it, and its checks."""
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
-from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan, DecodePlan
@@ -26,14 +26,13 @@ __all__ = [
     "check_hooks",
     "check_integer",
     "check_kinds",
-    "check_offsets",
     "check_options",
-    "check_pages",
     "check_slope",
     "facts_of",
     "facts_of_args",
     "is_plain",
     "key_of",
+    "layout_hint",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -214,6 +213,27 @@ def sizes_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, paged: Paged | None = None
 ) -> dict[str, int]:
     """Check every tensor; the sizes of all named dimensions.  paged: k and v are pages, and there is no "seq_k"."""
+    try:
+        return _sizes_of(q, k, v, call, paged)
+    except ShapeError as error:
+        if call.packed is not None:
+            raise
+        hint = layout_hint(call.layout, lambda other: _sizes_of(q, k, v, call._replace(layout=other), paged))
+        raise ShapeError(f"{error}{hint}") from None
+
+
+def layout_hint(layout: Layout, fits: Callable[[Layout], object]) -> str:
+    """What an error about shapes adds if they fit the other layout; fits: raises if they do not."""
+    other: Layout = "bhsd" if layout == "bshd" else "bshd"
+    try:
+        fits(other)
+    except TilefoldError:
+        return ""
+    form = "[batch, heads, seq, dim]" if other == "bhsd" else "[batch, seq, heads, dim]"
+    return f"; as {form} all shapes fit: if they lie so, pass layout={other!r}"
+
+
+def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, paged: Paged | None) -> dict[str, int]:
     tensors = {"q": q, "k": k, "v": v, **call._asdict()}
     if paged is not None:
         sizes = bind(SPECS[f"paged {call.layout}"], {"q": q, "k_pages": k, "v_pages": v, **paged._asdict()})
@@ -341,7 +361,8 @@ def check_hooks(call: Call, device: torch.device) -> None:
                 raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
         if fn is not None:
             _check_function(f"{name}_mod", fn)
-    check_slope(call.score_mod, call.score_grad)
+            check_unpacking(f"{name}_mod", fn, f"{name}_args", len(args))
+    check_slope(call.score_mod, call.score_grad, call.score_args)
 
 
 def _check_function(name: str, fn: Any) -> None:
@@ -353,30 +374,11 @@ def _check_function(name: str, fn: Any) -> None:
         raise DtypeError(f"{name} takes {len(parameters)} arguments, it has to take 6: {signature}")
 
 
-def check_slope(mod: Any, slope: Any) -> None:
+def check_slope(mod: Any, slope: Any, args: ModArgs) -> None:
     """score_grad goes with score_mod, and is a Triton function as well."""
     if slope is None:
         return
     if mod is None:
         raise ValueRangeError("score_grad was given without score_mod")
     _check_function("score_grad", slope)
-
-
-def check_offsets(packed: Packed, total_q: int, total_k: int) -> None:
-    """The values of cu_seqlens: only in the interpreter, where reading them costs nothing and wrong ones end the process."""
-    for name, offsets, total in (("cu_seqlens_q", packed.cu_q, total_q), ("cu_seqlens_k", packed.cu_k, total_k)):
-        values = offsets.tolist()
-        if values[0] < 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
-            raise ValueRangeError(f"{name} must ascend from at least 0 to at most {total}, got {values}")
-
-
-def check_pages(paged: Paged, pages: int, page_size: int, seq_k: int) -> None:
-    """The values of cache_seqlens and of the table's entries that they reach: as check_offsets, only in the interpreter."""
-    for b, length in enumerate(paged.cache_seqlens.tolist()):
-        if not 0 <= length <= seq_k:
-            raise ValueRangeError(f"cache_seqlens[{b}] is {length}, expected 0 to {seq_k}, the keys that index counts")
-        for i, page in enumerate(paged.block_table[b, : -(-length // page_size)].tolist()):
-            if pages == 0:
-                raise ValueRangeError(f"cache_seqlens[{b}] is {length}, but k_pages has no pages")
-            if not 0 <= page < pages:
-                raise ValueRangeError(f"block_table[{b}, {i}] is {page}, expected 0 to {pages - 1}, the last page")
+    check_unpacking("score_grad", slope, "score_args", len(args))

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import ValueRangeError
-from .call import Packed, check_offsets, keyed
+from .call import Packed, keyed
 from .device import device_of
-from .faults import WORDS, Mode, Watch, note_of, too_long, watch_of
+from .faults import WORDS, Mode, Watch, note_of, watch_of
+from .places import check_packed
 from .records import remember
 from .watch import is_watched
 
@@ -47,17 +47,16 @@ def checked_packed(q: Any, k: Any, packed: Packed, mode: Mode, operation: str) -
         return packed
     fits = all(t.dtype == torch.int32 and t.dim() == 1 and t.is_contiguous() and t.device == q.device for t in both)
     numbers = (packed.max_q, packed.max_k)
-    if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not q.dim():
+    packs = q.dim() == 3 and (k is None or k.dim() == 3)
+    if not fits or len({t.shape[0] for t in both}) > 1 or both[0].shape[0] < 1 or not packs:
         return packed
-    if any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in numbers):
+    if any(
+        isinstance(n, bool) or not isinstance(n, int | torch.SymInt) or (isinstance(n, int) and n < 0) for n in numbers
+    ):
         return packed
-    rows = q.shape[0], q.shape[0] if k is None or not k.dim() else k.shape[0]
+    rows = q.shape[0], q.shape[0] if k is None else k.shape[0]
     if mode != "device":
-        check_offsets(packed, *rows)
-        for name, offsets, longest in zip(("max_seqlen_q", "max_seqlen_k"), both, numbers, strict=False):
-            for b, length in enumerate(offsets.diff().tolist()):
-                if length > longest:
-                    raise ValueRangeError(too_long(operation, name, b, length, longest))
+        check_packed(packed, *rows, operation)
         return packed
     places: Places = (packed.cu_q, None if k is None else packed.cu_k, None, None, None, None)
     cu_q, cu_k, _, _ = checked_places(places, watch_of(operation), rows, numbers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import DeviceError
+from .environment import check_environment
 
 if TYPE_CHECKING:
     from ..plan.device import Device
@@ -25,12 +26,14 @@ def device_of(device: torch.device) -> "Device":
     if interpreting():
         from ..plan.device import device_named
 
+        check_environment(True)
         return device_named("interpreter")
     if device.type != "cuda":
         raise DeviceError(
             f"tensors are on {device}; tilefold runs on CUDA and ROCm GPUs, or on the CPU in Triton's interpreter: "
             f"start Python with TRITON_INTERPRET=1"
         )
+    check_environment(False)
     return _probe(device.index if device.index is not None else torch.cuda.current_device())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 from .device import interpreting
+from .watch import is_transformed, is_watched
 
 __all__ = [
     "VARIABLE",
@@ -21,8 +22,11 @@ __all__ = [
     "asked",
     "asked_by_default",
     "last_fault",
+    "mode_for",
     "mode_of",
+    "name_in",
     "note_of",
+    "too_long",
     "watch_of",
 ]
 
@@ -135,6 +139,15 @@ def mode_of(check: object) -> Mode:
     return check
 
 
+def mode_for(check: object, offsets: object) -> Mode:
+    """`mode_of` of a call with packed sequences.  True where nothing is asked for and the offsets lie on the CPU: reading them
+    costs nothing there."""
+    if check is not None or _DEFAULTS.get(DEFAULT, True):
+        return mode_of(check)
+    readable = isinstance(offsets, torch.Tensor) and offsets.is_cpu and type(offsets) is torch.Tensor
+    return readable and not (torch.compiler.is_compiling() or is_transformed() or is_watched((offsets,)))
+
+
 def watch_of(operation: str) -> Watch:
     return Watch(OPERATIONS.index(operation) + 1)
 
@@ -236,7 +249,7 @@ def _sentence(
     if name in ("max_seqlen_q", "max_seqlen_k"):
         return too_long(operation, name, position[0], value, high)
     if name.startswith("cu_seqlens"):
-        return f"{argument} must ascend from at least 0 to at most {high}, got {value} at {place}"
+        return f"{argument} must ascend from 0 to at most {high}, got {value} at {place}"
     if name == "cache_seqlens" and operation == "sparse_attention_paged":
         return f"{argument}[{place}] is {value}, expected 0 to {high}, the keys that index counts"
     if name == "cache_seqlens" and operation == "attention_shared_prefix" and value + more < low:
@@ -250,8 +263,12 @@ def _sentence(
     return f"{argument}[{place}] is {value}, expected {low} to {high}{_TAILS.get(argument, '')}"
 
 
+def name_in(operation: str, argument: str) -> str:
+    """What an operation calls one of ARGUMENTS."""
+    return _OTHER_NAMES.get((operation, argument), argument)
+
+
 def too_long(operation: str, name: str, sequence: int, length: int, longest: int) -> str:
     """A packed sequence has more rows than the call says; name: "max_seqlen_q" or "max_seqlen_k"."""
-    offsets = f"cu_seqlens_{name[-1]}"
-    argument, offsets = (_OTHER_NAMES.get((operation, n), n) for n in (name, offsets))
+    argument, offsets = (name_in(operation, n) for n in (name, f"cu_seqlens_{name[-1]}"))
     return f"{argument} must be at least {length}, the length of sequence {sequence} in {offsets}, got {longest}"

@@ -38,7 +38,7 @@ def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
     sizes = None if index.query_sizes is None else sizes_by_row(index.query_sizes).index_select(2, rows)
     return BlockIndex(
         index.indices.index_select(2, rows), index.counts.index_select(2, rows), index.block_q, index.block_k,
-        sharding.length(rank), index.seq_k, index.block_sizes, sizes,
+        sharding.length(rank), index.seq_k, index.block_sizes, sizes, masked=index.masked,
     )  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """Attention over tokens that lie on several ranks, each with its own queries, keys and values."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import Unsupported
+from ..keywords import refusing, unexpected, unexpected_of
 from ..ops.call import window_of
 from ..ops.watch import is_transformed
 from ..plan.parallel import ParallelPlan
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@refusing
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,6 +46,7 @@ def attention(
     deterministic: bool = True,
     links: Links | None = None,
     kernels: Kernels | None = None,
+    **others: NoReturn,
 ) -> Any:
     """`tilefold.attention` of sequences whose tokens are sharded over ranks: this rank's rows of what one process would compute
     on all tokens.  A collective: all ranks of the group call it, in the same order, and backward, too.
@@ -76,6 +79,8 @@ def attention(
     Sources: Ring Attention (Liu et al. 2023, arXiv:2310.01889), striped and zigzag shards (Brandon et al. 2023,
     arXiv:2311.09431), DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509), both at once (Fang and Zhao 2024,
     arXiv:2405.07719)."""
+    if others:
+        raise unexpected_of(attention, others)
     if torch.compiler.is_compiling():
         raise Unsupported(
             "tilefold.parallel.attention runs eagerly: inside torch.compile call tilefold.attention under context_parallel"
@@ -128,7 +133,7 @@ def attention_plan(
     unless the group's two levels have to be made."""
     unknown = [name for name in options if name not in (attention.__kwdefaults__ or {})]
     if unknown:
-        raise TypeError(f"attention_plan() got an unexpected keyword argument {unknown[0]!r}")
+        raise unexpected("attention_plan", unknown[0], attention.__kwdefaults__ or {})
     ranks = ranks_of(options.get("group"))
     scheme, links, kernels = options.get("scheme", "auto"), options.get("links"), options.get("kernels") or OWN
     setting = Setting(ranks, sharding, options.get("kv_sharding") or sharding, scheme, links, kernels)

@@ -174,9 +174,8 @@ def _compact(index: BlockIndex, need: torch.Tensor, slot: torch.Tensor, slots: i
         sizes = torch.zeros((batch, heads, slots + 1), dtype=torch.int32, device=index.device)
         sizes = sizes.scatter_(2, at, valid.expand(batch, heads, -1).to(torch.int32))[..., :-1].contiguous()
     counts = index.counts.expand(shape).contiguous()
-    return BlockIndex(
-        indices, counts, index.block_q, index.block_k, index.seq_q, slots * index.block_k, sizes, index.query_sizes
-    )
+    geometry = (index.block_q, index.block_k, index.seq_q, slots * index.block_k)
+    return BlockIndex(indices, counts, *geometry, sizes, index.query_sizes, masked=index.masked)
 
 
 def sparse_attention(
@@ -255,6 +254,11 @@ def _check_call(sizes: dict[str, int], index: Any, scale: Any, softcap: Any, ret
         raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
     if index.seq_q != sizes["seq_q"]:
         raise ShapeError(f"index is of {index.seq_q} queries, q has {sizes['seq_q']} tokens")
+    if index.masked:
+        raise Unsupported(
+            "index was made from a mask that also cuts inside blocks (BlockIndex.masked), and sparse_attention of several ranks "
+            "takes no mask_mod: make it with masked=False if blocks are meant whole"
+        )
     check_heads(sizes)
     if scale is not None:
         check_number("scale", scale, above=0.0)

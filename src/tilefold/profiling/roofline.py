@@ -11,6 +11,7 @@ from typing import Any
 
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import Device
+from tilefold.profiling.roofs import scaled
 
 __all__ = ["Picture", "Point", "Run", "read_run", "save_png", "to_html"]
 
@@ -61,11 +62,15 @@ class Picture:
         return (*((("L2 to SM", l2),) if l2 else ()), ("DRAM", self.device.dram_rate))
 
     @property
+    def rates(self) -> dict[str, float]:
+        """Matrix rates, FLOP/s of each dtype, from one source: all measured here, or all as the device's record has them."""
+        return dict(self.device.measured_flops if self.measured else self.device.tensor_flops)
+
+    @property
     def ceilings(self) -> tuple[tuple[str, float], ...]:
         """Matrix rates (dtypes, FLOP/s), the highest first; dtypes within 2 % share a line."""
-        rates = dict(self.device.tensor_flops) | dict(self.device.measured_flops)
         lines: list[tuple[str, float]] = []
-        for dtype, rate in sorted(rates.items(), key=lambda entry: -entry[1]):
+        for dtype, rate in sorted(self.rates.items(), key=lambda entry: -entry[1]):
             title = TITLES.get(dtype, dtype)
             if lines and rate > 0.98 * lines[-1][1]:
                 lines[-1] = (f"{lines[-1][0]}, {title}", lines[-1][1])
@@ -155,12 +160,12 @@ def save_png(picture: Picture, path: Path) -> None:
     for name, bandwidth in picture.slopes:
         axes.plot([x0, top / bandwidth], [x0 * bandwidth, top], **style)
         at = max(x0, y0 / bandwidth) * 10 ** (0.03 * (bounds[1] - bounds[0]))
-        label = f"{name} {bandwidth * 1e-12:.2f} TB/s"
+        label = f"{name} {scaled(bandwidth, 'B/s', 2)}"
         axes.text(at, at * bandwidth * 1.07, label, fontsize=8, color=GREY, rotation=rise, rotation_mode="anchor")
     labels = spread([math.log10(rate) for _, rate in picture.ceilings], (bounds[3] - bounds[2]) * 0.028)
     for (name, rate), place in zip(picture.ceilings, labels, strict=True):
         axes.plot([rate / widest, x1], [rate, rate], **style)
-        text = f"{name} {rate * 1e-12:.0f} TFLOP/s"
+        text = f"{name} {scaled(rate, 'FLOP/s', 0 if rate >= 1e12 else 1)}"
         axes.annotate(text, (x1, 10**place), (4, 0), textcoords="offset points", fontsize=8, color=GREY, va="center")
     for i, run in enumerate(picture.runs):
         xs, ys = [p.intensity for p in run.points], [p.rate for p in run.points]
@@ -190,7 +195,7 @@ def to_html(picture: Picture) -> str:
     """A page that needs nothing else: the drawing is made by its own script from the data inside."""
     data = {
         "slopes": picture.slopes, "ceilings": picture.ceilings, "bounds": picture.bounds, "measured": picture.measured,
-        "rates": dict(picture.device.tensor_flops) | dict(picture.device.measured_flops), "titles": TITLES,
+        "rates": picture.rates, "titles": TITLES,
         "runs": [{**asdict(run), "colour": COLOURS[i % len(COLOURS)]} for i, run in enumerate(picture.runs)],
     }  # fmt: skip
     page = resources.files("tilefold.profiling").joinpath("roofline.html").read_text(encoding="utf-8")

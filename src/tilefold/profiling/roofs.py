@@ -23,10 +23,12 @@ __all__ = [
     "load_roofs",
     "measure_roofs",
     "roofs_folder",
+    "scaled",
     "store_roofs",
     "with_roofs",
 ]
 
+CPU = "cpu"
 FOLDER_VARIABLE = "TILEFOLD_ROOFS"
 """Environment variable: folder of the measured roofs, or "off" to keep none."""
 
@@ -62,17 +64,20 @@ class Roofs:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """(what, figure, how) for a table."""
+        times: tuple[tuple[float, str, str], ...]
         times = ((self.launch_device, "launch, device", "empty kernels in a CUDA graph, one after the other"),
                  (self.launch_host, "launch, host", "eager launches of an empty kernel"))  # fmt: skip
+        if self.device == CPU:
+            times = ((self.launch_host, "launch", "an empty kernel in the interpreter"),)
         how = {"float32": "multiply-adds in registers, no tensor cores"}
         return (
-            ("DRAM read", f"{self.dram_read * 1e-12:.3f} TB/s", "a large buffer, read once"),
-            ("DRAM write", f"{self.dram_write * 1e-12:.3f} TB/s", "a large buffer, written once"),
-            ("DRAM copy", f"{self.dram_copy * 1e-12:.3f} TB/s", "read and written bytes together"),
-            ("L2 to SM", f"{self.l2_read * 1e-12:.3f} TB/s", "every SM reads the same part of the L2 cache, past L1"),
-            *((dtype, f"{rate * 1e-12:.1f} TFLOP/s", how.get(dtype, "a loop of tl.dot over tiles on the SM"))
+            ("DRAM read", scaled(self.dram_read, "B/s", 3), "a large buffer, read once"),
+            ("DRAM write", scaled(self.dram_write, "B/s", 3), "a large buffer, written once"),
+            ("DRAM copy", scaled(self.dram_copy, "B/s", 3), "read and written bytes together"),
+            ("L2 to SM", scaled(self.l2_read, "B/s", 3), "every SM reads the same part of the L2 cache, past L1"),
+            *((dtype, scaled(rate, "FLOP/s", 1), how.get(dtype, "a loop of tl.dot over tiles on the SM"))
               for dtype, rate in self.flops),
-            ("exp2", f"{self.exps * 1e-12:.3f} T/s", "in registers"),
+            ("exp2", scaled(self.exps, "/s", 3), "in registers"),
             *((name, f"{seconds * 1e6:.2f} us", what) for seconds, name, what in times),
         )  # fmt: skip
 
@@ -85,6 +90,14 @@ class Roofs:
         """The record that `to_json` wrote; ValueError, KeyError or TypeError if it did not."""
         fields = json.loads(text)
         return cls(**{**fields, "flops": tuple((str(name), float(rate)) for name, rate in fields["flops"])})
+
+
+def scaled(value: float, unit: str, digits: int) -> str:
+    """A rate with the prefix that leaves something to be seen: "4.270 TB/s" of a GPU, "31.250 MB/s" of the interpreter."""
+    factor, prefix = next(
+        ((f, p) for f, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= f / 10), (1.0, "")
+    )
+    return f"{value / factor:.{digits}f} {prefix}{unit}"
 
 
 def with_roofs(device: Device, roofs: Roofs | None) -> Device:
@@ -119,7 +132,7 @@ def identity_of(index: int | None = None) -> tuple[str, str, str, str]:
     import torch
     import triton
 
-    name, driver = "cpu", "none"
+    name, driver = CPU, "none"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(index)
         driver = _driver()

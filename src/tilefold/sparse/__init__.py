@@ -4,7 +4,7 @@ from .coarse import CoarseResult, attend_rows, coarse, project
 from .fuse import fuse
 from .index import BlockIndex
 from .pipeline import sparse_video_attention
-from .predicates import Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
+from .predicates import MaskFunction, Predicate, all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 from .select import Selection, gini, index, select
 from .stages import CoarseOptions, SelectOptions, Stages
 from .streaming import VideoCache
@@ -16,6 +16,7 @@ __all__ = [
     "CoarseOptions",
     "CoarseResult",
     "GridTiling",
+    "MaskFunction",
     "Predicate",
     "SelectOptions",
     "Selection",

@@ -1,4 +1,4 @@
-"""Maps of blocks from what others hold: FlexAttention's masks, predicates; and the checks of compressed rows."""
+"""Maps of blocks from what others hold: FlexAttention's masks, masks of tokens, predicates; and the checks of compressed rows."""
 
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,11 @@ from .validate import check_block, check_tensor
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from .predicates import Predicate
+    from .predicates import MaskFunction, Predicate
 
-__all__ = ["compressed_rows", "map_of_flex", "map_of_predicate"]
+__all__ = ["compressed_rows", "map_of_flex", "map_of_mask", "map_of_predicate"]
+
+AT_ONCE = 1 << 24  # elements of a mask of tokens that are made at a time
 
 
 def compressed_rows(crow: torch.Tensor, col: torch.Tensor | None) -> torch.Tensor:
@@ -36,8 +38,9 @@ def compressed_rows(crow: torch.Tensor, col: torch.Tensor | None) -> torch.Tenso
     return col
 
 
-def map_of_flex(mask: "BlockMask") -> tuple[torch.Tensor, tuple[int, int], tuple[int, int]]:
-    """(bool [batch, heads, Q blocks, KV blocks], (block_q, block_k), (seq_q, seq_k)) of a BlockMask's partial and full blocks."""
+def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int], bool]:
+    """(bool [batch, heads, Q blocks, KV blocks], (block_q, block_k), (seq_q, seq_k), whether its mask also cuts inside
+    blocks) of a BlockMask's partial and full blocks.  check: look at the numbers of partial blocks for the last."""
     if not hasattr(mask, "kv_num_blocks") or not hasattr(mask, "kv_indices"):
         raise DtypeError(f"mask must be a BlockMask of torch.nn.attention.flex_attention, got {type(mask).__name__}")
     seq_q, seq_k = mask.seq_lengths
@@ -48,7 +51,42 @@ def map_of_flex(mask: "BlockMask") -> tuple[torch.Tensor, tuple[int, int], tuple
     keep = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         keep = keep | lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
-    return keep, (block_q, block_k), (seq_q, seq_k)
+    from torch.nn.attention.flex_attention import noop_mask
+
+    cut = mask.mask_mod is not noop_mask and not (check and not bool(mask.kv_num_blocks.any()))
+    return keep, (block_q, block_k), (seq_q, seq_k), cut
+
+
+def map_of_mask(
+    mask: "MaskFunction",
+    shared: tuple[int, int],
+    seq: tuple[int, int],
+    block: tuple[int, int],
+    device: torch.device | str | None,
+    check: bool,
+) -> tuple[torch.Tensor, bool]:
+    """(bool [batch or 1, heads or 1, Q blocks, KV blocks], whether the mask also cuts inside blocks), after checking every
+    argument; shared: (batch, heads).  check: compute the latter, and read it on the host; else it is True."""
+    check_predicate("mask", mask, ("batch", "head", "q_index", "kv_index"))
+    batch, heads = (check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True))
+    for side, length, size in zip("qk", seq, block, strict=True):
+        check_whole(f"seq_{side}", length)
+        check_block(f"block_{side}", size)
+    (seq_q, seq_k), (block_q, block_k) = seq, block
+    rows = block_q * max(1, AT_ONCE // max(1, block_q * seq_k * batch * heads))
+    i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in (batch, heads, seq_q, seq_k))
+    some, whole = [], []
+    for start in range(0, max(1, seq_q), rows):
+        these = i_q[start : start + rows]
+        seen = mask(i_b[:, None, None, None], i_h[None, :, None, None], these[:, None], i_k[None, :])
+        seen = _broadcast("mask", seen, (batch, heads, len(these), seq_k), "[batch, heads, queries, seq_k]")
+        tail = (0, -seq_k % block_k, 0, -len(these) % block_q)
+        shape = (*seen.shape[:2], -(-len(these) // block_q), block_q, -(-seq_k // block_k), block_k)
+        some.append(torch.nn.functional.pad(seen, tail, value=False).view(shape).any(5).any(3))
+        if check:
+            whole.append(torch.nn.functional.pad(seen, tail, value=True).view(shape).all(5).all(3))
+    keep = torch.cat(some, 2)
+    return keep, bool((keep & ~torch.cat(whole, 2)).any()) if check else True
 
 
 def map_of_predicate(
@@ -67,13 +105,17 @@ def map_of_predicate(
     rows, columns = sizes[2:]
     i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in sizes)
     keep = predicate(i_b[:, None, None, None], i_h[None, :, None, None], i_q[:, None], i_k[None, :])
+    return _broadcast("predicate", keep, (sizes[0], sizes[1], rows, columns), "[batch, heads, Q blocks, KV blocks]")
+
+
+def _broadcast(name: str, keep: object, sizes: tuple[int, int, int, int], dims: str) -> torch.Tensor:
+    """What the function of that name returned as bool [batch or 1, heads or 1, rows, columns]."""
     if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.dim() > 4:
         kind = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
-        raise DtypeError(f"predicate must return a bool tensor of at most 4 dimensions, got {kind}")
+        raise DtypeError(f"{name} must return a bool tensor of at most 4 dimensions, got {kind}")
     keep = padded(keep, 4)
     if any(n not in (1, m) for n, m in zip(keep.shape, sizes, strict=True)):
         raise ShapeError(
-            f"predicate returned shape {tuple(keep.shape)}, which does not broadcast to [batch, heads, Q blocks, "
-            f"KV blocks] = {sizes}"
+            f"{name} returned shape {tuple(keep.shape)}, which does not broadcast to {dims} = {list(sizes)}"
         )
-    return keep.expand(*keep.shape[:2], rows, columns)
+    return keep.expand(*keep.shape[:2], *sizes[2:])

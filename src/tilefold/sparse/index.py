@@ -7,7 +7,7 @@ import torch
 
 from ..check import check_whole
 from ..errors import ShapeError, ValueRangeError
-from .convert import compressed_rows, map_of_flex, map_of_predicate
+from .convert import compressed_rows, map_of_flex, map_of_mask, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
 from .validate import (
     check_csr,
@@ -22,7 +22,7 @@ from .validate import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from .predicates import Predicate
+    from .predicates import MaskFunction, Predicate
 
 __all__ = ["BlockIndex"]
 
@@ -45,6 +45,8 @@ class BlockIndex:
             or 1, heads or 1, KV blocks], 0 to block_k (the last block: to what seq_k leaves it); None: all.  Block j
             always begins at token j * block_k; never more than seq_k allows is read.
         query_sizes: the same for query blocks; a query past it is a row without a live key.
+        masked: the lists came from a mask that also cuts inside blocks.  The record does not hold that mask: calls raise
+            Unsupported unless they are given a mask_mod or causal=True.  False: listed blocks are meant whole.
         check: read all values on the host and raise ValueRangeError naming the row that breaks this contract.  Without
             it no value is ever read on the host, and a number out of range is the caller's error.
 
@@ -68,6 +70,7 @@ class BlockIndex:
     block_sizes: torch.Tensor | None = None
     query_sizes: torch.Tensor | None = None
     check: InitVar[bool] = False
+    masked: bool = field(default=False, kw_only=True)
     _kept: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self, check: bool) -> None:
@@ -116,11 +119,12 @@ class BlockIndex:
         return next((shape[axis] for shape in shapes if shape[axis] != 1), 1)
 
     def __repr__(self) -> str:
-        sizes = [name for name in ("block_sizes", "query_sizes") if getattr(self, name) is not None]
+        extras = [name for name in ("block_sizes", "query_sizes") if getattr(self, name) is not None]
+        extras += ["masked"] if self.masked else []
         return (
             f"BlockIndex(batch {self.batch}, heads {self.heads}, {self.q_blocks} x {self.kv_blocks} blocks of "
             f"{self.block_q} x {self.block_k} tokens, lengths {self.seq_q} x {self.seq_k}, capacity {self.capacity}"
-            f"{''.join(f', {name}' for name in sizes)}, on {self.device})"
+            f"{''.join(f', {name}' for name in extras)}, on {self.device})"
         )
 
     # ------------------------------------------------------------ as tensors
@@ -137,7 +141,7 @@ class BlockIndex:
         query_sizes: torch.Tensor | None = None,
     ) -> "BlockIndex":
         """A record of the same geometry over other tensors."""
-        return BlockIndex(indices, counts, *self.geometry, block_sizes, query_sizes)
+        return BlockIndex(indices, counts, *self.geometry, block_sizes, query_sizes, masked=self.masked)
 
     def to(self, device: torch.device | str) -> "BlockIndex":
         """The record on another device; itself if it is there."""
@@ -196,9 +200,8 @@ class BlockIndex:
 
     def _transposed(self) -> "BlockIndex":
         indices, counts, _ = map_to_lists(self.to_map().transpose(-1, -2), self.q_blocks)
-        return BlockIndex(
-            indices, counts, self.block_k, self.block_q, self.seq_k, self.seq_q, self.query_sizes, self.block_sizes
-        )
+        swapped = (self.block_k, self.block_q, self.seq_k, self.seq_q, self.query_sizes, self.block_sizes)
+        return BlockIndex(indices, counts, *swapped, masked=self.masked)
 
     # ------------------------------------------------------------ constructors
 
@@ -328,14 +331,49 @@ class BlockIndex:
         return cls(indices, counts, block_q, block_k, seq_q, seq_k, block_sizes, query_sizes, check)
 
     @classmethod
-    def from_flex(cls, mask: "BlockMask", *, capacity: int | None = None, check: bool = False) -> "BlockIndex":
+    def from_flex(
+        cls, mask: "BlockMask", *, masked: bool | None = None, capacity: int | None = None, check: bool = False
+    ) -> "BlockIndex":
         """From FlexAttention's BlockMask: its partial and its full blocks, ascending, with its lengths and block sizes.
 
-        The element mask inside partial blocks does not come along: give it to the call as mask_mod.  capacity: as in
+        The element mask inside partial blocks does not come along: give it to the call as mask_mod, or as causal=True if it is no
+        more than that.  A call without either raises Unsupported.  masked: what the record says of that; None: True where the
+        BlockMask has a mask_mod (check=True: and a partial block); False: partial blocks are attended whole.  capacity: as in
         `from_map`.  Memory while it runs: that of two `to_map` and a `from_map`."""
-        keep, (block_q, block_k), (seq_q, seq_k) = map_of_flex(mask)
-        return cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
+        keep, (block_q, block_k), (seq_q, seq_k), cut = map_of_flex(mask, check)
+        made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
                             check=check)  # fmt: skip
+        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: "MaskFunction",
+        *,
+        seq_q: int,
+        seq_k: int,
+        batch: int = 1,
+        heads: int = 1,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        masked: bool | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From a mask of tokens: every block in which some query sees some key.
+
+        mask: a function of token coordinates (batch, head, q_index, kv_index), int64 [B, 1, 1, 1], [1, H, 1, 1], [queries, 1] and
+        [1, seq_k], to a bool tensor that broadcasts with them: what FlexAttention calls a mask_mod.  It is called for some
+        queries at a time, so that a call makes at most 2^24 elements, or one block of queries.  One that does not look at batch
+        or head gives lists that are shared over them.
+
+        Inside the blocks the mask does not come along, as in `from_flex`.  masked: None: True (check=True: where a block is
+        listed that is not seen whole).  capacity and memory as in `from_map`.  device: torch's default if None."""
+        keep, cut = map_of_mask(mask, (batch, heads), (seq_q, seq_k), (block_q, block_k), device, check)
+        made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
+                            check=check)  # fmt: skip
+        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
 
     @classmethod
     def from_predicate(

@@ -14,6 +14,7 @@ from ..errors import DtypeError, ShapeError, ValueRangeError
 from .validate import check_block
 
 __all__ = [
+    "MaskFunction",
     "Predicate",
     "all_of",
     "any_of",
@@ -31,6 +32,10 @@ that returns a bool tensor which broadcasts with them: true where the query bloc
 `made_for`, a tuple of (maker, {name: value}) that says with which seq_q, seq_k, block_q or block_k, and with at least how many
 "blocks" on either side, it may be used; `BlockIndex.from_predicate` refuses others."""
 
+MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of (batch, head, q_index, kv_index), the same of tokens: true where the query sees the key; for
+`BlockIndex.from_mask`."""
+
 Facts: TypeAlias = tuple[tuple[str, dict[str, int]], ...]
 
 
@@ -47,9 +52,11 @@ class _Made:
         return self.function(batch, head, q_block, kv_block)
 
 
-def check_predicate(name: str, predicate: object) -> None:
+def check_predicate(
+    name: str, predicate: object, arguments: tuple[str, ...] = ("batch", "head", "q_block", "kv_block")
+) -> None:
     """DtypeError unless it is a function of four arguments."""
-    wanted = f"{name} must be a function of (batch, head, q_block, kv_block)"
+    wanted = f"{name} must be a function of ({', '.join(arguments)})"
     if not callable(predicate):
         raise DtypeError(f"{wanted}, got {predicate!r}")
     if torch.compiler.is_compiling() or isinstance(predicate, _Made):

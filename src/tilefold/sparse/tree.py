@@ -12,16 +12,27 @@ from .select import Selection
 __all__ = ["register"]
 
 
-def _flatten(index: BlockIndex) -> tuple[list[Any], tuple[int, int, int, int]]:
-    return list(index.tensors()), index.geometry
+def _flatten(index: BlockIndex) -> tuple[list[Any], tuple[int, int, int, int, bool]]:
+    return list(index.tensors()), (*index.geometry, index.masked)
 
 
-def _unflatten(leaves: Iterable[Any], geometry: tuple[int, int, int, int]) -> BlockIndex:
+def _unflatten(leaves: Iterable[Any], facts: tuple[int, int, int, int, bool]) -> BlockIndex:
     """Without checks: a tree may be rebuilt over anything."""
     index = object.__new__(BlockIndex)
     indices, counts, block_sizes, query_sizes = leaves
-    values = (indices, counts, *geometry, block_sizes, query_sizes, {"captured": False})
-    names = ("indices", "counts", "block_q", "block_k", "seq_q", "seq_k", "block_sizes", "query_sizes", "_kept")
+    values = (indices, counts, *facts, block_sizes, query_sizes, {"captured": False})
+    names = (
+        "indices",
+        "counts",
+        "block_q",
+        "block_k",
+        "seq_q",
+        "seq_k",
+        "masked",
+        "block_sizes",
+        "query_sizes",
+        "_kept",
+    )
     for name, value in zip(names, values, strict=True):
         object.__setattr__(index, name, value)
     return index

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..check import TensorSpec, bind, check_whole
-from ..errors import ShapeError, ValueRangeError
+from ..errors import DtypeError, ShapeError, ValueRangeError
 from .lists import live_entries
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def check_record(index: "BlockIndex") -> None:
         check_block(name, getattr(index, name))
     for name in ("seq_q", "seq_k"):
         check_whole(name, getattr(index, name))
+    if not isinstance(index.masked, bool):
+        raise DtypeError(f"masked must be a bool, got {index.masked!r}")
     tensors = dict(zip(("indices", "counts", "block_sizes", "query_sizes"), index.tensors(), strict=True))
     bind(_RECORD, tensors, known={"q_blocks": index.q_blocks, "kv_blocks": index.kv_blocks})
 

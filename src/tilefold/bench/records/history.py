@@ -137,8 +137,8 @@ def history_table(series: Sequence[Series], noise: float) -> Rows:
 
 
 def draw(series: Sequence[Series], path: Path, note: str = "") -> list[Path]:
-    """A panel a case, a picture for each device and family, and further ones where a dozen panels do not do; the files made:
-    the path itself if one picture is enough, else FILE-DEVICE-FAMILY-NUMBER.
+    """A panel a case, a picture for each device and family, and further ones where a dozen panels do not do; the files made: the
+    first is the path itself, further ones are FILE-DEVICE-FAMILY-NUMBER.
 
     note: stands in every title.  Unsupported if matplotlib is not installed."""
     pages: list[tuple[list[str], list[list[Series]]]] = []
@@ -152,10 +152,10 @@ def draw(series: Sequence[Series], path: Path, note: str = "") -> list[Path]:
         for start in range(0, len(panels), PANELS):
             number = [str(start // PANELS + 1)] if len(panels) > PANELS else []
             pages.append(([device, family, *number], panels[start : start + PANELS]))
-    made = []
+    made: list[Path] = []
     for words, panels in pages:
         own = "-".join("".join(c if c.isalnum() else "-" for c in word) for word in words)
-        file = path if len(pages) == 1 else path.with_name(f"{path.stem}-{own}{path.suffix}")
+        file = path if not made else path.with_name(f"{path.stem}-{own}{path.suffix}")
         save_png(_page(words, panels, note), file)
         made.append(file)
     return made

@@ -13,7 +13,7 @@ from ...check import check_number
 from ...errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...ops.call import Call
 from ...ops.checked import checked_packed
-from ...ops.faults import mode_of
+from ...ops.faults import mode_for
 
 __all__ = [
     "VERSION",
@@ -71,7 +71,7 @@ def _in_their_words(text: str, names: dict[str, str]) -> str:
     """The text with other names where it names an argument: where it begins, where it compares, before an equals sign."""
     for ours, theirs in names.items():
         if f" {theirs} " not in f" {text} ":  # two names of one argument, or a function below said it already
-            text = re.sub(rf"(^|\bas in |\bbut ){ours}\b|\b{ours}(?==)", rf"\g<1>{theirs}", text)
+            text = re.sub(rf"(^|\bin |\bbut ){ours}\b|\b{ours}(?==)", rf"\g<1>{theirs}", text)
     return text
 
 
@@ -182,7 +182,7 @@ def refuse(**named: Any) -> None:
 
 
 def checked_call(q: Any, k: Any, call: Call, operation: str) -> Call:
-    """A packed call whose offsets are looked at as the environment variable TILEFOLD_CHECK asks; others as they are."""
-    if (mode := mode_of(None)) and call.packed is not None:
+    """A packed call whose offsets are looked at as TILEFOLD_CHECK asks, or where they lie on the CPU; others as they are."""
+    if call.packed is not None and (mode := mode_for(None, call.packed.cu_q)):
         return call._replace(packed=checked_packed(q, k, call.packed, mode, operation))
     return call

@@ -10,6 +10,7 @@ from ..call import check_integer, keyed
 from ..checked import checked_places
 from ..device import device_of, interpreting
 from ..faults import WORDS, Watch, note_of
+from ..places import check_side
 from ..records import remember
 from ..watch import is_watched
 from .cached_call import check_scales
@@ -126,9 +127,8 @@ def _check_values(n: dict[str, int], call: Append) -> None:
     """Only in the interpreter, where reading costs nothing."""
     new = [n["seq_new"]] * n["batch"]
     if call.cu is not None:
-        offsets, new = call.cu.tolist(), call.cu.diff().tolist()
-        if offsets[0] < 0 or offsets[-1] > n["tokens"] or min(new, default=0) < 0:
-            raise ValueRangeError(f"cu_seqlens must ascend from at least 0 to at most {n['tokens']}, got {offsets}")
+        new = call.cu.diff().tolist()
+        check_side("kvcache_append", "q", call.cu, n["tokens"], None)
         if call.max_seqlen and max(new, default=0) > call.max_seqlen:
             raise ValueRangeError(
                 f"max_seqlen is {call.max_seqlen}, but cu_seqlens has a sequence of {max(new)} tokens"

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..call import UNBOUNDED, Call, Packed, check_offsets, window_of
+from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of, problem_of
 from ..device import device_of, interpreting
 from ..faults import Watch
+from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_room, check_values, watched_cache
@@ -88,9 +89,11 @@ def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepare
     if p.launch is None:
         return
     check_values(cache, p.sizes)
-    for cu, x in ((cache.cu_q, q), (cache.cu_k if cache.block_table is None else None, k)):
-        if cu is not None:
-            check_offsets(Packed(cu, cu, 0, 0), x.shape[0], x.shape[0])
+    name = "flash_attn_varlen_func"  # the public functions here have cu_seqlens_q alone, or the same names
+    if cache.cu_q is not None:
+        check_side(name, "q", cache.cu_q, q.shape[0], cache.max_q)
+    if cache.cu_k is not None and cache.block_table is None:
+        check_side(name, "k", cache.cu_k, k.shape[0], cache.max_k if cache.lengths is None else None)
 
 
 def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:

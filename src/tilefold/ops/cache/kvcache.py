@@ -10,9 +10,10 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, Packed, check_offsets, facts_of
+from ..call import MAX_HEAD_DIM, Call, facts_of
 from ..device import device_of, interpreting
 from ..faults import Watch, watch_of
+from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import (
@@ -245,12 +246,7 @@ def check_contents(q: torch.Tensor, cache: Cache, scales: Scales, sizes: dict[st
     positive numbers.  Reads the device."""
     check_values(cache, sizes)
     if cache.cu_q is not None:
-        check_offsets(Packed(cache.cu_q, cache.cu_q, 0, 0), q.shape[0], q.shape[0])
-        longest = int(cache.cu_q.diff().max()) if sizes["batch"] else 0
-        if longest > cache.max_q:
-            raise ValueRangeError(
-                f"max_seqlen_q must be at least {longest}, the longest in cu_seqlens_q, got {cache.max_q}"
-            )
+        check_side("attention_kvcache", "q", cache.cu_q, q.shape[0], cache.max_q)
     check_scales(scales, _used(cache, sizes))
 
 

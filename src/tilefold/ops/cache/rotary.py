@@ -7,10 +7,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Packed, check_integer, check_offsets, facts_of
+from ..call import MAX_HEAD_DIM, Packed, check_integer, facts_of
 from ..device import device_of, interpreting
 from ..faults import Mode
 from ..operator import Operator
+from ..places import check_offsets
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
@@ -111,7 +112,7 @@ def turn(
     _check_offset(offset, offsets, step, found.sizes)
     if found.launch is not None:
         if cu_seqlens is not None and interpreting():
-            check_offsets(Packed(cu_seqlens, cu_seqlens, 0, 0), x.shape[0], x.shape[0])
+            check_offsets("cu_seqlens", cu_seqlens.tolist(), x.shape[0])
         found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
     return out
 

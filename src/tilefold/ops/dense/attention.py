@@ -20,7 +20,6 @@ from ..call import (
     Call,
     Packed,
     check_hooks,
-    check_offsets,
     check_options,
     facts_of,
     is_plain,
@@ -30,6 +29,7 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting
+from ..places import check_inside
 from ..records import remember
 from ..startup import uncollected
 from .attention_parts import (
@@ -71,7 +71,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.planned is not None:
         if call.packed is not None and interpreting():
-            check_offsets(call.packed, q.shape[0], k.shape[0])
+            check_inside(call.packed, q.shape[0], k.shape[0])
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), NO_SCALES)
         else:

@@ -10,7 +10,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Constant, Layout, Window
-from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, result_shapes, window_of
+from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..records import remember
 from .attention_parts import boxable, describe_box, head_strides, kind_of
@@ -117,6 +117,14 @@ def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> An
 
 def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> dict[str, int]:
     """Check every tensor; the sizes of all named dimensions."""
+    try:
+        return _sizes_of(q, k, v, call)
+    except ShapeError as error:
+        hint = layout_hint(call.layout, lambda other: _sizes_of(q, k, v, call._replace(layout=other)))
+        raise ShapeError(f"{error}{hint}") from None
+
+
+def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> dict[str, int]:
     sizes = bind(SPECS[call.layout], {"q": q, "k": k, "v": v, **call._asdict()})
     check_heads(sizes)
     given = sizes.get("q_descales", sizes["heads"])

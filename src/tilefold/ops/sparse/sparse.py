@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call import check_offsets, check_pages, result_shapes
+from ..call import result_shapes
 from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
 from ..device import device_of, interpreting
+from ..places import check_inside, check_pages
 from ..records import remember
 from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
@@ -69,7 +70,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
     check_lists(call.lists)
     if call.packed is not None:
-        check_offsets(call.packed, total_q, k.shape[0])
+        check_inside(call.packed, total_q, k.shape[0])
     if call.paged is not None:
         page_size = k.shape[1 if call.layout == "bshd" else 2]
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)

@@ -10,7 +10,18 @@ import torch
 
 from ...errors import DeviceError, DtypeError, ModifiedError, ShapeError, ValueRangeError
 from ...types import Constant, Layout, ModArgs, ModFunction
-from ..call import Call, Packed, Paged, check_hooks, check_options, check_slope, facts_of, facts_of_args, sizes_of
+from ..call import (
+    Call,
+    Packed,
+    Paged,
+    check_hooks,
+    check_options,
+    check_slope,
+    facts_of,
+    facts_of_args,
+    layout_hint,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
@@ -97,7 +108,7 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCa
     check_options(dense)
     sizes = _sizes(q, k, v, call)
     check_hooks(dense, q.device)
-    check_slope(call.score_mod, call.score_grad)
+    check_slope(call.score_mod, call.score_grad, call.score_args)
     if call.plan is not None and not isinstance(call.plan, SparsePlan):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
     return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
@@ -106,14 +117,19 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCa
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
     """The sizes of all named dimensions, of tensors and lists that agree; a ShapeError says how the layout was taken."""
     try:
-        sizes = sizes_of(q, k, v, dense_call(call), call.paged)
-        if call.paged is not None:
-            _check_room(call.lists, sizes)
-        _check_lists(call.lists, sizes, q.device, "q" if call.packed is None else "cu_seqlens_q")
+        return _fitting(q, k, v, call)
     except ShapeError as error:
         if call.packed is not None:
             raise
-        raise ShapeError(f"{error} (layout is {call.layout!r})") from None
+        text, hint = str(error), layout_hint(call.layout, lambda other: _fitting(q, k, v, call._replace(layout=other)))
+        raise ShapeError(f"{text.removesuffix(hint) if hint else text} (layout is {call.layout!r}){hint}") from None
+
+
+def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
+    sizes = sizes_of(q, k, v, dense_call(call), call.paged)
+    if call.paged is not None:
+        _check_room(call.lists, sizes)
+    _check_lists(call.lists, sizes, q.device, "q" if call.packed is None else "cu_seqlens_q")
     return sizes
 
 
