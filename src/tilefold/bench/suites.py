@@ -66,7 +66,7 @@ SUITES = {
             "readme",
             "the tables of the README: dense and sparse attention, forward and backward",
             (
-                Part("dense", Request(direction="both"), ("cudnn", "flash", "fa4", "any-order")),
+                Part("dense", Request(direction="both"), ("cudnn", "flash", "fa4", "fa4-det", "any-order")),
                 Part("sparse", Request(direction="both"), ("portable", "bsa", "tk", "fa4")),
             ),
         ),
