@@ -155,29 +155,24 @@ def fold() -> str:
     """Tiles of keys enter the state one after the other."""
     parts = []
 
-    def stage(x: float, width: float, name: str, below: str, fill: str) -> None:
-        parts.append(box(x, 96, width, 40, fill, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
-        parts.append(text(x + width / 2, 121, name, 15, "middle", "600"))
-        parts.append(text(x + width / 2, 156, below, 12, "middle", mono=True))
+    def stage(x: float, name: str, below: str, fill: str) -> None:
+        parts.append(box(x, 92, 76, 40, fill, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+        parts.append(text(x + 38, 117, name, 15, "middle", "600"))
+        parts.append(text(x + 38, 151, below, 12, "middle", mono=True))
 
-    stage(14, 92, "empty", "(0, -inf, 0)", OTHERS)
-    for turn, name in enumerate(("tile 0", "tile 1", "tile n-1")):
-        x = 146 + 132 * turn + (24 if turn == 2 else 0)
-        parts.append(box(x, 14, 84, 44, EDGE, ' fill-opacity="0.3" stroke="currentColor" rx="4"'))
-        parts.append(text(x + 42, 33, name, 13, "middle"))
-        parts.append(text(x + 42, 50, "K, V", 13, "middle", mono=True))
-        parts.append(arrow(x + 42, 58, x + 42, 94))
-        stage(x, 84, "step", "(acc, m, l)", FULL)
-        parts.append(arrow((106, 230, 386)[turn], 116, x - 2, 116))
-    parts.append(text(374, 121, "…", 17, "middle"))
-    stage(558, 92, "finish", "out, lse", OTHERS)
-    parts.append(arrow(518, 116, 556, 116))
-    return svg(
-        664,
-        172,
-        "The fold: an empty state takes in one tile of keys and values after the other, then is finished",
-        parts,
-    )
+    stage(12, "empty", "(0, -inf, 0)", OTHERS)
+    for x, name in ((116, "tile 0"), (254, "tile n-1")):
+        parts.append(box(x, 12, 76, 44, EDGE, ' fill-opacity="0.3" stroke="currentColor" rx="4"'))
+        parts.append(text(x + 38, 31, name, 13, "middle"))
+        parts.append(text(x + 38, 48, "K, V", 13, "middle", mono=True))
+        parts.append(arrow(x + 38, 56, x + 38, 90))
+        stage(x, "step", "(acc, m, l)", FULL)
+    parts.append(text(215, 117, "…", 17, "middle"))
+    stage(358, "finish", "out, lse", OTHERS)
+    for x, to in ((88, 114), (192, 208), (224, 252), (330, 356)):
+        parts.append(arrow(x, 112, to, 112))
+    told = "The fold: an empty state takes in one tile of keys and values after the other, then is finished"
+    return svg(446, 166, told, parts)
 
 
 # --- maps of blocks ---------------------------------------------------------------------------------------------------------
@@ -208,9 +203,9 @@ def grid(x: float, y: float, count: int, cell: int, kind: Map) -> Iterator[str]:
 
 def maps(named: Sequence[tuple[str, Map]], count: int, legend: list[tuple[str, str]], told: str) -> str:
     """Maps beside one another, queries down and keys to the right, and what their colours mean."""
-    cell, gap = 14, 28
+    cell, gap = 10, 16
     side = cell * count
-    width = 30 + len(named) * (side + gap)
+    width = 24 + len(named) * (side + gap)
     parts = []
     for turn, (name, kind) in enumerate(named):
         x = 34 + turn * (side + gap)
@@ -224,7 +219,7 @@ def maps(named: Sequence[tuple[str, Map]], count: int, legend: list[tuple[str, s
     for fill, said in legend:
         parts.append(box(left, 34 + side + 30, 13, 13, fill, ' stroke="currentColor" stroke-opacity="0.4"'))
         parts.append(text(left + 19, 34 + side + 41, said, 13))
-        left += 44 + 7 * len(said)
+        left += 38 + 6.2 * len(said)
     return svg(width, 34 + side + 58, told, parts)
 
 
@@ -234,9 +229,9 @@ def masks() -> str:
     named = [
         ("full", tiles(lambda i, j: True, size)),
         ("causal", tiles(lambda i, j: j <= i, size)),
-        ("window 12 to the left", tiles(lambda i, j: i - 12 <= j <= i, size)),
+        ("window", tiles(lambda i, j: i - 12 <= j <= i, size)),
     ]
-    legend = [(FULL, "interior: no mask computed"), (EDGE, "edge: masked"), ("none", "not visited")]
+    legend = [(FULL, "interior: no mask"), (EDGE, "edge: masked"), ("none", "not visited")]
     return maps(named, 12, legend, "Tiles that a full, a causal and a window mask leave whole, cut, or never visit")
 
 
@@ -258,8 +253,8 @@ def listed(count: int = 12) -> str:
     def uneven(i: int, j: int) -> str:
         return "full" if j in kept(i + 50, (1, 5, 2, 9, 1, 3, 12, 2, 1, 6, 2, 4)[i]) else ""
 
-    named = [("equal counts", drawn), ("neighbours in a video", near), ("uneven counts", uneven)]
-    legend = [(FULL, "listed: computed"), ("none", "not listed: neither read nor computed")]
+    named = [("equal counts", drawn), ("video", near), ("uneven counts", uneven)]
+    legend = [(FULL, "listed: computed"), ("none", "not listed: not read, not computed")]
     return maps(named, count, legend, "Lists of blocks: which blocks of keys each block of queries attends")
 
 
