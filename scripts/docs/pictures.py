@@ -175,6 +175,24 @@ def fold() -> str:
     return svg(446, 166, told, parts)
 
 
+def split() -> str:
+    """Parts of the keys are folded apart, and their states merged."""
+    parts = []
+    for turn, state in enumerate(("(out, lse)", "(out, lse)", "(out, lse)", "(0, -inf)")):
+        x = 14 + 106 * turn
+        parts.append(box(x, 12, 98, 30, EDGE, ' fill-opacity="0.3" stroke="currentColor" rx="4"'))
+        parts.append(text(x + 49, 32, f"keys, part {turn}", 13, "middle"))
+        parts.append(arrow(x + 49, 42, x + 49, 72))
+        parts.append(box(x + 9, 74, 80, 34, FULL, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+        parts.append(text(x + 49, 96, "fold", 15, "middle", "600"))
+        parts.append(text(x + 49, 126, state, 12, "middle", mono=True))
+        parts.append(arrow(x + 49, 134, x + 49, 156))
+    parts.append(box(14, 158, 416, 34, OTHERS, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+    parts.append(text(222, 180, "merge", 15, "middle", "600"))
+    parts.append(text(222, 210, "out, lse of all keys; the last part is empty and changes nothing", 12, "middle"))
+    return svg(444, 224, "Parts of the keys are folded apart at the same time, then their results are merged", parts)
+
+
 # --- maps of blocks ---------------------------------------------------------------------------------------------------------
 
 Map = Callable[[int, int], str]  # (query tile, key tile) -> "full", "edge" or ""
@@ -258,7 +276,7 @@ def listed(count: int = 12) -> str:
     return maps(named, count, legend, "Lists of blocks: which blocks of keys each block of queries attends")
 
 
-PICTURES: dict[str, Callable[[], str]] = {"speed": chart, "fold": fold, "masks": masks, "lists": listed}
+PICTURES: dict[str, Callable[[], str]] = {"speed": chart, "fold": fold, "split": split, "masks": masks, "lists": listed}
 
 
 def pictures() -> dict[str, str]:

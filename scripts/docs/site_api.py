@@ -240,7 +240,8 @@ def summary(one: Name) -> str:
     """The first sentence of what a name says of itself."""
     said = definition(one).docstring
     words = " ".join(said.value.split("\n\n")[0].split()) if said else ""
-    return re.split(r"(?<=[.:]) ", words)[0].rstrip(".:").replace("|", "\\|").replace("*", "\\*")
+    first = re.split(r"(?<=[.:]) ", words)[0].rstrip(".:").replace("|", "\\|")
+    return "`".join(part if n % 2 else part.replace("*", "\\*") for n, part in enumerate(first.split("`")))
 
 
 def _options(one: Name) -> str:
