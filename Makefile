@@ -74,6 +74,10 @@ docs: .venv-test/stamp ## build the documentation's site into out/site, every wa
 	@NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict --quiet --site-dir out/site
 	@echo "docs: out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
 
+.PHONY: pictures
+pictures: .venv-test/stamp ## draw docs/assets anew: the chart of speed from benchmarks/results, the fold, maps of blocks
+	@.venv-test/bin/python scripts/docs/pictures.py
+
 clean: ## remove environments, caches and build outputs
 	rm -rf .venv-demo .venv-test .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,87 @@ MODULES = {
     "tilefold.ladder": "attention in five short programs",
     "tilefold.aot": "compilation ahead of time",
     "tilefold.compat.flash_attn": "flash-attention's functions",
+}
+# What a reader looks for first stands first, here and on each module's page; what is in no group follows.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Attention": ("attention", "attention_varlen", "constant", "quantize_fp8"),
+    "Lists of blocks": ("sparse_attention", "BlockIndex", "sparse_attention_varlen", "sparse_attention_paged"),
+    "Decoding and caches": (
+        "attention_kvcache",
+        "kvcache_append",
+        "PagedKVCache",
+        "CacheBatch",
+        "attention_shared_prefix",
+        "apply_rotary",
+        "quantize_kv",
+        "CacheStatistics",
+    ),
+    "Parts of results": ("merge_attention",),
+    "Plans: which kernel, and why": (
+        "attention_plan",
+        "attention_backward_plan",
+        "attention_kvcache_plan",
+        "sparse_plan",
+        "plan_attention",
+        "AttentionPlan",
+        "DecodePlan",
+        "AttentionFp8Plan",
+        "AttentionProblem",
+    ),
+    "Whole models": (
+        "register",
+        "unregister",
+        "quantize",
+        "save_quantized",
+        "load_quantized",
+        "nn.SparseVideoAttention",
+        "nn.LowBitLinear",
+        "compat.flash_attn.install",
+    ),
+    "Video": ("sparse.sparse_video_attention", "sparse.coarse", "sparse.select", "sparse.fuse", "sparse.GridTiling"),
+    "Several GPUs": (
+        "parallel.attention",
+        "parallel.context_parallel",
+        "parallel.shard",
+        "parallel.Sharding",
+        "parallel.attention_kvcache",
+        "parallel.sparse_attention",
+        "parallel.attention_plan",
+    ),
+    "Matrices and weights": (
+        "matmul",
+        "bmm",
+        "conv2d",
+        "lowbit_matmul",
+        "matmul_w8a8",
+        "add",
+        "transpose",
+        "lowbit_matmul_plan",
+        "quant.quantize_weight",
+        "quant.QuantizedTensor",
+    ),
+    "What went wrong, and what takes the time": (
+        "profile",
+        "last_fault",
+        "Fault",
+        "debug.check_kernel",
+        "debug.print_if",
+        "reference.attention",
+        "reference.compare",
+    ),
+    "Errors": (
+        "TilefoldError",
+        "Unsupported",
+        "ShapeError",
+        "DtypeError",
+        "LayoutError",
+        "ValueRangeError",
+        "DeviceError",
+        "PlanError",
+        "ModifiedError",
+        "OutOfPages",
+        "CommunicationError",
+    ),
 }
 HEADLESS = """
     options:
@@ -125,11 +207,41 @@ def page(path: str) -> str:
     parts = [f"# {path}", f"::: {path}" + HEADLESS]
     if links:
         parts.append(f"Also here, documented with the part that defines them: {', '.join(links)}.")
-    for one in sorted(
-        own, key=lambda one: (definition(one).is_class, definition(one).is_attribute)
-    ):  # what is called first
+    for one in by_importance(own):
         parts.append(f"::: {one.anchor}" + _options(one))
     return "\n\n".join(parts) + "\n"
+
+
+@cache
+def _ranks() -> dict[str, int]:
+    """By definition, where the groups have it.  ValueError: a group has what is not public, or has it twice."""
+    public = {one.path: one.defined for one in public_names()}
+    ranks: dict[str, int] = {}
+    for name in (name for names in GROUPS.values() for name in names):
+        path = f"tilefold.{name}"
+        if path not in public or public[path] in ranks:
+            raise ValueError(f"GROUPS has {name!r}, which is {'there already' if path in public else 'not public'}")
+        ranks[public[path]] = len(ranks)
+    return ranks
+
+
+def by_importance(names: list[Name]) -> list[Name]:
+    """Names in the order of the groups, then functions, classes and values in that of their modules."""
+    ranks = _ranks()
+
+    def rank(one: Name) -> tuple[int, bool, bool]:
+        what = definition(one)
+        return ranks.get(one.defined, len(ranks)), what.is_class, what.is_attribute
+
+    return sorted(names, key=rank)
+
+
+def summary(one: Name) -> str:
+    """The first sentence of what a name says of itself."""
+    said = definition(one).docstring
+    words = " ".join(said.value.split("\n\n")[0].split()) if said else ""
+    first = re.split(r"(?<=[.:]) ", words)[0].rstrip(".:").replace("|", "\\|")
+    return "`".join(part if n % 2 else part.replace("*", "\\*") for n, part in enumerate(first.split("`")))
 
 
 def _options(one: Name) -> str:
@@ -142,16 +254,18 @@ def _options(one: Name) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Markdown by page, the index first."""
-    lines = ["# API reference", "Made from the docstrings of every public name.", "| module | |\n|---|---|"]
+    """Markdown by page, the index first: names by importance, not by alphabet."""
+    names, grouped = {one.path: one for one in public_names()}, _ranks()
+    lines = ["# API reference", "Made from the docstrings of every public name: what is needed first stands first."]
+    for group, members in GROUPS.items():
+        rows = [names[f"tilefold.{member}"] for member in members]
+        table = [f"| [`{one.path}`][{owners()[one.defined].anchor}] | {summary(one)} |" for one in rows]
+        lines += [f"## {group}", "| | |\n|---|---|\n" + "\n".join(table)]
+    lines += ["## By module", "| module | |\n|---|---|"]
     lines[-1] += "".join(f"\n| [`{path}`]({path}.md) | {what} |" for path, what in MODULES.items())
-    every: dict[str, list[str]] = {}
-    for one in public_names():
-        every.setdefault(one.name, []).append(f"[{one.module}][{owners()[one.defined].anchor}]")
-    lines.append("## All names")
-    lines.append(
-        "\n".join(
-            f"- `{name}`: {', '.join(where)}" for name, where in sorted(every.items(), key=lambda x: x[0].lower())
-        )
-    )
+    lines.append("## Every other name")
+    for path in MODULES:
+        own = [one for one in names.values() if one.module == path and one.defined not in grouped]
+        links = ", ".join(f"[`{one.name}`][{owners()[one.defined].anchor}]" for one in by_importance(own))
+        lines += [f"**{path}**: {links}"] if links else []
     return {"api/index.md": "\n\n".join(lines) + "\n", **{page_of(path): page(path) for path in MODULES}}

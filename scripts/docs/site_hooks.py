@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 
 import notebooks
+import pictures
 import site_api
+from formulas import set_formulas
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -15,8 +18,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files of the checkout that are pages of the site, by the page's place below docs/.
-ELSEWHERE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(rf'<img[^>]* src="[^"]*assets/({"|".join(pictures.PICTURES)})\.svg"[^>]*>')
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
@@ -55,9 +59,23 @@ def notebook_files() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead to where a file lies in the checkout lead to its page."""
+    """Links that lead to where a file lies in the checkout lead to its page; formulas are set."""
     place = page.file.src_uri
-    return relink(markdown, place)
+    return set_formulas(relink(markdown, place))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Pictures stand inside the page, so that they have its colours."""
+    return PICTURE.sub(lambda found: inlined(found[1]), html)
+
+
+@cache
+def inlined(name: str) -> str:
+    """A picture of docs/assets without a style of its own."""
+    made = (pictures.ASSETS / f"{name}.svg").read_text(encoding="utf-8")
+    return re.sub(r"<style>.*?</style>\n", "", made.strip(), flags=re.DOTALL).replace(
+        "<svg ", '<svg class="picture" ', 1
+    )
 
 
 def relink(markdown: str, place: str) -> str:

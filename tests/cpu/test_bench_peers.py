@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -163,6 +164,33 @@ def test_flash_attention_4(monkeypatch, case):
     judged("fa4", case)
 
 
+@pytest.mark.parametrize("lengths", [(), (70, 130)], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", ["fa4", "fa4-det"])
+def test_flash_attention_4_is_deterministic_only_where_its_name_says_so(monkeypatch, name, lengths):
+    """One and the same function; a packed batch goes to the other one, with where its sequences begin."""
+    given = []
+
+    def attend(q, k, v, *, causal, deterministic=False):
+        given.append(deterministic)
+        return reference.attention(q, k, v, causal=causal)[0].to(q.dtype), None
+
+    def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic=False):
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k == max(lengths)
+        ends = cu_seqlens_q.tolist()
+        parts = [[t[None, a:b] for t in (q, k, v)] for a, b in pairwise(ends)]
+        return torch.cat([attend(*part, causal=causal, deterministic=deterministic)[0][0] for part in parts]), None
+
+    package = ModuleType("flash_attn.cute")
+    package.flash_attn_func, package.flash_attn_varlen_func = attend, packed
+    for module in (ModuleType("flash_attn"), package):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    longest = max(lengths, default=192)
+    sizes = replace(PROBLEM, batch=2, seq_q=longest, seq_k=longest, causal=True, varlen=bool(lengths))
+    judged(name, Case("dense", sizes, backward=True, lengths=lengths))
+    assert set(given) == {name == "fa4-det"}
+
+
 def test_flex_attention_is_given_the_lists_and_views_of_the_inputs(monkeypatch):
     seen = {}
 
@@ -279,6 +307,10 @@ MAIN = Case("sparse", VIDEO, Pattern("random", 80))
         ("fastvideo", {"kv_heads": 3}, "takes as many KV heads as query heads only"),
         ("fa4", {"backward": True}, "its backward takes KV blocks of 128 on sm_90"),
         ("fa4", {"backward": True, "pattern": Pattern("random", 80, 128, 128)}, None),
+        ("fa4-det", {"backward": True, "pattern": None}, None),
+        ("fa4-det", {"pattern": None}, "a row of its own for gradients of dense attention only"),
+        ("fa4-det", {"backward": True}, "a row of its own for gradients of dense attention only"),
+        ("fa4-det", {"backward": True, "pattern": None, "dtype": "float32"}, "takes float16 and bfloat16 only"),
         ("portable", {"pattern": None}, "a row of its own in the family sparse only"),
     ],
 )
@@ -287,6 +319,14 @@ def test_a_peer_says_what_it_cannot_take(installed, name, change, reason):
     pattern = change.get("pattern", MAIN.pattern)
     found = IMPLEMENTATIONS[name].refuses(Case("sparse", problem, pattern, change.get("backward", False)), "cuda")
     assert found is None if reason is None else found.startswith(reason)
+
+
+def test_flash_attention_4_has_no_deterministic_gradients_on_sm_120(installed, monkeypatch):
+    case = replace(MAIN, family="dense", pattern=None, backward=True)
+    assert IMPLEMENTATIONS["fa4-det"].refuses(case, "cuda") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+    assert IMPLEMENTATIONS["fa4-det"].refuses(case, "cuda") == "its backward has no deterministic form on sm_120"
+    assert IMPLEMENTATIONS["fa4"].refuses(case, "cuda") is None
 
 
 def test_tk_wants_the_gpu_that_it_was_compiled_for(installed, monkeypatch):

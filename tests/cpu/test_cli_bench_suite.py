@@ -44,7 +44,7 @@ def test_peers_are_meant_by_name_title_or_package():
 
     assert names("fa2", "math") == ["tilefold", "flash", "math"]
     assert names("torch") == ["tilefold", "cudnn", "flash", "flex", "efficient", "math"]
-    assert names("flash_attn_4") == ["tilefold", "fa4"]
+    assert names("flash_attn_4") == ["tilefold", "fa4", "fa4-det"]
     assert names("none") == ["tilefold"]
     assert "fa4" not in names("installed") and {"math", "portable"} <= set(names("installed"))
     for asked, must, error, message in (

@@ -141,6 +141,34 @@ def test_every_public_name_is_in_the_reference() -> None:
             )
 
 
+def test_the_reference_begins_with_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By importance: every name of tilefold itself has its place in a group, a module's page follows the groups."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    import tilefold
+
+    grouped = {name for names in site_api.GROUPS.values() for name in names}
+    assert set(tilefold.__all__) <= grouped, "give them a place in scripts/docs/site_api.py"
+    index, page = (site_api.pages()[name] for name in ("api/index.md", "api/tilefold.md"))
+    for text, names in (
+        (
+            index,
+            ("`tilefold.attention`", "`tilefold.sparse_attention`", "`tilefold.matmul`", "`tilefold.TilefoldError`"),
+        ),
+        (page, ("::: tilefold.attention\n", "::: tilefold.kvcache_append\n", "::: tilefold.TilefoldError\n")),
+    ):
+        places = [text.index(name) for name in names]
+        assert places == sorted(places)
+    for wrong, message in (("no_such_name", "not public"), ("attention", "there already")):
+        monkeypatch.setitem(site_api.GROUPS, "Errors", (wrong,))
+        site_api._ranks.cache_clear()
+        with pytest.raises(ValueError, match=message):
+            site_api.pages()
+    monkeypatch.undo()
+    site_api._ranks.cache_clear()
+
+
 def test_every_public_module_is_in_the_reference() -> None:
     """The parts that `import tilefold` leads to, and those that are public by themselves."""
     pytest.importorskip("griffe")
@@ -186,11 +214,28 @@ def test_links_lead_to_files_and_to_pages() -> None:
     pytest.importorskip("mkdocs")
     from site_hooks import relink
 
-    assert relink("[a](docs/concepts/plan.md#cost)", "index.md") == "[a](concepts/plan.md#cost)"
+    assert relink("[a](docs/concepts/plan.md#cost)", "changelog.md") == "[a](concepts/plan.md#cost)"
+    assert relink("[a](../CONTRIBUTING.md)", "index.md") == "[a](contributing.md)"
     assert relink("[a](../notebooks/plan.py)", "concepts/plan.md") == "[a](../notebooks/plan.md)"
     assert relink("[a](../../CHANGELOG.md)", "concepts/plan.md") == "[a](../changelog.md)"
     for same in ("[a](https://b.c/d.md)", "[a](#here)", "```\nx[0](docs/a.md)\n```", "[a](../missing.txt)"):
         assert relink(same, "index.md") == same
+
+
+def test_pictures_stand_inside_the_page() -> None:
+    """Without the style that they have alone: colours are the page's."""
+    pytest.importorskip("mkdocs")
+    import pictures
+    from site_hooks import on_page_content
+
+    for name in pictures.PICTURES:
+        asked = f'<p><img alt="x" src="../assets/{name}.svg" /></p>'
+        made = on_page_content(asked, *[None] * 3)  # type: ignore[arg-type]
+        assert made.startswith('<p><svg class="picture" '), name
+        assert "<style>" not in made
+        assert "currentColor" in made
+    other = '<img alt="demo" src="demo.png" />'
+    assert on_page_content(other, *[None] * 3) == other  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

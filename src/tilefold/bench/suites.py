@@ -64,9 +64,9 @@ SUITES = {
         Suite("matrix", "a few cases of gemm, conv and lowbit", _quick("gemm", "conv", "lowbit")),
         Suite(
             "readme",
-            "the tables of the README: dense and sparse attention, forward and backward",
+            "what the README and docs/performance/overview.md show: dense and sparse attention, forward and backward",
             (
-                Part("dense", Request(direction="both"), ("cudnn", "flash", "fa4", "any-order")),
+                Part("dense", Request(direction="both"), ("cudnn", "flash", "fa4", "fa4-det", "any-order")),
                 Part("sparse", Request(direction="both"), ("portable", "bsa", "tk", "fa4")),
             ),
         ),

@@ -28,8 +28,9 @@ ATTENTION_EPILOG = """
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
 block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), if installed, and portable (tilefold's own
-portable kernel, where the plan takes another one); for gradients of dense attention also any-order (tilefold with
-deterministic=False, where another kernel makes them then). Peers that know no lists compute every pair, and are judged by that.
+portable kernel, where the plan takes another one). For gradients of dense attention also fa4-det (fa4 with deterministic=True)
+and any-order (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are deterministic, fa4's
+are not. Peers that know no lists compute every pair, and are judged by that.
 
 **Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order

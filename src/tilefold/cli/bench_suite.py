@@ -42,7 +42,7 @@ EPILOG = """
 
     tilefold bench suite quick --compare before.json --fail-slower 5
 
-    tilefold bench suite readme --results benchmarks/results --refresh README.md
+    tilefold bench suite readme --results benchmarks/results --refresh docs/performance/overview.md
 
 Without a name the suites are listed. A case that fails is reported, and the next one begun; so is a family. --budget is for the
 whole. Options mean what they mean for one family (`tilefold bench dense --help`); peers that a family does not know are left out

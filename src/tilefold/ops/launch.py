@@ -104,8 +104,8 @@ class Launch:
 def _entry(compiled: Any) -> tuple[Any, ...]:
     """(function, what it takes behind the stream, who knows the stream, no hooks and no metadata of them), looked up once.
 
-    Triton's launcher of a kernel is a Python object around a C function, which costs 2 us: where a kernel needs no scratch memory,
-    and the launcher is Triton 3.6's, it is left out."""
+    Triton's launcher of a kernel is a Python object around a C function, which costs 2 us: where a kernel needs no scratch
+    memory, and the launcher is Triton 3.6's, it is left out."""
     run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
     head, middle = (compiled.function,), (compiled.packed_metadata, None, None, None)
     scratch = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))

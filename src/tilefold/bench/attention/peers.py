@@ -5,6 +5,7 @@ want [batch, heads, seq, dim] get transposed views; nothing is copied, so none p
 lists of blocks alone are in `block_peers`.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -216,10 +217,22 @@ def _fa4_refuses(case: Case, device: str) -> str | None:
     return None
 
 
-def _prepare_fa4(inputs: Inputs) -> Prepared:
+def _fa4_deterministic_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is not None or not case.backward:
+        return "a row of its own for gradients of dense attention only"
+    why = _fa4_refuses(case, device)
+    if why is None:
+        import torch
+
+        if torch.cuda.get_device_capability()[0] == 12:
+            return "its backward has no deterministic form on sm_120"
+    return why
+
+
+def _prepare_fa4(inputs: Inputs, **extra: Any) -> Prepared:
     interface: Any = importlib.import_module("flash_attn.cute")
     p = inputs.problem
-    options: dict[str, Any] = {"causal": p.causal}
+    options: dict[str, Any] = {"causal": p.causal, **extra}
     if p.window != (-1, -1):
         options["window_size"] = tuple(None if side < 0 else side for side in p.window)
     if inputs.index is not None:
@@ -285,6 +298,14 @@ _ALL = (
         lists=True,
         package="flash-attn-4",
     ),
+    Implementation(
+        "fa4-det",
+        "FA4 det.",
+        "flash_attn.cute with deterministic=True, gradients only",
+        _fa4_deterministic_refuses,
+        functools.partial(_prepare_fa4, deterministic=True),
+        package="flash-attn-4",
+    ),
     Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex, lists=True),
     Implementation(
         "efficient",
@@ -322,7 +343,7 @@ _ALL = (
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in _ALL}
 # Family -> device -> the peers that are measured unasked.
 DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "dense": {"cuda": ("cudnn", "flash", "fa4", "flex"), "cpu": ("flash", "math")},
+    "dense": {"cuda": ("cudnn", "flash", "fa4", "fa4-det", "flex"), "cpu": ("flash", "math")},
     "sparse": {"cuda": ("portable", "bsa", "tk", "fastvideo", "fa4", "flex", "cudnn"), "cpu": ("math",)},
 }
 

@@ -1,0 +1,290 @@
+"""The pictures of the README and of the docs, as SVG in docs/assets: the chart of speed, the fold, maps of blocks.
+
+    python scripts/docs/pictures.py            # writes them; the chart from benchmarks/results
+
+Equal input gives equal bytes.  A picture stands in the colours of its reader, light or dark; inside a page of the site it takes
+those of the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PICTURES", "Bars", "newest", "pictures"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+ASSETS = ROOT / "docs" / "assets"
+STYLE = (
+    "svg{color:#1f2328;font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}.paper{fill:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}.paper{fill:#0d1117}}"
+)
+OURS, OURS_TOO, OTHERS = "#5c6bc0", "#9fa8da", "#8b949e"  # on white and on black alike
+FULL, EDGE = "#5c6bc0", "#e8a33d"
+
+
+# --- SVG --------------------------------------------------------------------------------------------------------------------
+
+
+def svg(width: int, height: int, title: str, parts: list[str]) -> str:
+    """A whole picture.  title: what a reader who does not see it is told."""
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}">\n<style>{STYLE}</style>\n'
+        f'<rect class="paper" width="{width}" height="{height}" rx="8"/>\n{body}\n</svg>\n'
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{more}/>'
+
+
+def text(
+    x: float, y: float, said: str, size: int = 13, anchor: str = "start", weight: str = "", mono: bool = False
+) -> str:
+    more = f' font-weight="{weight}"' if weight else ""
+    more += ' font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"' if mono else ""
+    at = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {at} fill="currentColor"{more}>{escape(said)}</text>'
+
+
+def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    """A line with a head, along one axis."""
+    head = (
+        f"{to_x - 7:g},{to_y - 4:g} {to_x - 7:g},{to_y + 4:g}"
+        if y == to_y
+        else f"{to_x - 4:g},{to_y - 7:g} {to_x + 4:g},{to_y - 7:g}"
+    )
+    line = f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" stroke="currentColor" stroke-width="1.4" fill="none"/>'
+    return f'{line}<polygon points="{to_x:g},{to_y:g} {head}" fill="currentColor"/>'
+
+
+# --- the chart --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A group of the chart: one case of one family, and who is shown: (name in the results, name in the chart)."""
+
+    title: str
+    family: str
+    case: str
+    shown: tuple[tuple[str, str], ...]
+
+
+FORWARD = (("tilefold", "tilefold"), ("fa4", "FA4"), ("cudnn", "cuDNN"), ("flash", "FA2"))
+BACKWARD = (
+    ("tilefold", "tilefold"),
+    ("any-order", "tilefold \N{DAGGER}"),
+    ("fa4", "FA4 \N{DAGGER}"),
+    ("cudnn", "cuDNN"),
+)
+CHART = (
+    Bars("Forward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal", FORWARD),
+    Bars("Forward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal", FORWARD),
+    Bars("Backward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal_backward", BACKWARD),
+    Bars("Backward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal_backward", BACKWARD),
+    Bars(
+        "Block-sparse forward, 80 % left out",
+        "sparse",
+        "d128_h12_n23296x1_b64_random_s80",
+        (("tilefold", "tilefold"), ("bsa", "cuDNN BSA"), ("tk", "ThunderKittens"), ("fa4", "FA4")),
+    ),
+)
+
+
+def newest(group: Bars, results: Path = RESULTS) -> tuple[dict[str, float], dict[str, Any]]:
+    """TFLOP/s of everybody in a group, of the newest run in which all of them were measured, and what that run says of itself.
+
+    ValueError: there is no such run."""
+    runs: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for line in (results / f"{group.family}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["case"] == group.case and row["status"] == "ok":
+            runs.setdefault((row["date"], row["commit"], row["device"]), {})[row["implementation"]] = row
+    whole = [run for run in sorted(runs) if all(name in runs[run] for name, _ in group.shown)]
+    if not whole:
+        raise ValueError(f"{results} has no run of {group.case} with {', '.join(name for name, _ in group.shown)}")
+    rows = runs[whole[-1]]
+    return {name: rows[name]["tflops"] for name, _ in group.shown}, rows[group.shown[0][0]]
+
+
+def chart(results: Path = RESULTS) -> str:
+    """Bars of TFLOP/s, a group a case; the longest bar of all is as long as there is room."""
+    found = [(group, *newest(group, results)) for group in CHART]
+    most = max(rate for _, rates, _ in found for rate in rates.values())
+    left, room, bar, step = 150, 350, 17, 21
+    parts = [text(16, 30, "Attention, TFLOP/s: longer is faster", 17, weight="600")]
+    y = 46
+    for group, rates, _ in found:
+        y += 22
+        parts.append(text(16, y, group.title, 15, weight="600"))
+        y += 9
+        for name, shown in group.shown:
+            fill = OURS if name == "tilefold" else OURS_TOO if name == "any-order" else OTHERS
+            parts.append(text(left - 8, y + 13, shown, 14, "end"))
+            parts.append(box(left, y, round(room * rates[name] / most, 1), bar, fill, ' rx="2"'))
+            weight = "600" if name == "tilefold" else ""
+            parts.append(
+                text(left + round(room * rates[name] / most, 1) + 6, y + 13, f"{rates[name]:.0f}", 14, weight=weight)
+            )
+            y += step
+    said = [f"{', '.join(sorted({row['device'] for *_, row in found}))}, bfloat16, 16384 tokens; sparse 23296."]
+    said += ["\N{DAGGER} non-deterministic gradients; tilefold's default is deterministic."]
+    said += ["Newest runs in benchmarks/results: " + ", ".join(sorted({row["date"][:10] for *_, row in found})) + "."]
+    for turn, line in enumerate(said):
+        parts.append(text(16, y + 24 + 18 * turn, line, 13))
+    told = "; ".join(
+        f"{group.title}: " + ", ".join(f"{shown} {rates[name]:.0f}" for name, shown in group.shown)
+        for group, rates, _ in found
+    )
+    return svg(560, y + 24 + 18 * len(said), f"Attention in TFLOP/s. {told}", parts)
+
+
+# --- the fold ---------------------------------------------------------------------------------------------------------------
+
+
+def fold() -> str:
+    """Tiles of keys enter the state one after the other."""
+    parts = []
+
+    def stage(x: float, name: str, below: str, fill: str) -> None:
+        parts.append(box(x, 92, 76, 40, fill, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+        parts.append(text(x + 38, 117, name, 15, "middle", "600"))
+        parts.append(text(x + 38, 151, below, 12, "middle", mono=True))
+
+    stage(12, "empty", "(0, -inf, 0)", OTHERS)
+    for x, name in ((116, "tile 0"), (254, "tile n-1")):
+        parts.append(box(x, 12, 76, 44, EDGE, ' fill-opacity="0.3" stroke="currentColor" rx="4"'))
+        parts.append(text(x + 38, 31, name, 13, "middle"))
+        parts.append(text(x + 38, 48, "K, V", 13, "middle", mono=True))
+        parts.append(arrow(x + 38, 56, x + 38, 90))
+        stage(x, "step", "(acc, m, l)", FULL)
+    parts.append(text(215, 117, "…", 17, "middle"))
+    stage(358, "finish", "out, lse", OTHERS)
+    for x, to in ((88, 114), (192, 208), (224, 252), (330, 356)):
+        parts.append(arrow(x, 112, to, 112))
+    told = "The fold: an empty state takes in one tile of keys and values after the other, then is finished"
+    return svg(446, 166, told, parts)
+
+
+def split() -> str:
+    """Parts of the keys are folded apart, and their states merged."""
+    parts = []
+    for turn, state in enumerate(("(out, lse)", "(out, lse)", "(out, lse)", "(0, -inf)")):
+        x = 14 + 106 * turn
+        parts.append(box(x, 12, 98, 30, EDGE, ' fill-opacity="0.3" stroke="currentColor" rx="4"'))
+        parts.append(text(x + 49, 32, f"keys, part {turn}", 13, "middle"))
+        parts.append(arrow(x + 49, 42, x + 49, 72))
+        parts.append(box(x + 9, 74, 80, 34, FULL, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+        parts.append(text(x + 49, 96, "fold", 15, "middle", "600"))
+        parts.append(text(x + 49, 126, state, 12, "middle", mono=True))
+        parts.append(arrow(x + 49, 134, x + 49, 156))
+    parts.append(box(14, 158, 416, 34, OTHERS, ' fill-opacity="0.22" stroke="currentColor" rx="6"'))
+    parts.append(text(222, 180, "merge", 15, "middle", "600"))
+    parts.append(text(222, 210, "out, lse of all keys; the last part is empty and changes nothing", 12, "middle"))
+    return svg(444, 224, "Parts of the keys are folded apart at the same time, then their results are merged", parts)
+
+
+# --- maps of blocks ---------------------------------------------------------------------------------------------------------
+
+Map = Callable[[int, int], str]  # (query tile, key tile) -> "full", "edge" or ""
+
+
+def tiles(sees: Callable[[int, int], bool], size: int) -> Map:
+    """What of a mask over single tokens falls into a tile: all of it, some, nothing."""
+
+    def kind(i: int, j: int) -> str:
+        seen = [sees(i * size + a, j * size + b) for a, b in product(range(size), range(size))]
+        return "full" if all(seen) else "edge" if any(seen) else ""
+
+    return kind
+
+
+def grid(x: float, y: float, count: int, cell: int, kind: Map) -> Iterator[str]:
+    """A map of count x count tiles: one path a kind."""
+    places: dict[str, list[str]] = {"full": [], "edge": [], "": []}
+    for i, j in product(range(count), range(count)):
+        places[kind(i, j)].append(f"M{x + j * cell:g} {y + i * cell:g}h{cell}v{cell}h-{cell}z")
+    for which, fill in (("", "none"), ("full", FULL), ("edge", EDGE)):
+        if places[which]:
+            line = 'stroke="currentColor" stroke-opacity="0.3" stroke-width="0.6"'
+            yield f'<path d="{"".join(places[which])}" fill="{fill}" {line}/>'
+
+
+def maps(named: Sequence[tuple[str, Map]], count: int, legend: list[tuple[str, str]], told: str) -> str:
+    """Maps beside one another, queries down and keys to the right, and what their colours mean."""
+    cell, gap = 10, 16
+    side = cell * count
+    width = 24 + len(named) * (side + gap)
+    parts = []
+    for turn, (name, kind) in enumerate(named):
+        x = 34 + turn * (side + gap)
+        parts.append(text(x + side / 2, 22, name, 14, "middle", "600"))
+        parts += grid(x, 34, count, cell, kind)
+        parts.append(text(x + side / 2, 34 + side + 17, "keys", 12, "middle"))
+    parts.append(
+        f'<g transform="rotate(-90 22 {34 + side / 2:g})">{text(22, 34 + side / 2, "queries", 12, "middle")}</g>'
+    )
+    left = 34.0
+    for fill, said in legend:
+        parts.append(box(left, 34 + side + 30, 13, 13, fill, ' stroke="currentColor" stroke-opacity="0.4"'))
+        parts.append(text(left + 19, 34 + side + 41, said, 13))
+        left += 38 + 6.2 * len(said)
+    return svg(width, 34 + side + 58, told, parts)
+
+
+def masks() -> str:
+    """Which tiles a mask leaves whole, cuts, or drops."""
+    size = 4
+    named = [
+        ("full", tiles(lambda i, j: True, size)),
+        ("causal", tiles(lambda i, j: j <= i, size)),
+        ("window", tiles(lambda i, j: i - 12 <= j <= i, size)),
+    ]
+    legend = [(FULL, "interior: no mask"), (EDGE, "edge: masked"), ("none", "not visited")]
+    return maps(named, 12, legend, "Tiles that a full, a causal and a window mask leave whole, cut, or never visit")
+
+
+def listed(count: int = 12) -> str:
+    """Lists of blocks of keys, one list a block of queries."""
+
+    def kept(i: int, many: int) -> list[int]:
+        """That many keys, in an order that looks like none."""
+        return sorted(range(count), key=lambda j: (1103515245 * ((i * 37 + j * 101 + 11) ** 3 % 65521)) % 2**31)[:many]
+
+    def drawn(i: int, j: int) -> str:
+        return "full" if j in kept(i, 3) else ""
+
+    def near(i: int, j: int) -> str:
+        """Cubes of a grid of 3 x 2 x 2 that touch with a face."""
+        apart = [abs(a - b) for a, b in zip((i // 4, i // 2 % 2, i % 2), (j // 4, j // 2 % 2, j % 2), strict=True)]
+        return "full" if sum(apart) <= 1 else ""
+
+    def uneven(i: int, j: int) -> str:
+        return "full" if j in kept(i + 50, (1, 5, 2, 9, 1, 3, 12, 2, 1, 6, 2, 4)[i]) else ""
+
+    named = [("equal counts", drawn), ("video", near), ("uneven counts", uneven)]
+    legend = [(FULL, "listed: computed"), ("none", "not listed: not read, not computed")]
+    return maps(named, count, legend, "Lists of blocks: which blocks of keys each block of queries attends")
+
+
+PICTURES: dict[str, Callable[[], str]] = {"speed": chart, "fold": fold, "split": split, "masks": masks, "lists": listed}
+
+
+def pictures() -> dict[str, str]:
+    """Every picture by its name in docs/assets."""
+    return {f"{name}.svg": draw() for name, draw in PICTURES.items()}
+
+
+if __name__ == "__main__":
+    for name, made in pictures().items():
+        (ASSETS / name).write_text(made, encoding="utf-8")
+        print(f"wrote docs/assets/{name}")
