@@ -107,7 +107,8 @@ def _entry(compiled: Any) -> tuple[Any, ...]:
     Triton's launcher of a kernel is a Python object around a C function, which costs 2 us: where a kernel needs no scratch
     memory, and the launcher is Triton 3.6's, it is left out."""
     run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
-    head, middle = (compiled.function,), (compiled.packed_metadata, None, None, None)
+    head: tuple[Any, ...] = (compiled.function,)
+    middle = (compiled.packed_metadata, None, None, None)
     scratch = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
     if triton.__version__.startswith(DIRECT) and hasattr(run, "launch_pdl") and all(size == 0 for size in scratch):
         head += (run.launch_cooperative_grid, run.launch_pdl, None, None)
