@@ -162,11 +162,9 @@ def _within(view: _View, room: int) -> torch.Tensor:
 
 def _refuse(others: dict[str, Any]) -> None:
     """Unsupported, by name, for what some layers pass and would change the result."""
-    if _REFUSED.keys().isdisjoint(others):
-        return
-    for name, advice in _REFUSED.items():
-        if others.get(name) is not None and others[name] is not False:
-            raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {advice}")
+    for name, value in others.items():
+        if name in _REFUSED and value is not None and value is not False:
+            raise Unsupported(f"attn_implementation='tilefold' does not take {name}: {_REFUSED[name]}")
 
 
 def _view(
