@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .rounding import in_dtype
-
 __all__ = ["CoarseOracle", "attend_rows", "coarse", "project"]
 
 
@@ -18,7 +16,6 @@ class CoarseOracle(NamedTuple):
     lse: torch.Tensor | None = None
 
 
-@in_dtype
 def project(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -50,7 +47,6 @@ def project(
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 
-@in_dtype
 def coarse(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -89,7 +85,6 @@ def coarse(
     return CoarseOracle(out if layout == "bhsd" else out.transpose(1, 2), scores, lse if return_lse else None)
 
 
-@in_dtype
 def attend_rows(
     q: torch.Tensor,
     rows_k: torch.Tensor,

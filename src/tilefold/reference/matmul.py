@@ -2,12 +2,9 @@
 
 import torch
 
-from .rounding import in_dtype
-
 __all__ = ["bmm", "matmul"]
 
 
-@in_dtype
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -35,7 +32,6 @@ def matmul(
     return z
 
 
-@in_dtype
 def bmm(
     a: torch.Tensor,
     b: torch.Tensor,
