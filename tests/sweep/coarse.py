@@ -95,8 +95,7 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         r = Rules(s["scale"] or d["d"] ** -0.5, seen=seen, k_off=k_off, v_off=v_off)
         q = c.raw["q"][i].double()
         if pooled:
-            q, off = c.rows(q, "query_sizes", i)
-            r.noise = 2 * roundoff(c.dtype) + float(off.amax() / q.abs().amax().clamp_min(1e-3)) / 8
+            q, r.q_off = c.rows(q, "query_sizes", i)
         f = attend(q, k, v, r, c.dtype)
         folds.append((q, k, v, r, f))
         outs, bound = (x.repeat_interleave(c.block, 0)[: c.n] if pooled else x for x in (f.out, f.out_limit))
@@ -147,10 +146,17 @@ def _pull(c: Coarse, out: torch.Tensor, folds: Any, live: torch.Tensor) -> None:
             )
             got, most = c.straight(made[name])[i], limit(exact[0], c.dtype, size[0], extra=slack[0])
             c.ctx.compare(f"gradient of {name} of batch {i}", got, exact[0], most)
-            if w is not None:
-                old = sums.get(name, (0.0, 0.0, 0.0))
-                sums[name] = tuple(a + b[1] for a, b in zip(old, (exact, size, slack), strict=True))
-    for name, (exact, size, slack) in sums.items():
+            if w is not None:  # its terms are many, and their errors go by the root of their squares
+                up = (
+                    1.0
+                    if c.o["kind"] == "dense"
+                    else torch.where(few > 0, c.block / few.clamp_min(1), 0.0)[:, None, None]
+                )
+                squares = _back(x**2, w, few, c, unsure**2 * up)
+                old = sums.get(name, (0.0, 0.0, 0.0, 0.0))
+                sums[name] = tuple(a + b[1] for a, b in zip(old, (exact, size, slack, squares), strict=True))
+    for name, (exact, size, slack, squares) in sums.items():
+        slack = torch.minimum(slack, squares.sqrt() + slack / 8)
         most = limit(exact, torch.float32, size, terms=c.m * c.b, extra=slack)
         c.ctx.compare(f"gradient of weight {name}", made[f"weight of {name}"], exact, most)
 

@@ -55,7 +55,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     y, slope, bend = acted(z, o["act"])
     terms, unit = d["c"] * d["r"] * d["s"], TF32 if o["tf32"] else 0.0
     extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" else 0.0) + 8 * FP32 * z.abs() * (o["act"] != "none")
-    ctx.compare("convolution", got, y, limit(y, dtype, 1.2 * size, 1.44 * square, unit, terms, extra))
+    ctx.compare(
+        "convolution", got, y, limit(y, dtype, 1.2 * size, 1.44 * square, unit, terms, extra + 1.2 * unit * z.abs())
+    )
     if not grad:
         return
     cot = ctx.normal(*got.shape, dtype=dtype)
@@ -63,7 +65,7 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     made = torch.autograd.grad(got, leaves, cot)
     g = cot.double()
     dz = g * slope
-    kept = roundoff(dtype) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
+    kept = (roundoff(dtype) + unit) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
     off = bend * g.abs() * kept + 8 * FP32 * dz.abs() * (o["act"] != "none")
     if o["act"] == "relu":
         off = off + torch.where(z.abs() <= kept, g.abs(), 0.0)
@@ -73,7 +75,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
     pixels = s["batch"] * z.shape[2] * z.shape[3]
     counts = (terms * d["k"] // max(1, d["c"]), pixels, pixels)
     for i, (name, mine) in enumerate(zip(("x", "weight", "bias"), made, strict=False)):
-        ctx.compare(f"gradient of {name}", mine, exact[i], limit(exact[i], dtype, lin[i], sq[i], u, counts[i], err[i]))
+        ctx.compare(
+            f"gradient of {name}", mine, exact[i], limit(exact[i], dtype, lin[i], sq[i], u, counts[i], err[i], unit)
+        )
 
 
 def _pulled(f: Any, x: Any, w: Any, cot: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .bounds import FP32, limit, roundoff, steps
+from .bounds import FP32, limit, of_offsets, roundoff, steps
 
 __all__ = ["Grads", "Result", "Rules", "attend", "gradients"]
 
@@ -39,6 +39,7 @@ class Rules:
     lost: float = 0.0  # weights below this share of the largest one count in lse alone
     k_off: torch.Tensor | None = None  # how far keys and values may lie from those given, [m, kv heads, dim]
     v_off: torch.Tensor | None = None
+    q_off: torch.Tensor | None = None  # of queries, [n, heads, dim]
     sums: float = FP32  # what sums of products are cut off by
 
 
@@ -77,8 +78,9 @@ def _scores(q: torch.Tensor, k: torch.Tensor, r: Rules) -> tuple[torch.Tensor, .
     if r.noise:
         error = error + r.noise * (5 * 1.5 * ((qh * r.scale) ** 2 @ (kh**2).mT).sqrt() + size / 8)
     if r.k_off is not None:
-        off = _spread(r.k_off, heads)
-        error = error + 2 * ((qh * r.scale) ** 2 @ (off**2).mT).sqrt() + qh.abs() @ off.mT * r.scale / 8
+        error = error + of_offsets(qh.abs() * r.scale, _spread(r.k_off, heads))
+    if r.q_off is not None:
+        error = error + of_offsets(kh.abs() * r.scale, r.q_off.transpose(0, 1)).mT
     chain = torch.ones_like(s)
     if r.softcap:
         turned = torch.tanh(s / r.softcap)
@@ -135,10 +137,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: Rules, dtype: t
     found = pz @ vh
     off = (p * error).sum(2)
     unit = r.weights or roundoff(dtype)
-    extra = (pz * error) @ vh.abs() + off[..., None] * (found.abs() + FP32)
+    # the sum of p e (v - found) over the keys, by Cauchy and Schwarz: a row whose values are equal does not care for its scores
+    apart = (p if r.keep is None else p * r.keep**2) @ vh**2 - found**2 * (2 - p.sum(2, keepdim=True))
+    extra = ((p * torch.expm1(error) ** 2).sum(2, keepdim=True) * apart.clamp_min(0.0)).sqrt() + off[..., None] * FP32
     if r.v_off is not None:
-        off_v = _spread(r.v_off, heads)
-        extra = extra + 2 * (pz**2 @ off_v**2).sqrt() + pz @ off_v / 8
+        extra = extra + of_offsets(pz, _spread(r.v_off, heads).mT)
     if r.sums != FP32:
         extra = extra + r.sums * (pz @ vh.abs())
     if r.lost and m:
@@ -175,7 +178,7 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     if (
         r.keep is not None and dtype == torch.float16
     ):  # weights that float16 does not hold do not show whether they were dropped
-        blind = blind + torch.where(p < 2.0**-23, 2 * p, 0.0) * (do.abs() @ vh.abs().mT)
+        blind = blind + torch.where(p < 2.0**-24, 2 * p, 0.0) * (do.abs() @ vh.abs().mT)
     if dlse is not None:
         blind = blind + 2 * FP32 * p * dlse.abs()[..., None]
     t = f.chain * r.scale

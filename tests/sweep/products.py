@@ -79,7 +79,7 @@ def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
         o["act"] != "none"
     )
     extra = extra + (2.0**-12 * size if eight else 0.0)
-    ctx.compare("product", got, y, limit(y, out, 1.2 * size, 1.44 * square, unit, k, extra))
+    ctx.compare("product", got, y, limit(y, out, 1.2 * size, 1.44 * square, unit, k, extra + 1.2 * unit * z.abs()))
     if grad:
         _backward(ctx, o, got, (a, b, given.get("bias")), (*wide, z, size, square, slope, bend), unit)
 
@@ -92,7 +92,7 @@ def _backward(ctx: Context, o: dict[str, Any], got: Any, leaves: Any, exact: Any
     dz = g * slope
     dtype, u = leaves[0].dtype, max(unit, roundoff(leaves[0].dtype))
     kept = (
-        roundoff(got.dtype) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
+        (roundoff(got.dtype) + unit) * z.abs() + FP32 * 24 * size + of_terms(unit, size, square)
     )  # of what the activation was applied to
     off = bend * g.abs() * kept * (o["act"] != "none") + 8 * FP32 * dz.abs()
     if o["act"] == "relu":  # which side of 0 a sum lies on is not known where it is no larger than its error
@@ -107,7 +107,7 @@ def _backward(ctx: Context, o: dict[str, Any], got: Any, leaves: Any, exact: Any
     for name, (leaf, mine, x, lin, sq, err, terms) in zip(("a", "b", "bias"), pairs, strict=False):
         x, lin, sq, err = (t.sum_to_size(leaf.shape) for t in (x, lin, sq, err))
         count = terms * max(1, dz.numel() // max(1, leaf.numel()))
-        ctx.compare(f"gradient of {name}", mine, x, limit(x, leaf.dtype, lin, sq, u, count, err))
+        ctx.compare(f"gradient of {name}", mine, x, limit(x, leaf.dtype, lin, sq, u, count, err, unit))
 
 
 MATMUL = Family(
