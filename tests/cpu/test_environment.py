@@ -82,7 +82,7 @@ def test_the_readme_begins_with_an_example_that_runs_here(capsys, monkeypatch):
     names = {}
     exec(smoke.first_example((ROOT / "README.md").read_text(encoding="utf-8")), names)
     said = capsys.readouterr().out
-    assert str(names["q"].shape) in said and "reason" in said
+    assert str(names["q"].shape) in said and "rejected" in said
 
 
 def test_the_smoke_test_sees_nothing_of_the_checkout(monkeypatch):
