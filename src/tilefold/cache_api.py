@@ -121,7 +121,6 @@ def attention_kvcache_plan(
     would be followed if it were given.
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
-
     for name in options:
         if name not in _OPTIONS:
             raise unexpected("attention_kvcache_plan", name, _OPTIONS)

@@ -36,7 +36,8 @@ _COMPILED: dict[
 class Launch:
     """fn[grid](*args, **constants, **options) on `device`, for args that Triton specialises alike.
 
-    Tensors may change from call to call if dtype and 16-byte alignment do not; the class of every integer has to stay."""
+    Tensors may change from call to call if dtype and 16-byte alignment do not; the class of every integer has to stay.  Once
+    `warm`, an address does for a tensor."""
 
     __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords")
 

@@ -106,17 +106,17 @@ def _first(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
     of generation is not planned anew."""
     from ...plan.forward import plan_holds
 
-    step = _step_of(key, k, v, call)
-    near = None if step is None else _GROWING.get(step)
+    lengths = _key_of_lengths(key, k, v, call)
+    near = None if lengths is None else _GROWING.get(lengths)
     if near is not None:
         return _grown(near, k, v, call.layout)
     made = _prepare(q, k, v, call)
-    if step is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
-        remember(_GROWING, step, made)
+    if lengths is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
+        remember(_GROWING, lengths, made)
     return made
 
 
-def _step_of(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+def _key_of_lengths(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
     from ...plan.forward import STEP
