@@ -26,8 +26,8 @@ LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon
 def plan_forward(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan | DecodePlan:
     """The plan that a call of `attention` or `attention_varlen` follows.  portable: no Hopper kernels.
 
-    Pure, and cheap where the decode kernel serves: a cache that grows asks for a plan every STEP keys.  Raises what `plan_attention` and
-    `plan_decode` raise."""
+    Pure, and cheap where the decode kernel serves: a cache that grows asks for a plan every STEP keys.  Raises what
+    `plan_attention` and `plan_decode` raise."""
     if decodes(problem, device):
         return plan_attention(problem, device, portable=portable)
     require_supported(problem, device)
