@@ -14,6 +14,10 @@ def patch() -> None:
     patch_block_types()
     patch_numpy_types()
     patch_overflow_checks()
+    patch_calls()
+    patch_constexprs()
+    patch_handles()
+    patch_operands()
 
 
 def patch_once_a_launch() -> None:
@@ -142,3 +146,150 @@ def patch_overflow_checks() -> None:
 
     check.unless_heard = True  # type: ignore[attr-defined]
     TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def patch_calls() -> None:
+    """A function of triton.language is called through what it wraps, and its arguments are not copied."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_attr") or hasattr(interpreter._patch_attr, "direct"):
+        return
+    first, wrapper = interpreter._patch_attr, core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        if len(scope) != 1 or getattr(member, "__code__", None) is not wrapper:
+            first(obj, name, member, builder, *scope)
+            return
+        semantic, inner = interpreter.TritonSemantic(builder), member.__wrapped__
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return inner(*args, **options)
+
+        scope[0].set_attr(obj, name, call)
+
+    patch_attr.direct = True  # type: ignore[attr-defined]
+    interpreter._patch_attr = patch_attr
+
+
+def patch_constexprs() -> None:
+    """What is no constexpr and no tuple is seen at the first look."""
+    from triton.language import core
+
+    first = core._unwrap_if_constexpr
+    if hasattr(first, "first_look"):
+        return
+    plain, constexpr = (int, core.tensor, str, bool, float, type(None), slice), core.constexpr
+
+    def unwrap(o: Any) -> Any:
+        kind = type(o)
+        return o.value if kind is constexpr else o if kind in plain else first(o)
+
+    unwrap.first_look = True  # type: ignore[attr-defined]
+    core._unwrap_if_constexpr = unwrap
+
+
+def patch_handles() -> None:
+    """Whether an array's elements are as wide as Triton's type is asked once for both types."""
+    from triton.runtime.interpreter import TensorHandle
+
+    if hasattr(TensorHandle.__init__, "kept"):
+        return
+    first, kept = TensorHandle.__init__, set[Any]()
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        key = data.dtype, dtype.__class__, dtype.name
+        if key not in kept:
+            first(self, data, dtype)
+            kept.add(key)
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    init.kept = kept  # type: ignore[attr-defined]
+    TensorHandle.__init__ = init
+
+
+KEPT = 1024  # numbers as tensors
+ELEMENTS = 1 << 14  # of the largest
+
+
+def patch_operands() -> None:
+    """What an operation does to its operands (casts, splats, broadcasts) follows from their types and is found once for each
+    pair; a number becomes a tensor once, of memory that is not written."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    first = TritonSemantic.binary_op_type_checking_impl
+    if hasattr(first, "kept"):
+        return
+    tensor = core.tensor
+    kept: dict[Any, tuple[Any, Any]] = {}
+    numbers: dict[Any, Any] = {}
+
+    def check(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if not (left or right) or type(self.builder) is not InterpreterBuilder:
+            return first(self, lhs, rhs, *flags, **named)
+        a = (lhs.type.__class__, lhs.type.name) if left else (type(lhs), lhs)
+        b = (rhs.type.__class__, rhs.type.name) if right else (type(rhs), rhs)
+        key = (a, b, flags, *named.items())
+        found = kept.get(key) if left and right else numbers.get(key)
+        if found is None:
+            found = first(self, lhs, rhs, *flags, **named)
+            one, other = (_way(x, y) for x, y in zip((lhs, rhs), found, strict=True))
+            if left and right:
+                kept[key] = one, other
+            elif (
+                (number := found[left]).handle.data.size <= ELEMENTS and a == a and b == b
+            ):  # not NaN, which is never found
+                if len(numbers) >= KEPT:
+                    numbers.clear()
+                number.handle.data.flags.writeable = False
+                numbers[key] = (one, number) if left else (number, other)
+            return found
+        one, other = found
+        return (_gone(self, lhs, one) if left else one), (_gone(self, rhs, other) if right else other)
+
+    check.kept = kept  # type: ignore[attr-defined]
+    TritonSemantic.binary_op_type_checking_impl = check
+    broadcast, ways = TritonSemantic.broadcast_impl_value, dict[Any, tuple[Any, Any]]()
+
+    def broadcast_both(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(self.builder) is not InterpreterBuilder:
+            return broadcast(self, lhs, rhs)
+        key = lhs.type.__class__, lhs.type.name, rhs.type.__class__, rhs.type.name
+        if key not in ways:
+            found = broadcast(self, lhs, rhs)
+            ways[key] = _way(lhs, found[0]), _way(rhs, found[1])
+            return found
+        one, other = ways[key]
+        return _gone(self, lhs, one), _gone(self, rhs, other)
+
+    TritonSemantic.broadcast_impl_value = broadcast_both
+
+
+def _way(x: Any, y: Any) -> Any:
+    """How an operand becomes what takes part: None as it is, else its new element type or None, and its new type or None."""
+    if x is y or not hasattr(x, "handle"):
+        return None
+    cast = x.type.scalar != y.type.scalar
+    same = x.type.is_block() == y.type.is_block() and x.handle.data.shape == y.handle.data.shape
+    return (y.type.scalar if cast else None), (None if same else y.type)
+
+
+def _gone(semantic: Any, x: Any, way: Any) -> Any:
+    """The operand, cast and broadcast."""
+    if way is None:
+        return x
+    element, kind = way
+    if element is not None:
+        x = semantic.cast(x, element)
+    if kind is None:
+        return x
+    if not x.type.is_block():
+        return semantic.tensor(semantic.builder.create_splat(kind, x.handle), kind)
+    handle, sizes = x.handle, kind.get_block_shapes()
+    for _ in range(len(sizes) - len(x.type.get_block_shapes())):
+        handle = semantic.builder.create_expand_dims(handle, 0)
+    return semantic.tensor(semantic.builder.create_broadcast(handle, list(sizes)), kind)
