@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpu_run.cli import GREEN, NO_GPU, UNFINISHED, identity, main
-from gpu_run.records import key_of, rows_of
+from gpu_run.records import key_of, rows_of, slow_ones
 from gpu_run.report import add_row
+from gpu_run.worker import GONE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = {"device": "a GPU", "driver": "1", "torch": "2", "triton": "3", "python": "3"}
@@ -40,6 +41,8 @@ def test_dies():
     os._exit(77)
 
 def test_hangs(): time.sleep(60)
+
+def test_device_gone(): pytest.skip("no GPU that torch can use")
 
 def test_no_room():
     if os.environ["GPU_RUN"].count("together"):
@@ -97,18 +100,18 @@ def test_every_end(run, tmp_path):
         **{f"test_right[{n}]": "passed" for n in range(6)},
         "test_wrong": "failed", "test_skipped": "skipped", "test_skips_itself": "skipped", "test_known": "skipped",
         "test_teardown": "failed", "test_dies": "crashed", "test_hangs": "hung", "test_no_room": "passed",
-        "test_broken.py": "failed",
+        "test_broken.py": "failed", "test_device_gone": "failed",
     }  # fmt: skip
     assert "sums" in rows["test_wrong"]["why"] and "torn" in rows["test_teardown"]["why"]
     assert "ended with 77" in rows["test_dies"]["why"] and "its last words are these" in rows["test_dies"]["why"]
     assert "time.sleep(60)" in rows["test_hangs"]["why"] or "in test_hangs" in rows["test_hangs"]["why"]
     assert "nothing_of_the_kind" in rows["test_broken.py"]["why"]
     assert rows["test_no_room"]["alone"]
-    assert "15 tests: 12 ran, 7 passed, 3 failed, 1 crashed, 1 hung, 3 skipped" in said.out
+    assert "16 tests: 13 ran, 7 passed, 4 failed, 1 crashed, 1 hung, 3 skipped" in said.out
     (row,) = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     assert row["skipped"] == {"no such GPU": 2, "expected to fail: known": 1}
-    assert sorted(row["bad"].values()) == ["crashed", "failed", "failed", "failed", "hung"]
-    assert row["device"] == "a GPU" and row["tests"] == 15 and row["passed"] == 7
+    assert sorted(row["bad"].values()) == ["crashed", *["failed"] * 4, "hung"]
+    assert row["device"] == "a GPU" and row["tests"] == 16 and row["passed"] == 7
 
 
 def test_what_must_be_alone_is(run, tmp_path):
@@ -159,6 +162,15 @@ def test_a_change_of_a_test_is_another_run(tmp_path):
     before = identity(tmp_path)
     (tmp_path / "test_one.py").write_text("x = 2")
     assert identity(tmp_path)["sources"] != before["sources"]
+
+
+def test_what_conftest_says_without_a_gpu():
+    assert f'reason="{GONE}"' in (ROOT / "tests" / "conftest.py").read_text()
+
+
+def test_slow_ones_of_a_record(tmp_path):
+    (tmp_path / "record").write_text(json.dumps({"slowest": [["a", 3.0], ["b", 2.0]]}) + "\n")
+    assert slow_ones(tmp_path / "record") == {"a", "b"} and slow_ones(tmp_path / "none") == set()
 
 
 def test_the_tests_are_in_the_same_order_everywhere():

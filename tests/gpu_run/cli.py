@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ print(json.dumps(found))
 def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -> int:
     """Run a piece and print the summary so far: 0 all passed, 1 something did not, 2 no GPU, 3 tests are left for the next call.
     machine: instead of asking torch."""
-    args = _arguments().parse_args(argv)
+    begin, args = time.time(), _arguments().parse_args(argv)
     args.tests, args.folder = Path(args.tests), Path(args.folder)
     found = _machine() if machine is None else machine
     if why := _unfit(found):
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -
         return NO_GPU
     run = {**found, **identity(args.tests), "cores": len(os.sched_getaffinity(0)), "jobs": args.jobs}
     run["selected"] = shlex.split(args.pytest)
-    run = run_piece(args, run, environment())
+    run = run_piece(args, run, environment(), begin)
     summary = summarise(args.folder, run)
     if args.record is not None:
         print(add_row(args.record, run, summary))
@@ -63,9 +64,9 @@ def _arguments() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m gpu_run", description="all of tests/gpu, in pieces")
     parser.add_argument(
-        "--seconds", type=float, default=540.0, help="start no test after that; the next call goes on (540)"
+        "--seconds", type=float, default=510.0, help="start no test after that; the next call goes on (510)"
     )
-    parser.add_argument("--grace", type=float, default=45.0, help="seconds more for tests that run then (45)")
+    parser.add_argument("--grace", type=float, default=50.0, help="seconds more for tests that run then (50)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that one test may take (240)")
     parser.add_argument("--jobs", type=int, default=cores, help="processes (default: as many as cores)")
     parser.add_argument("--record", type=Path, help="a JSONL file that the row of a complete run is added to")

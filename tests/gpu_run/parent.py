@@ -27,7 +27,8 @@ class Process:
     def __init__(self, args: Any, number: int, phase: str, until: float, env: dict[str, str]) -> None:
         self.args, self.number, self.until, self.unborn = args, number, until, 0
         self.now, self.said = args.folder / f"now-{number}.json", args.folder / f"process-{number}.log"
-        orders = {"folder": str(args.folder), "number": number, "phase": phase, "until": until}
+        orders = {"folder": str(args.folder), "number": number, "phase": phase, "until": until,
+                  "slow": str(args.tests / "runs.jsonl")}  # fmt: skip
         self.env = {**env, "GPU_RUN": json.dumps(orders)}
         if phase == "together":  # the cores are shared
             threads = str(max(1, len(os.sched_getaffinity(0)) // args.jobs))
@@ -38,7 +39,8 @@ class Process:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "pytest", str(self.args.tests), "-p", "gpu_run.worker", "-p", "no:xdist",
-                   "-p", "no:cacheprovider", "-qs", "--no-header", "--no-summary", *shlex.split(self.args.pytest)]  # fmt: skip
+                   "-o", f"cache_dir={self.args.folder / 'pytest'}", "-qs", "--no-header", "--no-summary",
+                   *shlex.split(self.args.pytest)]  # fmt: skip
         with self.said.open("a") as said:
             self.began = said.tell()
             self.process = subprocess.Popen(command, stdout=said, stderr=said, env=self.env, start_new_session=True,
@@ -109,9 +111,9 @@ class Process:
             lines.write(json.dumps(row) + "\n")
 
 
-def run_piece(args: Any, run: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-    """Run until all is done or the time is up; returns `run` with its pieces, [seconds, tests] each, this one the last."""
-    begin = time.time()
+def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float) -> dict[str, Any]:
+    """Run until all is done or the time, counted from `begin`, is up; returns `run` with its pieces, [seconds, tests] each, this
+    one the last."""
     args.folder.mkdir(parents=True, exist_ok=True)
     run["tests"] = str(args.tests)
     run["pieces"] = _begun(args, run)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LOST", "key_of", "rows_of"]
+__all__ = ["LOST", "key_of", "rows_of", "slow_ones"]
 
 LOST = 3  # exit code of a process whose context on the device is gone; the test is written down
 
@@ -28,3 +28,9 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
             if old is None or row["at"] >= old["at"]:
                 found[row["test"]] = row
     return found
+
+
+def slow_ones(record: Path) -> set[str]:
+    """The tests that were among the slowest of any run of a record."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return {test for line in lines for test, _ in json.loads(line)["slowest"]}

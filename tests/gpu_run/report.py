@@ -20,14 +20,13 @@ def summarise(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     rows = {test: row for test, row in rows_of(folder).items() if row["outcome"] != "again"}
     collected = folder / "collected.json"
     tests = json.loads(collected.read_text()).keys() if collected.exists() else set()
-    files = {test.split("::")[0] for test in rows if "::" not in test}
     counts = Counter(row["outcome"] for row in rows.values())
     found: dict[str, Any] = {
         "tests": len(tests | rows.keys()),
         "passed": counts["passed"],
         "bad": {test: row["outcome"] for test, row in sorted(rows.items()) if row["outcome"] in BAD},
         "skipped": dict(Counter(row["why"] for row in rows.values() if row["outcome"] == "skipped").most_common()),
-        "left": len(tests - rows.keys()) if tests or files else 1,
+        "left": len(tests - rows.keys()) if collected.exists() else 1,
         "seconds": round(sum(seconds for seconds, _ in run["pieces"]), 1),
         "slowest": [
             [test, row["seconds"]] for test, row in sorted(rows.items(), key=lambda it: -it[1]["seconds"])[:SLOWEST]
@@ -61,7 +60,7 @@ def _print(found: dict[str, Any], rows: dict[str, Any], run: dict[str, Any], fol
         + f"{sum(found['skipped'].values())} skipped; {found['seconds']:.0f} s{several}, {processes}"
     )
     if found["left"]:
-        print(f"{found['left']} tests are left: the same command goes on with them")
+        print(f"{found['left'] if rows else 'all'} tests are left: the same command goes on with them")
     print(f"results and logs: {folder}", flush=True)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from .records import LOST, key_of, rows_of
+from .records import LOST, key_of, rows_of, slow_ones
 
 __all__ = ["is_alone"]
 
 ROOM = 2 << 30  # bytes of the device's memory that a process keeps between tests
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 MOST = 6000  # characters of a failure that are kept
+GONE = "no GPU that torch can use"  # conftest.py's reason: here it means that the device went away
 PARTS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
@@ -32,6 +33,7 @@ class Worker:
         self.folder, self.number = Path(orders["folder"]), orders["number"]
         self.alone, self.until = orders["phase"] == "alone", orders["until"]
         self.now = self.folder / f"now-{self.number}.json"
+        self.slow = slow_ones(Path(orders["slow"]))
         self.parts: list[pytest.TestReport] = []
 
     def write(self, test: str, outcome: str, seconds: float, why: str) -> None:
@@ -57,7 +59,7 @@ class Worker:
             part.write_text(json.dumps({item.nodeid: is_alone(item) for item in session.items}))
             part.replace(everything)
         done = rows_of(self.folder)
-        for item in in_order(session.items):
+        for item in in_order(session.items, self.slow):
             row = done.get(item.nodeid)
             again = row is not None and row["outcome"] == "again"
             if (is_alone(item) or again) != self.alone or (row is not None and not again):
@@ -87,6 +89,8 @@ class Worker:
         outcome, why = outcome_of(self.parts)
         if outcome == "failed" and not self.alone and any(text in why for text in OUT_OF_MEMORY):
             outcome = "again"  # others had the memory
+        if outcome == "skipped" and why == GONE:
+            outcome = "failed"
         lost = context_lost()
         if lost:
             outcome, why = "crashed", f"{why}\nthe device's context is gone: {lost}"
@@ -96,10 +100,11 @@ class Worker:
             os._exit(LOST)  # nothing that would touch the device
 
 
-def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Long ones first, else in an order of no meaning, the same in every process: tests that compile the same kernel are seldom
+def in_order(items: list[pytest.Item], slow: set[str]) -> list[pytest.Item]:
+    """Slow ones first, else in an order of no meaning, the same in every process: tests that compile the same kernel are seldom
     at it at the same time."""
-    return sorted(items, key=lambda item: (item.get_closest_marker("long") is None, key_of(item.nodeid)))
+    late = {item.nodeid: item.nodeid not in slow and item.get_closest_marker("long") is None for item in items}
+    return sorted(items, key=lambda item: (late[item.nodeid], key_of(item.nodeid)))
 
 
 def outcome_of(parts: list[pytest.TestReport]) -> tuple[str, str]:
