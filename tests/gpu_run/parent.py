@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ TRIES = 3  # starts of a process that ends before any test
 SAME = ("sources", "device", "torch", "triton", "selected", "tests")  # of the run that a call goes on with
 WORDS = 4000  # characters of a dead process's last words
 LOOK = 0.2  # seconds between looks at the processes
+EVERY = 30.0  # seconds between lines that say how far it is
+LEAVING = 20.0  # seconds that a process with no test left may take to end
 
 
 class Process:
@@ -51,6 +54,9 @@ class Process:
         code = self.process.poll()
         if code is None:
             at = self._at()
+            if self.ended.exists() and time.time() - self.ended.stat().st_mtime > LEAVING:
+                self.end()
+                return False
             if at and time.time() - at["since"] > self.args.limit:
                 self.end()
                 self._note(at, "hung", f"it took more than {self.args.limit:.0f} s")
@@ -116,13 +122,21 @@ def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float)
     one the last."""
     args.folder.mkdir(parents=True, exist_ok=True)
     run["tests"] = str(args.tests)
-    run["pieces"] = _begun(args, run)
+    run["pieces"] = [*_begun(args, run), [0.0, 0]]
     before, until = len(_ended(args.folder)), begin + args.seconds
-    _piece(args, "together", max(1, args.jobs), until, env)
+
+    def tell() -> int:
+        """Keep what this piece has done: a call that is killed goes on, too.  Returns the tests that have ended."""
+        ended = len(_ended(args.folder))
+        run["pieces"][-1] = [round(time.time() - begin, 1), ended - before]
+        (args.folder / "run.json").write_text(json.dumps(run))
+        return ended
+
+    tell()
+    _phase(args, "together", max(1, args.jobs), until, env, tell)
     if _left(args.folder) and time.time() < until:
-        _piece(args, "alone", 1, until, env)
-    run["pieces"] += [[round(time.time() - begin, 1), len(_ended(args.folder)) - before]]
-    (args.folder / "run.json").write_text(json.dumps(run))
+        _phase(args, "alone", 1, until, env, tell)
+    tell()
     return run
 
 
@@ -138,17 +152,17 @@ def _begun(args: Any, run: dict[str, Any]) -> list[Any]:
     return list(old["pieces"]) if goes_on else []
 
 
-def _piece(args: Any, phase: str, jobs: int, until: float, env: dict[str, str]) -> None:
+def _phase(args: Any, phase: str, jobs: int, until: float, env: dict[str, str], tell: Callable[[], int]) -> None:
     processes = [Process(args, number, phase, until, env) for number in range(jobs)]
     told = time.time()
     try:
         while processes:
             time.sleep(LOOK)
             processes = [process for process in processes if process.running()]
-            if time.time() - told > 30:
+            if time.time() - told > EVERY:
                 told = time.time()
                 print(
-                    f"{len(_ended(args.folder))} tests ended, {len(processes)} processes, {until - told:.0f} s left",
+                    f"{tell()} tests ended, {len(processes)} processes, {until - told:.0f} s left",
                     flush=True,
                 )
     finally:

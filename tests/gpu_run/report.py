@@ -12,6 +12,7 @@ __all__ = ["add_row", "summarise"]
 
 BAD = ("failed", "crashed", "hung")
 SLOWEST = 10
+TOLD = 25  # tests whose words are printed, too; the results hold all
 LINES = {"failed": 12, "crashed": 40, "hung": 40}  # of the words about a test that are printed
 
 
@@ -37,9 +38,10 @@ def summarise(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any], rows: dict[str, Any], run: dict[str, Any], folder: Path) -> None:
-    for test, outcome in found["bad"].items():
-        print(f"\n{outcome.upper()} {test}")
-        print("\n".join(rows[test]["why"].strip().splitlines()[-LINES[outcome] :]))
+    for i, (test, outcome) in enumerate(found["bad"].items()):
+        print(f"{outcome.upper()} {test}")
+        if i < TOLD:
+            print("\n".join(rows[test]["why"].strip().splitlines()[-LINES[outcome] :]), end="\n\n")
     print("\nslowest:")
     for test, seconds in found["slowest"]:
         print(f"{seconds:8.1f} s  {test}")

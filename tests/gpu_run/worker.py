@@ -33,6 +33,7 @@ class Worker:
         self.folder, self.number = Path(orders["folder"]), orders["number"]
         self.alone, self.until = orders["phase"] == "alone", orders["until"]
         self.now = self.folder / f"now-{self.number}.json"
+        self.parent = os.getppid()  # without it nobody would end this one
         self.slow = slow_ones(Path(orders["slow"]))
         self.parts: list[pytest.TestReport] = []
 
@@ -64,7 +65,7 @@ class Worker:
             again = row is not None and row["outcome"] == "again"
             if (is_alone(item) or again) != self.alone or (row is not None and not again):
                 continue
-            if time.time() > self.until:
+            if time.time() > self.until or os.getppid() != self.parent:
                 break
             if self.take(item.nodeid):
                 self.run(item)
