@@ -23,13 +23,19 @@ MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/f
 .PHONY: help demo test reports lint format types clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 10
 
 demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared with PyTorch
 	@.venv-demo/bin/tilefold demo
 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
+
+GPU_PYTHON ?= python3
+TEST_GPU ?=
+.PHONY: test-gpu
+test-gpu: ## tests/gpu on a GPU, in pieces under ten minutes: call it until nothing is left (GPU_PYTHON=python3; TEST_GPU="--record FILE")
+	@PYTHONPATH=src:tests $(GPU_PYTHON) -m gpu_run $(TEST_GPU)
 
 SMOKE ?= --constraints constraints/cpu.txt
 .PHONY: smoke
