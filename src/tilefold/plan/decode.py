@@ -184,6 +184,11 @@ class DecodePlan:
             if mine != here:
                 raise PlanError(f"plan was made for a device with {name}={mine!r}, this device has {name}={here!r}")
 
+    def _merges(self) -> str:
+        if self.splits == 1:
+            return "none: one share has all keys of an item"
+        return "the last program to arrive" if self.merge == "last" else "decode_combine, a second kernel"
+
     def to_json(self) -> str:
         """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
         return serialise.to_json(self)
@@ -210,7 +215,7 @@ class DecodePlan:
             f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, "
             f"{self.num_stages} stages",
             f"  cut        {cut}",
-            f"  merge      {'the last program to arrive' if self.merge == 'last' else 'decode_combine, a second kernel'}",
+            f"  merge      {self._merges()}",
             f"  bound      {self.bound.resource}: at least {self.bound.seconds * 1e6:.1f} us with a full cache",
             f"  reason     {self.reason}",
         ]
@@ -324,7 +329,7 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     tiles = f"{plan.blocks} tile{'s' if plan.blocks > 1 else ''} of {plan.block_m}"
     packed = f"{p.rows} rows (query heads x tokens of a KV head) are {tiles}"
     if splits:
-        return f"{packed}; the caller asked for {splits} splits."
+        return f"{packed}; the caller asked for {splits} split{'s' * (splits > 1)}."
     if plan.splits:
         why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.0f} us at least"
         return (
@@ -355,6 +360,7 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
                 "Lengths are on the device: a long sequence among short ones would be few programs' work.",
             )
         )
+    if not splits and plan.splits != 1:
         found.append(
             Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
             if plan.merge == "last"

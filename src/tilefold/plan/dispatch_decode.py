@@ -51,7 +51,7 @@ def _working(problem: AttentionProblem, plan: DecodePlan) -> tuple[int, int]:
 def _reason(plan: DecodePlan, given: int) -> str:
     who = "the last to arrive" if plan.merge == "last" else "decode_combine"
     if given:
-        return f"The caller asked for {given}; {who} merges."
+        return f"The caller asked for {given}{f'; {who} merges' if given > 1 else ''}."
     if plan.splits:
         shares = f"{plan.splits} equal shares" if plan.splits > 1 else "one share"
         merges = f", and {who} merges" if plan.splits > 1 else ""

@@ -214,8 +214,10 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
         return f"takes whole zero points, not zeros: {problem.zeros}"
-    if not problem.aligned or problem.k % 16:
-        return f"needs rows of x at multiples of 16 bytes and K a multiple of 16, not {problem.k}"
+    if problem.k % 16:
+        return f"needs K a multiple of 16, not {problem.k}"
+    if not problem.aligned:
+        return "needs rows of x at multiples of 16 bytes"
     if path == "rows" and problem.m > (8 if problem.bits < 4 else FEW_ROWS):
         return f"makes at most {FEW_ROWS} rows of x (8 at 2 and 3 bits), not {problem.m}"
     if path == "hopper" and problem.scales != problem.dtype:

@@ -182,7 +182,8 @@ def _portable_reason(problem: MatmulProblem, device: Device, tile: MatmulTile) -
     tiles = tile.tiles(problem)
     if tile.splits > 1:
         used = tiles * tile.splits
-        return f"{tiles} tiles leave most of {device.sms} SMs idle; {tile.splits} shares of the sum over k use {used}."
+        idle = f"{tiles} tiles would leave {device.sms - tiles} of {device.sms} SMs idle"
+        return f"{idle}; {tile.splits} shares of the sum over k use {used}."
     if tiles >= device.sms:
         return f"The least estimated time: {tiles} tiles on {device.sms} SMs."
     return f"{tiles} tiles on {device.sms} SMs; sharing the sum over k would not pay."

@@ -155,7 +155,7 @@ def hopper_slower(problem: MatmulProblem, device: Device) -> str | None:
     """Why the portable kernel is the better one, as a sentence, or None if it is not."""
     tiles = MatmulTile(128, 128, 64, 4, 6).tiles(problem)
     if 4 * tiles < 3 * device.sms:
-        return f"{tiles} tiles of 128 x 128 leave SMs idle, and smaller tiles of the portable kernel use them"
+        return f"{tiles} tiles of 128 x 128 for {device.sms} SMs: the portable kernel has smaller ones"
     if problem.m <= 32 or problem.n <= 32:
         return f"a side of {min(problem.m, problem.n)} leaves most of its 128 x 128 tiles empty"
     return None
