@@ -57,8 +57,8 @@ def _reason(plan: DecodePlan, given: int) -> str:
         merges = f", and {who} merges" if plan.splits > 1 else ""
         return f"Few keys, or one sequence: those of each of {plan.items} KV heads and row blocks in {shares}{merges}."
     return (
-        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, at least {plan.least}, "
-        f"whosever they are, and {who} merges what several have of one KV head."
+        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, "
+        f"at least {plan.least} or none, whosever they are, and {who} merges what several have of one KV head."
     )
 
 

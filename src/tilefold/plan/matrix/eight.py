@@ -161,13 +161,13 @@ def _plan_portable(problem: EightProblem, device: Device) -> EightPlan:
         plan = EightPlan(
             problem, device, block_m, 64, 128, 4, 5, reason=f"few rows ({problem.m}): bound by memory, small tiles"
         )
-        splits = max(1, min(2 * device.sms // plan.items, problem.k // 1024, 8))
+        splits = max(1, min(2 * device.sms // max(1, plan.items), problem.k // 1024, 8))
         return replace(plan, splits=splits)
     twice = problem.kind != "int8" and device.arch == 90  # sums of tensor cores and of fp32: registers for 128 columns
     tiles = -(-problem.m // 128) * -(-problem.n // 256)
     if twice or problem.m <= 256 or tiles < device.sms:
         items = -(-problem.m // 128) * -(-problem.n // 128)
-        splits = max(1, min(device.sms // items, problem.k // 2048, 4))
+        splits = max(1, min(device.sms // max(1, items), problem.k // 2048, 4))
         why = "room for two sums" if twice else f"few rows ({problem.m}): tiles of 128 x 128"
         if not twice and tiles < device.sms:
             why = f"{tiles} tiles of 128 x 256 are too few for {device.sms} SMs"
@@ -217,7 +217,7 @@ def _large(problem: EightProblem, device: Device) -> list[EightPlan]:
 def seconds(plan: EightPlan) -> float:
     """Estimated time of a plan for sm_90: products, DRAM and L2, whichever is longest, over programs that do not share evenly."""
     p, device = plan.problem, plan.device
-    programs = plan.items * plan.parts
+    programs = max(1, plan.items) * plan.parts
     reached = FEW if plan.kernel == ROWS else WIDE if plan.block_n == 256 else NARROW
     work = 2.0 * programs * plan.block_m * plan.block_n * plan.each * plan.block_k
     multiply = work / (2 * device.matmul_rate("bfloat16") * reached)

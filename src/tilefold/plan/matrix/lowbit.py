@@ -271,12 +271,12 @@ def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
     if device.generation == 90:
         possible = tuple(path for path, refusal in refusals.items() if not refusal)
         if row := choice_for(problem.bits, problem.m, problem.n, problem.k, possible):
-            reason = f"{problem.m} rows of x, at most {row.m}"
+            reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {row.m}"
             plan = LowbitPlan(problem, device, row.path, reason, rejected, **_chosen(problem, device, row))  # type: ignore[arg-type]
             return replace(plan, splits=plan.parts)
     if refusals["tile"] is None and problem.m <= TILE_UP_TO:
-        reason = f"{problem.m} rows of x, at most {TILE_UP_TO}"
+        reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {TILE_UP_TO}"
         plan = LowbitPlan(problem, device, "tile", reason, rejected, **_tile(problem, device))  # type: ignore[arg-type]
         return replace(plan, splits=plan.parts)
-    slower = () if refusals["tile"] else (f"kernels that unpack are slower from {problem.m} rows of x on",)
+    slower = () if refusals["tile"] else (f"kernels that unpack are slower with {problem.m} rows of x",)
     return LowbitPlan(problem, device, "dequantise", "serves every problem", (*rejected, *slower))
