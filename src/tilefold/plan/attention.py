@@ -240,7 +240,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
 
 def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer: Rule, other: Choice) -> str:
     programs = grid_of(problem, other.tile.block_m)[0]
-    if rule.name == "few-programs" and proposer is not rule:
+    if rule.name == "few-programs" and proposer is not rule and programs < device.sms:
         return f"Fits; rule {proposer.name} proposes it, but it makes {programs} programs for {device.sms} SMs."
     if proposer is not rule:
         return f"Fits; rule {proposer.name} proposes it, but rule {rule.name} comes first."

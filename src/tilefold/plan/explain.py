@@ -206,4 +206,5 @@ def _bound(plan: AttentionPlan | AttentionFp8Plan) -> str:
         return f"interpreter: about {_time(bound.seconds)}, at the rate that was measured for long tiles."
     rates = f"{_scaled(cost.flops / bound.seconds, 'FLOP/s')}, {_scaled(cost.bytes / bound.seconds, 'B/s')}"
     others = ", ".join(f"{name} {_time(seconds)}" for name, seconds in bound.times if name != bound.resource)
-    return f"{bound.resource}: at least {_time(bound.seconds)} ({rates}); {others}."
+    least = _time(bound.seconds)
+    return f"{bound.resource}: {'' if least.startswith('under') else 'at least '}{least} ({rates}); {others}."
