@@ -136,6 +136,8 @@ SPLIT: tuple[tuple[str, Holds], ...] = (
      lambda p, a, b, c, d: c == p.splits and same(d, waves(a * c, b))),
     (r"fills its waves \(#%\) to at least #% of what the best, #, does \(#%\)", lambda p, a, b, c, d: a + 0.06 >= b / 100 * d),
     (r"Fills #% of its waves, under #% of the best, #%", lambda p, a, b, c: a - 0.06 <= b / 100 * c),
+    (r"Fills #%; # (?:do|does) enough with less to merge",  # of the split kernel's tiles
+     lambda p, a, b: b == p.splits and (b == 1 or waves(p.programs, p.slots) + 0.06 >= 0.85 * a)),
     (r"# splits Not weighed: # blocks? a split, as with #", lambda p, a, b, c: c == a - 1),
     (r"# query tiles? for # SMs: two splits would be more than one wave", lambda p, a, b: 2 * a > b),
     (r"# query tiles?: # splits are the most that fit # SMs at once", lambda p, a, b, c: a * b <= c < a * (b + 1)),
