@@ -62,7 +62,7 @@ def programs_of(plan: Any) -> int:
 
 
 def wide(plan: Any) -> int:
-    return max(plan.block_qk, plan.block_v)
+    return max(plan.problem.block_qk, plan.problem.block_v)
 
 
 Holds = Callable[..., bool]
@@ -71,10 +71,9 @@ GENERAL: tuple[tuple[str, Holds], ...] = (
     (r"# of # (?:SMs|CUs) have work \(#%\)", lambda p, a, b, c: same(c, 100 * a / b, 1)),
     (r"# of # KiB", lambda p, a, b: a <= b),
     (r"needs # KiB of shared memory, a program on \w+ has # KiB", lambda p, a, b: a >= b),
-    (r"would take # GiB(?: of memory)?, more than #", lambda p, a, b: a >= b),
     (r"hold dS of # keys .*?, fewer than the #", lambda p, a, b: a < b),
     (r"hold dS of # of # keys", lambda p, a, b: a < b),
-    (r"needs # registers.*?, (?:of # a thread can spare|a thread has|there are) #", lambda p, a, *b: a > b[-1]),
+    (r"needs? # registers.*?, (?:of # a thread can spare|a thread has|there are) #", lambda p, a, *b: a > b[-1]),
     (r"# keys are fewer than #", lambda p, a, b: a < b),
     (r"# rows a KV head are more than (?:the )?#", lambda p, a, b: a > b),
     (r"with fewer than # keys", lambda p, a: p.problem.seq_k < a),
@@ -97,7 +96,7 @@ DENSE: tuple[tuple[str, Holds], ...] = (
      lambda p, a, b, c, d, e, f: a >= b and d == b * e and same(c, a / d, 0.01) and same(f, waves(a, d), 1)),
     (r"# programs?, (one|two|up to two) per SM, draw from a counter: # blocks?",
      lambda p, a, each, b: a <= b and a <= p.device.sms * (1 if each == "one" else 2) and (each != "one") == (a > p.device.sms)),
-    (r", (one|two|up to two) per SM, draw .*? # programs? per SM\.", lambda p, each, b: (each == "one") or b == 2),
+    (r"(one|two|up to two) per SM, draw .*? # programs? per SM\.", lambda p, each, b: (each == "one") or b == 2),
     (r"(one|two|three) warpgroups? folds?", lambda p, a: {"one": 1, "two": 2, "three": 3}[a.lower()] == p.block_m // 64),
     (r"Two warpgroups fold while a third", lambda p: p.block_m == 128),
     (r"Would (?:fill|use) # of # SMs, not #", lambda p, a, b, c: c < a <= b),
@@ -183,7 +182,6 @@ SPARSE: tuple[tuple[str, Holds], ...] = (
     (r"# query blocks?, each with its whole list, use # of # places: at most a twentieth is lost against the best number",
      lambda p, *places: plan_sparse(p.problem, p.device, portable=True).splits == 1),
     (r"# shares of a list are the most", lambda p, a: p.splits == a),
-    (r"# query tiles of the portable kernel, whose lists could be cut, fill # places", lambda p, a, b: a >= b),
 )  # fmt: skip
 
 MATRIX: tuple[tuple[str, Holds], ...] = (

@@ -13,7 +13,7 @@ from tilefold.errors import TilefoldError
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(100)
+@examples(150)
 @given(data=st.data())
 def test_reasons_say_what_their_numbers_say(kind, data):
     try:

@@ -182,7 +182,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
         "query block",
         1,
         device.sms * hopper_programs_per_sm(problem),
-        _uncut(problem, device, plan.kernel, plan.tile),
+        _uncut(problem, plan.tile),
     )
     return SparsePlan(
         problem, device, HOPPER_KERNEL, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, 1, "hopper-lists",
@@ -225,22 +225,22 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
-    items, tiles, slots = _work(problem, device, kernel, tile)
+    items = _programs(problem, tile.block_m)
+    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
     if device.backend == "interpreter":
         splits, use = 1, "The interpreter runs programs one after the other; each folds its whole list."
     else:
-        splits = choose_splits(items, tiles, tile.block_n, slots)
-        use = _use(items, "query tile", splits, slots, _uncut(problem, device, kernel, tile, splits))
+        splits = choose_splits(items, _tiles_of_list(problem, tile), tile.block_n, slots)
+        use = _use(items, "query tile", splits, slots, _uncut(problem, tile, splits))
     rule = "lists" if splits == 1 else "split-lists"
     return SparsePlan(
         problem, device, kernel, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, splits, rule, use
     )
 
 
-def _work(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> tuple[int, int, int]:
-    """Query tiles of all sequences and heads, tiles of the longest list, programs that run at once."""
-    slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
-    return _programs(problem, tile.block_m), problem.capacity * (problem.block_k // tile.block_n), slots
+def _tiles_of_list(problem: SparseProblem, tile: Tile) -> int:
+    """Of the longest that there can be."""
+    return problem.capacity * (problem.block_k // tile.block_n)
 
 
 def _use(items: int, what: str, splits: int, slots: int, uncut: str) -> str:
@@ -257,11 +257,9 @@ def _use(items: int, what: str, splits: int, slots: int, uncut: str) -> str:
     return f"{made} use {programs} of {slots} places: {uncut}."
 
 
-def _uncut(problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int = 1) -> str:
+def _uncut(problem: SparseProblem, tile: Tile, splits: int = 1) -> str:
     """Why lists are not cut in more than `splits` shares, as the rest of a sentence."""
-    items, tiles, slots = _work(problem, device, kernel, tile)
-    if items >= slots:
-        return f"{items} query tiles of the portable kernel, whose lists could be cut, fill {slots} places as they are"
+    tiles = _tiles_of_list(problem, tile)
     if splits < _most_splits(tiles, tile.block_n):
         return "at most a twentieth is lost against the best number of shares"
     if splits == MAX_SPLITS:
