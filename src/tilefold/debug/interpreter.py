@@ -231,13 +231,14 @@ def patch_operands() -> None:
     first = TritonSemantic.binary_op_type_checking_impl
     if hasattr(first, "kept"):
         return
-    tensor = core.tensor
+    tensor, plain = core.tensor, (int, float, bool)
     kept: dict[Any, tuple[Any, Any]] = {}
     numbers: dict[Any, Any] = {}
 
     def check(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
         left, right = type(lhs) is tensor, type(rhs) is tensor
-        if not (left or right) or type(self.builder) is not InterpreterBuilder:
+        known = (left or type(lhs) in plain) and (right or type(rhs) in plain) and (left or right)
+        if not known or type(self.builder) is not InterpreterBuilder:
             return first(self, lhs, rhs, *flags, **named)
         a = (lhs.type.__class__, lhs.type.name) if left else (type(lhs), lhs)
         b = (rhs.type.__class__, rhs.type.name) if right else (type(rhs), rhs)
@@ -248,9 +249,7 @@ def patch_operands() -> None:
             one, other = (_way(x, y) for x, y in zip((lhs, rhs), found, strict=True))
             if left and right:
                 kept[key] = one, other
-            elif (
-                (number := found[left]).handle.data.size <= ELEMENTS and a == a and b == b
-            ):  # not NaN, which is never found
+            elif (number := found[left]).handle.data.size <= ELEMENTS:
                 if len(numbers) >= KEPT:
                     numbers.clear()
                 number.handle.data.flags.writeable = False
