@@ -110,10 +110,10 @@ def test_gradients_of_packed_tensors(device):
 # ---------------------------------------------------------------- dropout
 
 
-def scores_of(q, k, scale, causal, dtype=torch.float64):
-    """[B, H, Sq, Sk], -inf where a key is not seen."""
-    k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
-    s = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype), k) * scale
+def scores_of(q, k, scale, causal):
+    """[B, H, Sq, Sk] fp64, -inf where a key is not seen."""
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
     if causal:
         seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).tril(s.shape[-1] - s.shape[-2])
         s = s.masked_fill(~seen, -INFINITY)
@@ -137,13 +137,18 @@ def test_dropped_weights_are_negative(device, dtype, causal):
     assert not dropped[~seen].any()
     share = (dropped < 0)[seen].float().mean().item()
     assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / int(seen.sum()))
-    exact = torch.exp(s - s.amax(-1, keepdim=True))
-    near = scores_of(q, k, 16**-0.5, causal, dtype)
-    judge(dropped.abs(), exact, torch.exp(near - near.amax(-1, keepdim=True)), "weights")
+
+    def weights():
+        s = scores_of(q, k, 16**-0.5, causal)
+        return torch.exp(s - s.amax(-1, keepdim=True))
+
+    judge(dropped.abs(), weights(), reference.deviating(weights, dtype), "weights")
     kept = torch.softmax(s, -1) * (dropped >= 0) / (1 - p)
-    want = torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2))
-    near = torch.einsum("bhqk,bkhd->bqhd", kept.to(dtype), v.repeat_interleave(2, 2))
-    judge(out, want, near, "out")
+
+    def product():
+        return torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2))
+
+    judge(out, product(), reference.deviating(product, dtype), "out")
     judge(lse, torch.logsumexp(s, -1), torch.logsumexp(s, -1).float(), "lse")
 
 

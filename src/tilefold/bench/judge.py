@@ -62,8 +62,8 @@ class Judge:
     """The reference of one case, computed once, on the device that holds the inputs.
 
     What it samples goes through `tilefold.reference.attention`, with the causal mask, the window and the lists of the true
-    positions given as a boolean mask. The same computed by plain PyTorch in the inputs' dtype says how much error that dtype
-    allows (`tilefold.reference.compare`). A backward is torch's gradient through that reference.
+    positions given as a boolean mask. The same one standard deviation off says how much error the inputs' dtype allows
+    (`tilefold.reference.compare`). A backward is torch's gradient through that reference.
     lists: False judges what computes every pair, whatever the lists say.
     """
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from .rounding import in_dtype
+
 __all__ = ["attention", "attention_varlen", "philox"]
 
 Mod = Callable[..., torch.Tensor]
 
 
+@in_dtype
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

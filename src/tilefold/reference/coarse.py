@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .rounding import in_dtype
+
 __all__ = ["CoarseOracle", "attend_rows", "coarse", "project"]
 
 
@@ -16,6 +18,7 @@ class CoarseOracle(NamedTuple):
     lse: torch.Tensor | None = None
 
 
+@in_dtype
 def project(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -47,6 +50,7 @@ def project(
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 
+@in_dtype
 def coarse(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,6 +89,7 @@ def coarse(
     return CoarseOracle(out if layout == "bhsd" else out.transpose(1, 2), scores, lse if return_lse else None)
 
 
+@in_dtype
 def attend_rows(
     q: torch.Tensor,
     rows_k: torch.Tensor,

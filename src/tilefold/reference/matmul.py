@@ -2,9 +2,12 @@
 
 import torch
 
+from .rounding import in_dtype
+
 __all__ = ["bmm", "matmul"]
 
 
+@in_dtype
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -32,6 +35,7 @@ def matmul(
     return z
 
 
+@in_dtype
 def bmm(
     a: torch.Tensor,
     b: torch.Tensor,

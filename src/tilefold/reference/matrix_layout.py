@@ -5,9 +5,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .rounding import in_dtype
+
 __all__ = ["add", "conv2d", "transpose"]
 
 
+@in_dtype
 def add(x: torch.Tensor, y: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """x + y, computed in `dtype`."""
     return x.to(dtype) + y.to(dtype)
@@ -18,6 +21,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[:, i] for i in range(x.shape[1])]) if x.shape[1] else x.new_empty((0, x.shape[0]))
 
 
+@in_dtype
 def conv2d(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -6,6 +6,7 @@ import torch
 
 from .coarse import coarse as coarse_oracle
 from .fuse import fuse
+from .rounding import in_dtype
 from .select import select as select_oracle
 from .sparse import sparse_attention
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_video_attention"]
 
 
+@in_dtype
 def sparse_video_attention(
     q: torch.Tensor,
     k: torch.Tensor,
