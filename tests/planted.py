@@ -144,7 +144,7 @@ options.fault("bias one row off")(lambda s: attended(s, bias=s.bias.roll(1, 2)))
 def pulled(s: Dense, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
     """dq, dk, dv, and of bias and sinks, of sum(out dout) + sum(lse dlse)."""
     given = {"dout": s.dout, "dlse": s.dlse, "scale": SCALE, **changed}
-    leaves = [t.detach().to(dtype).requires_grad_() for t in (s.q, s.k, s.v, s.bias, s.sinks)]
+    leaves = [t.detach().double().requires_grad_() for t in (s.q, s.k, s.v, s.bias, s.sinks)]
     learned = {"bias": leaves[3], "sinks": leaves[4]}
     out, lse = reference.attention(*leaves[:3], causal=True, scale=given["scale"], **learned, dtype=dtype)
     loss = (out * given["dout"].to(out)).sum() + (lse * given["dlse"].to(lse)).sum()
@@ -217,7 +217,7 @@ class Long:
 
 
 def summed(s: Long, dtype: torch.dtype = torch.float64) -> Tensors:
-    v = s.v.detach().to(dtype).requires_grad_()
+    v = s.v.detach().double().requires_grad_()
     out, lse = reference.attention(s.q, s.k, v, dtype=dtype)
     (dv,) = torch.autograd.grad(out, v, s.dout.to(out.dtype))
     return {"out": out.detach(), "lse": lse.detach(), "dv": dv}
@@ -249,7 +249,7 @@ class Sparse(Dense):
 
 
 def listed(s: Sparse, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
-    leaves = [t.detach().to(dtype).requires_grad_() for t in (s.q, s.k, s.v)]
+    leaves = [t.detach().double().requires_grad_() for t in (s.q, s.k, s.v)]
     out, lse = reference.sparse_attention(*leaves, s.index(**changed), dtype=dtype)
     found = torch.autograd.grad((out * s.dout.to(out)).sum(), leaves)
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
@@ -307,7 +307,7 @@ decode.fault("factors of the other head")(lambda s: decoded(s, factors=[s.factor
 
 def rough(s: Dense, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
     few = torch.tensor([16, 9, 16, 16, 7, 16], dtype=torch.int32)
-    leaves = [t.detach().to(dtype).requires_grad_() for t in (s.q, s.k, s.v)]
+    leaves = [t.detach().double().requires_grad_() for t in (s.q, s.k, s.v)]
     given = {"block": 16, "block_sizes": few, "return_lse": True, **changed}
     found = reference.coarse(*leaves, **given, dtype=dtype)
     made = torch.autograd.grad((found.out * s.dout.to(found.out)).sum(), leaves)
@@ -336,7 +336,7 @@ class Gates:
 
 
 def fused(s: Gates, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
-    given = [changed.get(name, getattr(s, name)).detach().to(dtype).requires_grad_() for name in ("x", "y", "a", "b")]
+    given = [changed.get(name, getattr(s, name)).detach().double().requires_grad_() for name in ("x", "y", "a", "b")]
     out = reference.fuse(*given, dtype=dtype)
     found = torch.autograd.grad((out * s.dout.to(out)).sum(), given)
     return {"out": out.detach(), **dict(zip(("dx", "dy", "da", "db"), found, strict=True))}
@@ -364,7 +364,7 @@ class Product:
 
 
 def product(s: Product, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
-    leaves = [changed.get(name, getattr(s, name)).detach().to(dtype).requires_grad_() for name in ("a", "b", "bias")]
+    leaves = [changed.get(name, getattr(s, name)).detach().double().requires_grad_() for name in ("a", "b", "bias")]
     out = reference.matmul(*leaves[:2], bias=leaves[2], activation="silu", dtype=dtype)
     found = torch.autograd.grad((out * s.dout.to(out)).sum(), leaves)
     return {"out": out.detach(), **dict(zip(("da", "db", "dbias"), found, strict=True))}
@@ -391,7 +391,7 @@ class Conv:
 
 
 def convolved(s: Conv, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
-    leaves = [changed.pop(name, getattr(s, name)).detach().to(dtype).requires_grad_() for name in ("x", "w")]
+    leaves = [changed.pop(name, getattr(s, name)).detach().double().requires_grad_() for name in ("x", "w")]
     out = matrix_layout.conv2d(*leaves, padding=1, groups=2, dtype=dtype, **changed)
     found = torch.autograd.grad((out * s.dout.to(out)).sum(), leaves)
     return {"out": out.detach(), **dict(zip(("dx", "dw"), found, strict=True))}

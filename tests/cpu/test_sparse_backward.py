@@ -29,11 +29,11 @@ def plan_of(q, k, v, index, **options) -> SparseBackwardPlan:
 
 def oracle(q, k, v, index, dout, dlse, dtype, options):
     """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key."""
-    inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
     out, lse = reference.sparse_attention(*inputs, index, dtype=dtype, **options)
-    loss = (out * dout.to(dtype)).sum()
+    loss = (out * dout.double()).sum()
     if dlse is not None:
-        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(dtype)).sum()
+        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.double()).sum()
     return torch.autograd.grad(loss, inputs)
 
 
@@ -162,8 +162,9 @@ def test_gradient_of_a_sum(device):
     index = lists(1, 2, 48, 48, device=device)
     for loss in (lambda out: out.sum(), lambda out: torch.cat([out, out * 0.5], 3).square().sum()):
         got = torch.autograd.grad(loss(tilefold.sparse_attention(q, k, v, index)), (q, k, v))
+        wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
         want, plain = (
-            torch.autograd.grad(loss(reference.sparse_attention(q, k, v, index, dtype=d)[0]), (q, k, v))
+            torch.autograd.grad(loss(reference.sparse_attention(*wide, index, dtype=d)[0]), wide)
             for d in (torch.float64, torch.float32)
         )
         for name, a, b, c in zip(NAMES, got, want, plain, strict=True):

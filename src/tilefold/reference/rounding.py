@@ -1,57 +1,49 @@
 """What rounding may do to a result, from the problem alone: fp64 magnitudes, numbers of terms, the dtypes' roundoff.
 
-The model is that of Higham, Accuracy and Stability of Numerical Algorithms (2002), section 2.2, made probabilistic as by Higham
-and Mary (SIAM J. Sci. Comput. 41, 2019, A2815, and 42, 2020, A3427).  The result of an operation in a dtype of roundoff u is
-x (1 + d), |d| <= u, and off by half of the smallest subnormal number at least; the d are independent, with mean 0.  A sum
-s = t_1 + ... + t_n, as of the products of a dot product, is taken in fp32 in an order that does not know the terms, and rounded
-once.  The mean square of its partial sums is then s^2 / 3 + q / 6 for large n, where q = t_1^2 + ... + t_n^2; with a mean square
-of u^2 / 3 for each d, the sum's error has a standard deviation of
+The computation runs in fp64 with errors in every operation, drawn as Higham and Mary model them (SIAM J. Sci. Comput. 41, 2019,
+A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives their sizes.
 
-    u32 (n (s^2 / 3 + q / 6) / 3)^(1/2)   <=   u32 (n / 6)^(1/2) (|t_1| + ... + |t_n|):
+* A result of roundoff u is off by u times the power of two below it at most, evenly.
+* A sum of n terms in fp32, as of a product, is off by u32 (0.541 n (s^2 / 3 + q / 6) / 3)^(1/2), one standard deviation: s is the
+  sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.
+* Kernels keep scores, probabilities and sums in fp32.  Of what they compute they round only operands of products to a narrower
+  dtype; what that dtype holds exactly, as inputs, is not off.
 
-it grows by n^(1/2) u32 beside the sum of sizes where the terms have a mean, and not with n where they have none.
-
-An error reaches the result multiplied by the derivative of the result by what it sits in, and the variances of all errors add up.
-Nobody writes these derivatives down: the computation runs in fp64, a few times, with errors as above drawn from a generator of
-fixed seed, and the mean square of what the results are off by is the variance.  Nothing is computed in the dtype itself, so the
-deviation is the same on every processor and with every library.
+An error reaches the result multiplied by a derivative that nobody writes down.  The mean square of what the results of a few
+runs are off by is their variance.  Nothing is computed in the dtype itself, so it is the same on every processor.
 """
 
 import functools
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Rounding", "deviating", "in_dtype"]
+from ..errors import DtypeError
+
+__all__ = ["Rounding", "binade", "deviating", "in_dtype"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DRAWS = (3, 8)
-"""At least and at most: results of thousands of elements need few, as the largest and the sum of squares are what counts."""
-ELEMENTS = 1 << 15
-SEED = 2019
+DRAWS = (2, 8)
+ELEMENTS = 1 << 14
+"""As many runs as make so many elements, within DRAWS: `compare` pools variances, so large results need few."""
+NUMBERS = 1048573
+"""A prime: no period of a tensor's."""
+U32 = 2.0**-24
+SIGNIFICAND = 0.541
 
-PRODUCTS = {
-    "mm": 2,
-    "bmm": 2,
-    "mv": 2,
-    "dot": 2,
-    "addmm": 3,
-    "addmv": 3,
-    "baddbmm": 3,
-    "convolution": 3,
-    "convolution_backward": 3,
-}
-"""How many of the first arguments are tensors that the terms are products of."""
-SUMS = frozenset({"sum", "mean", "cumsum", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data"})
+PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2), "addmv": (1, 2), "baddbmm": (1, 2)}
+PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
+"""Which arguments are the operands."""
 EXACT = frozenset(
     """
-    _local_scalar_dense _unsafe_view abs amax amin arange argsort bernoulli cat ceil clamp clamp_ clamp_max clamp_max_
-    clamp_min clamp_min_ clone constant_pad_nd copy copy_ cummax embedding empty empty_like empty_strided eye fill fill_
-    flip floor full full_like gather index index_copy index_copy_ index_put_ index_select kthvalue lift_fresh linspace
+    _local_scalar_dense _to_copy _unsafe_view abs amax amin arange argsort bernoulli cat ceil clamp clamp_ clamp_max
+    clamp_max_ clamp_min clamp_min_ clone constant_pad_nd copy copy_ cummax embedding empty empty_like empty_strided eye fill
+    fill_ flip floor full full_like gather index index_copy index_copy_ index_put_ index_select kthvalue lift_fresh linspace
     masked_fill masked_fill_ masked_select max maximum min minimum nan_to_num neg neg_ new_empty new_empty_strided new_full
     new_ones new_zeros normal_ ones ones_like rand rand_like randn randn_like relu relu_ repeat resize_ roll round
     scalar_tensor scatter select_backward select_scatter sgn sign slice_backward slice_scatter sort stack threshold_backward
@@ -62,134 +54,144 @@ EXACT = frozenset(
 
 
 class Rounding(TorchDispatchMode):
-    """While it is entered, what torch computes in fp64 gets the errors that computing it in `dtype` may have.
+    """While it is entered, what torch computes in fp64 gets the errors that a kernel for `dtype` may make.
 
-    dtype: fp32 or narrower; what is converted to fp64 from a wider one is rounded, too.  seed: of the errors."""
+    dtype: of inputs and results, fp32 or narrower.  seed: of the errors.  kept: what every operation's result is rounded to."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, kept: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype, self.seed = dtype, seed
-        limits = torch.finfo(dtype)
-        self.unit, self.least = limits.eps / 2, limits.smallest_normal * limits.eps / 2
-        self.sums = min(torch.finfo(torch.float32).eps / 2, self.unit)
-        self.generators: dict[torch.device, torch.Generator] = {}
+        self.dtype, self.kept, self.random = dtype, kept, random.Random(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in EXACT or func.is_view:
             return func(*args, **kwargs)
-        if name == "_to_copy":
-            out = func(*args, **kwargs)
-            wide = args[0].is_floating_point() and torch.finfo(args[0].dtype).eps < torch.finfo(self.dtype).eps
-            return self._rounded(out) if wide and args[0].dtype != torch.float64 and _counts(out) else out
-        spread = self._spread(func, name, args, kwargs)  # before an operation in place
+        if name in PARTS:
+            with self:
+                return PARTS[name](*args, **kwargs)
+        if name in PRODUCTS and self.dtype not in (torch.float32, self.kept):
+            args = [self._operand(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
+        sums = _sums(func, name, args, kwargs)  # before an operation in place
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor):
-            return self._result(out, spread[0] if spread else None)
-        if isinstance(out, tuple | list):
-            sizes = spread or [None] * len(out)
-            return type(out)(self._result(x, s) for x, s in zip(out, sizes, strict=True))
+        for i, x in enumerate(tree_leaves(out)):
+            if not _counts(x):
+                continue
+            if sums:
+                squares, terms = sums[i]
+                size = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND).sqrt_().mul_(U32)
+                x.add_(torch.nan_to_num_(size, 0.0, 0.0, 0.0).mul_(self._drawn(x)))
+            if not sums or self.kept != torch.float32:
+                x.add_(self._rounding(x, self.kept))
         return out
 
-    def _result(self, out: Any, spread: Any) -> Any:
-        """out, of whose terms the squares and the number are known or not, as it comes out of the operation."""
-        if not _counts(out):
-            return out
-        if spread is not None:
-            squares, terms = spread
-            size = (terms * (out * out / 3 + squares / 6)).sqrt_().mul_(self.sums)
-            out.add_(torch.nan_to_num_(size.mul_(self._drawn(out)), 0.0, 0.0, 0.0))
-        return self._rounded(out)
+    def _operand(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.where(x.to(self.dtype) == x, 0.0, self._rounding(x, self.dtype))
 
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """x, rounded in place; infinities and zeros stay what they are."""
-        if self.least < 1e-30:
-            return x.mul_(self._drawn(x, 1 - self.unit, 1 + self.unit))
-        size = torch.where((x == 0) | ~x.isfinite(), 0.0, x.abs().mul_(self.unit).clamp_min_(self.least))
-        return x.add_(size.mul_(self._drawn(x)))
+    def _rounding(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What rounding x to dtype adds; 0 to 0."""
+        limits = torch.finfo(dtype)
+        size = binade(x).clamp_max_(limits.max)
+        if limits.smallest_normal > 1e-30:
+            size = torch.where(x == 0, 0.0, size.clamp_min_(limits.smallest_normal))
+        return size.mul_(limits.eps / 2).mul_(self._drawn(x))
 
-    def _drawn(self, like: torch.Tensor, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
-        """Numbers between low and high."""
-        made = self.generators.get(like.device)
-        if made is None:
-            made = self.generators[like.device] = torch.Generator(like.device).manual_seed(self.seed)
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device).uniform_(low, high, generator=made)
+    def _drawn(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers between -1 and 1: a table's, from anywhere in it."""
+        table, start = _table(like.device), self.random.randrange(NUMBERS)
+        if start + like.numel() > NUMBERS:
+            table = table.roll(-start).repeat(-(-like.numel() // NUMBERS))
+            start = 0
+        return table[start : start + like.numel()].view(like.shape)
 
-    def _spread(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """For each result of a sum the sum of its terms' squares, and their number; None for other operations."""
-        if name in PRODUCTS:
-            count = {
-                "addmm": 3,
-                "baddbmm": 3,
-                "addmv": 3,
-                "addbmm": 3,
-                "convolution": 3,
-                "convolution_backward": 3,
-            }.get(name, 2)
-            squared = [a * a if isinstance(a, torch.Tensor) and i < count else a for i, a in enumerate(args)]
-            squares = func(*squared, **kwargs)
-            if name == "convolution":
-                return [(squares, args[1][0].numel() if args[1].shape[0] else 1)]
-            if name == "convolution_backward":
-                grad, _, w = args[:3]
-                pixels = grad.numel() // max(1, grad.shape[1])
-                return list(zip(squares, (w.numel() // max(1, w.shape[1]), pixels, pixels), strict=True))
-            return [(squares, args[count - 1].shape[-2 if args[count - 1].dim() > 1 else -1])]
-        if name not in SUMS or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
-            return None
-        x = args[0]
-        if name == "sum":
-            squares = func(x * x, *args[1:], **kwargs)
-            return [(squares, x.numel() // max(1, squares.numel()))]
-        if name == "mean":
-            squares = func(x * x, *args[1:], **kwargs)
-            n = x.numel() // max(1, squares.numel())
-            return [(squares / max(1, n), n)]
-        dims = args[1] if len(args) > 1 and name in ("cumsum", "logsumexp", "_softmax", "_log_softmax") else args[2]
-        n = 1
-        for d in dims if isinstance(dims, list | tuple) else [dims]:
-            n *= x.shape[d] if x.dim() else 1
-        if name == "cumsum":
-            return [(func(x * x, *args[1:], **kwargs), n)]
-        if name == "_softmax":  # as far off as the sum that it is divided by, relatively
-            return [(torch.zeros((), dtype=x.dtype, device=x.device), n)]
-        if name == "_softmax_backward_data":
-            y = args[1]
-            return [((x * y).square().sum(args[2], keepdim=True) * y * y, n)]
-        return [
-            (torch.ones((), dtype=x.dtype, device=x.device), 2 * n)
-        ]  # a sum's relative error is its logarithm's own
+
+@functools.lru_cache
+def _table(device: torch.device) -> torch.Tensor:
+    numbers = torch.empty(NUMBERS, dtype=torch.float64).uniform_(-1, 1, generator=torch.Generator().manual_seed(2019))
+    return numbers.to(device)
+
+
+def binade(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below |x|, of fp64; 0 of 0, infinity of infinity and NaN."""
+    return (x.view(torch.int64) & 0x7FF << 52).view(torch.float64)
 
 
 def _counts(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.numel() > 0
 
 
-def deviating(call: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """What `call` returns, each element of fp64 tensors too large by the standard deviation that computing in `dtype` has.
+def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, int]]:
+    """For each result of a sum the sum of its terms' squares, and their number; empty for other operations."""
+    if name in PRODUCTS:
+        squared = [a * a if _counts(a) and i <= PRODUCTS[name][-1] else a for i, a in enumerate(args)]
+        squares = func(*squared, **kwargs)
+        if name == "convolution":
+            return [(squares, max(1, args[1][0].numel()))]
+        if name == "convolution_backward":
+            grad, _, w = args[:3]
+            pixels = grad.numel() // max(1, grad.shape[1])
+            return list(zip(squares, (w.numel() // max(1, w.shape[1]), pixels, pixels), strict=True))
+        right = args[PRODUCTS[name][1]]
+        return [(squares, right.shape[-2 if right.dim() > 1 else -1])]
+    if name not in ("sum", "cumsum") or not _counts(args[0]):
+        return []
+    x = args[0]
+    squares = func(x * x, *args[1:], **kwargs)
+    return [(squares, x.numel() // max(1, squares.numel()) if name == "sum" else x.shape[args[1]] if x.dim() else 1)]
 
-    call: computes in fp64, the same each time, gradients by `torch.autograd.grad` included; returns tensors in any structure."""
+
+def _exps(x: torch.Tensor, dims: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """exp(x - the largest), its sum, and the largest."""
+    most = torch.nan_to_num(x.amax(dims, True), 0.0, 0.0, 0.0)
+    made = (x - most).exp()
+    return made, made.sum(dims, True), most
+
+
+def _logsumexp(x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
+    _, total, most = _exps(x, dims)
+    found = total.log() + most
+    return found if keepdim else found.squeeze(dims)
+
+
+def _softmax(x: torch.Tensor, dim: int, half: bool) -> torch.Tensor:
+    made, total, _ = _exps(x, dim)
+    return made / total
+
+
+PARTS: dict[str, Callable[..., Any]] = {
+    "logsumexp": _logsumexp,
+    "mean": lambda x, *given, **named: (total := x.sum(*given, **named)) * (total.numel() / max(1, x.numel())),
+    "_softmax": _softmax,
+    "_log_softmax": lambda x, dim, half: x - _logsumexp(x, dim, True),
+    "_softmax_backward_data": lambda g, y, dim, kind: y * (g - (g * y).sum(dim, True)),
+    "_log_softmax_backward_data": lambda g, y, dim, kind: g - y.exp() * g.sum(dim, True),
+}
+"""Operations that are several."""
+
+
+def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = torch.float32) -> Any:
+    """What `call` returns, each element of fp64 tensors too large by the standard deviation that computing for `dtype` has.
+
+    call: computes in fp64, the same each time, gradients by `torch.autograd.grad` included; returns tensors in any structure.
+    kept: what is rounded to between operations; fp32 as kernels do, `dtype` where each operation is a kernel.  The rounding of
+    the result to `dtype` is not included."""
     flat, form = tree_flatten(call())
     exact = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
     off = [torch.zeros_like(x) if _counts(x) else None for x in exact]
-    draws = ELEMENTS // max(1, sum(x.numel() for x in off if x is not None))
+    draws = ELEMENTS // max(1, min((x.numel() for x in off if x is not None), default=1))
     draws = min(max(draws, DRAWS[0]), DRAWS[1])
     for draw in range(draws):
-        with Rounding(dtype, SEED + draw):
-            found, _ = tree_flatten(call())
+        with Rounding(dtype, draw, kept):
+            found = tree_leaves(call())
         for total, x, y in zip(off, exact, found, strict=True):
             if total is not None:
-                total += torch.where(x.isfinite() & y.isfinite(), (y.detach() - x).square(), 0.0)
-    made = [
-        x if o is None else torch.where(x.isfinite(), x + (o / draws).sqrt(), x)
-        for x, o in zip(exact, off, strict=True)
-    ]
+                total += (y.detach() - x).square_().nan_to_num_(0.0, 0.0, 0.0)
+    made = [x if o is None else x + (o / draws).sqrt_() for x, o in zip(exact, off, strict=True)]
     return tree_unflatten(made, form)
 
 
 def in_dtype(function: F) -> F:
-    """A reference whose argument `dtype` says what it is computed in: fp64, or a narrower dtype, in which its results and its
-    gradients are those of `deviating`, rounded to it."""
+    """A reference whose argument `dtype` says what it is computed for: fp64, or a narrower dtype, for which its results and its
+    gradients are those of `deviating`, in fp64."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -202,6 +204,8 @@ def in_dtype(function: F) -> F:
         bound.arguments["dtype"] = torch.float64
         flat, form = tree_flatten((bound.args, bound.kwargs))
         leaves = [x for x in flat if isinstance(x, torch.Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
+        if any(x.dtype != torch.float64 for x in leaves):
+            raise DtypeError("a reference's gradients for a narrower dtype need inputs in torch.float64: others would round them")
         chosen = {id(x): i for i, x in enumerate(leaves)}
         spec: list[Any] = []
 
@@ -216,7 +220,7 @@ def in_dtype(function: F) -> F:
 
 
 class _Deviating(torch.autograd.Function):
-    """Results and gradients by one standard deviation too large, in `dtype`."""
+    """Results and gradients by one standard deviation too large."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, dtype: torch.dtype, spec: list[Any], *leaves: torch.Tensor) -> Any:
@@ -225,27 +229,20 @@ class _Deviating(torch.autograd.Function):
         ctx.save_for_backward(*leaves)
         found, form = tree_flatten(deviating(lambda: call(leaves), dtype))
         spec.append(form)
-        return tuple(x.to(dtype) if _narrow(x) else x for x in found)
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        leaves = ctx.saved_tensors
-
         def pulled() -> Any:
             with torch.enable_grad():
-                mine = [x.detach().double().requires_grad_() for x in leaves]
-                found, _ = tree_flatten(ctx.call(mine))
+                mine = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+                found = tree_leaves(ctx.call(mine))
                 pairs = [
-                    (x, c.to(x.dtype))
+                    (x, c)
                     for x, c in zip(found, cotangents, strict=True)
                     if isinstance(x, torch.Tensor) and x.requires_grad and c is not None
                 ]
                 made = torch.autograd.grad([x for x, _ in pairs], mine, [c for _, c in pairs], allow_unused=True)
             return list(made)
 
-        found = deviating(pulled, ctx.dtype)
-        return (None, None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(found, leaves, strict=True)))
-
-
-def _narrow(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype == torch.float64
+        return None, None, None, *deviating(pulled, ctx.dtype)
