@@ -17,8 +17,8 @@ from tilefold.reference.tolerance import compare
 
 
 def expected(q, k, v, w, u, starts, k_starts, dtype, used="both", **options):
-    """(out, lse, dq, dk, dv) of one process with all tokens, computed in dtype."""
-    leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    """(out, lse, dq, dk, dv) of one process with all tokens, computed for dtype."""
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
     outs, sums = [], []
     for i in range(len(starts) - 1):
         rows, cols = slice(*starts[i : i + 2]), slice(*k_starts[i : i + 2])
@@ -28,7 +28,7 @@ def expected(q, k, v, w, u, starts, k_starts, dtype, used="both", **options):
         outs.append(out)
         sums.append(lse)
     out, lse = torch.cat(outs, 1), torch.cat(sums, 2)
-    loss_of(out, lse, w.to(dtype), u.to(dtype), used).backward()
+    loss_of(out, lse, w.double(), u.double(), used).backward()
     return out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)
 
 

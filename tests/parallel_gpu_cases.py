@@ -110,9 +110,9 @@ def sparse():
     sizes = {"block_q": 64, "block_k": 64, "seq_q": 1000, "seq_k": 1000}
     wanted = []
     for exact in (torch.float64, torch.bfloat16):
-        leaves = [t.to(exact, copy=True).requires_grad_() for t in (q, k, v)]
+        leaves = [t.double().requires_grad_() for t in (q, k, v)]
         out, _ = reference.sparse_attention(*leaves, BlockIndex.from_map(keep, **sizes), dtype=exact)
-        (out * w.to(exact)).sum().backward()
+        (out * w.double()).sum().backward()
         wanted.append([out.detach(), *(t.grad for t in leaves)])
     mine = [tp.shard_sequence(t, sharding, rank).to(device).requires_grad_() for t in (q, k, v)]
     rows = tp.shard_index(BlockIndex.from_map(keep.to(device), **sizes), sharding, rank)

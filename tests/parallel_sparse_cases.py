@@ -36,10 +36,10 @@ def check(sharding, batch, heads, share, shared=False, sizes=False, dtype=torch.
     block_sizes = torch.randint(0, 9, (blocks,), dtype=torch.int32, generator=random) if sizes else None
     index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=tokens, seq_k=tokens, block_sizes=block_sizes)
     wanted = []
-    for exact in (torch.float64, torch.float32 if dtype == torch.float32 else dtype):
-        leaves = leaves_of(t.to(exact) for t in (q, k, v))
+    for exact in (torch.float64, dtype):
+        leaves = leaves_of(t.double() for t in (q, k, v))
         out, lse = reference.sparse_attention(*leaves, index, dtype=exact)
-        (out * w.to(exact)).sum().backward()
+        (out * w.double()).sum().backward()
         wanted.append([out.detach(), lse.detach(), *(t.grad for t in leaves)])
     mine = leaves_of(tp.shard_sequence(t, sharding, rank) for t in (q, k, v))
     rows = tp.shard_index(index, sharding, rank)

@@ -294,7 +294,7 @@ def test_packed_sequences(dtype, device):
     dout, dlse = rand(64, 4, 24, dtype=dtype, device=device), rand(4, 64, device=device)
     dout[60:], dlse[:, 60:] = 0, 0
 
-    def gradients_of(attend, dtype):
+    def gradients_of(attend, dtype=torch.float64):
         inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
         out, lse = attend(*inputs)
         loss = (out[:60].to(dtype) * dout[:60].to(dtype)).sum()
@@ -307,7 +307,7 @@ def test_packed_sequences(dtype, device):
         )
         want, plain = (
             gradients_of(
-                lambda *t, d=d, o=options: reference.sparse_attention_varlen(*t, index, cu_q, cu_k, dtype=d, **o), d
+                lambda *t, d=d, o=options: reference.sparse_attention_varlen(*t, index, cu_q, cu_k, dtype=d, **o)
             )
             for d in (torch.float64, dtype)
         )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .rounding import in_dtype
+from .rounding import attended, in_dtype, stored
 
 __all__ = ["CoarseOracle", "attend_rows", "coarse", "project"]
 
@@ -36,7 +36,7 @@ def project(
     x = torch.where(valid[..., None], x, 0)
     if kind == "dense":
         assert weight is not None
-        rows = torch.einsum("hnt,bhtd->bhnd", weight.to(dtype).expand(x.shape[1], -1, -1), x)
+        rows = torch.einsum("hnt,bhtd->bhnd", stored(weight.to(dtype)).expand(x.shape[1], -1, -1), x)
     else:
         blocks = -(-seq // block)
         tokens = in_blocks(x, block)
@@ -72,14 +72,15 @@ def coarse(
     options: dict[str, Any] = {"block": block, "layout": layout, "dtype": dtype}
     own = "dense" if kind == "dense" else "block"
     rows_k, rows_v = (
-        project(x, weight, kind=own, block_sizes=block_sizes, **options) for x, weight in ((k, weight_k), (v, weight_v))
+        stored(project(x, weight, kind=own, block_sizes=block_sizes, **options))
+        for x, weight in ((k, weight_k), (v, weight_v))
     )
     options |= {"reduction": reduction, "scale": scale, "block_sizes": block_sizes, "return_lse": True}
     if kind != "pooled":
         result = attend_rows(q, rows_k, rows_v, query_sizes=query_sizes, **options)
         return result if return_lse else result._replace(lse=None)
     seq = q.shape[1 if layout == "bshd" else 2]
-    pooled = project(q, block_sizes=query_sizes, block=block, layout=layout, dtype=dtype)
+    pooled = stored(project(q, block_sizes=query_sizes, block=block, layout=layout, dtype=dtype))
     live = valid_tokens(query_sizes, seq, block, q.device)
     first = live[..., ::block]  # a block is live if its first token is
     options["block"] = 1
@@ -124,7 +125,7 @@ def attend_rows(
     s = s.masked_fill(~(keep[:, :, None, :] & live[..., None]), -math.inf)
     lse = torch.logsumexp(s, 3) if rows else s.new_full(s.shape[:3], -math.inf)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhqk,bhkd->bhqd", p, rows_v)
+    out = attended(torch.einsum("bhqk,bhkd->bhqd", p, rows_v), lse)
     per_block = in_blocks(p.detach(), block)  # [B, H, Qb, block, rows]
     if reduction == "max":
         scores = per_block.amax(3)

@@ -1,11 +1,10 @@
 """Oracles of add, transpose and conv2d in plain torch, fp64."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from .rounding import in_dtype
+from .matmul import ACTIVATIONS
+from .rounding import activated, in_dtype
 
 __all__ = ["add", "conv2d", "transpose"]
 
@@ -56,17 +55,8 @@ def conv2d(
     found = out.reshape(n, out_channels, high, wide)
     if bias is not None:
         found = found + bias.to(dtype)[:, None, None]
-    found = ACTIVATIONS[activation](found)
+    found = found if activation is None else activated(ACTIVATIONS[activation], found)
     return found[0] if x.dim() == 3 else found
-
-
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    None: lambda t: t,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-}
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:

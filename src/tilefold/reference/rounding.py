@@ -15,6 +15,7 @@ runs are off by is their variance.  Nothing is computed in the dtype itself, so 
 
 import functools
 import inspect
+import math
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -25,10 +26,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import DtypeError
 
-__all__ = ["Rounding", "binade", "deviating", "in_dtype"]
+__all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "stored"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DRAWS = (2, 8)
+DRAWS = (3, 8)
 ELEMENTS = 1 << 14
 """As many runs as make so many elements, within DRAWS: `compare` pools variances, so large results need few."""
 NUMBERS = 1048573
@@ -58,9 +59,20 @@ class Rounding(TorchDispatchMode):
 
     dtype: of inputs and results, fp32 or narrower.  seed: of the errors.  kept: what every operation's result is rounded to."""
 
+    entered: "list[Rounding]" = []
+
     def __init__(self, dtype: torch.dtype, seed: int, kept: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.kept, self.random = dtype, kept, random.Random(seed)
+        self.held: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> "Rounding":
+        self.entered.append(self)
+        return cast(Rounding, super().__enter__())
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.pop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
@@ -70,7 +82,7 @@ class Rounding(TorchDispatchMode):
             with self:
                 return PARTS[name](*args, **kwargs)
         if name in PRODUCTS and self.dtype not in (torch.float32, self.kept):
-            args = [self._operand(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
+            args = [self.narrowed(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
         sums = _sums(func, name, args, kwargs)  # before an operation in place
         out = func(*args, **kwargs)
         for i, x in enumerate(tree_leaves(out)):
@@ -81,13 +93,18 @@ class Rounding(TorchDispatchMode):
                 size = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND).sqrt_().mul_(U32)
                 x.add_(torch.nan_to_num_(size, 0.0, 0.0, 0.0).mul_(self._drawn(x)))
             if not sums or self.kept != torch.float32:
-                x.add_(self._rounding(x, self.kept))
+                x.add_(self.rounding(x, self.kept))
         return out
 
-    def _operand(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.where(x.to(self.dtype) == x, 0.0, self._rounding(x, self.dtype))
+    def narrowed(self, x: torch.Tensor) -> torch.Tensor:
+        """x rounded to the dtype; itself where the dtype holds it, or another call made it."""
+        if x.untyped_storage().data_ptr() in self.held:
+            return x
+        made = x + torch.where(x.to(self.dtype) == x, 0.0, self.rounding(x, self.dtype))
+        self.held[made.untyped_storage().data_ptr()] = made
+        return made
 
-    def _rounding(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def rounding(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What rounding x to dtype adds; 0 to 0."""
         limits = torch.finfo(dtype)
         size = binade(x).clamp_max_(limits.max)
@@ -97,11 +114,10 @@ class Rounding(TorchDispatchMode):
 
     def _drawn(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers between -1 and 1: a table's, from anywhere in it."""
-        table, start = _table(like.device), self.random.randrange(NUMBERS)
-        if start + like.numel() > NUMBERS:
-            table = table.roll(-start).repeat(-(-like.numel() // NUMBERS))
-            start = 0
-        return table[start : start + like.numel()].view(like.shape)
+        table, n = _table(like.device), like.numel()
+        start = self.random.randrange(NUMBERS - n % NUMBERS)
+        table = table if start + n <= NUMBERS else table.repeat(1 + -(-n // NUMBERS))
+        return table[start : start + n].view(like.shape)
 
 
 @functools.lru_cache
@@ -157,8 +173,28 @@ def _softmax(x: torch.Tensor, dim: int, half: bool) -> torch.Tensor:
     return made / total
 
 
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    return x * _normal(x, approximate)[0]
+
+
+def _gelu_backward(grad: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    share, slope = _normal(x, approximate)
+    return grad * (share + x * slope)
+
+
+def _normal(x: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The share of normal numbers below x, and its derivative: where one is nearly the other's negative the error stays."""
+    if approximate == "none":
+        return (1 + torch.erf(x * 0.5**0.5)) * 0.5, torch.exp(x * x * -0.5) * (2 * math.pi) ** -0.5
+    half = math.sqrt(2 / math.pi)
+    t = torch.tanh((x + x * x * x * 0.044715) * half)
+    return (1 + t) * 0.5, (1 - t * t) * (1 + x * x * (3 * 0.044715)) * (half / 2)
+
+
 PARTS: dict[str, Callable[..., Any]] = {
     "logsumexp": _logsumexp,
+    "gelu": _gelu,
+    "gelu_backward": _gelu_backward,
     "mean": lambda x, *given, **named: (total := x.sum(*given, **named)) * (total.numel() / max(1, x.numel())),
     "_softmax": _softmax,
     "_log_softmax": lambda x, dim, half: x - _logsumexp(x, dim, True),
@@ -166,6 +202,59 @@ PARTS: dict[str, Callable[..., Any]] = {
     "_log_softmax_backward_data": lambda g, y, dim, kind: g - y.exp() * g.sum(dim, True),
 }
 """Operations that are several."""
+
+
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """x as one kernel hands it to another, rounded to the dtype, and its gradient as it comes back."""
+    return cast(torch.Tensor, _Stored.apply(x)) if Rounding.entered else x  # type: ignore[no-untyped-call]
+
+
+def attended(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """out [..., D], as backward passes read it: sum(out dout), of what the dtype holds, is part of the gradient of lse [...]."""
+    return cast(torch.Tensor, _Attended.apply(out, lse)) if Rounding.entered else out  # type: ignore[no-untyped-call]
+
+
+def activated(function: Callable[[torch.Tensor], torch.Tensor], z: torch.Tensor) -> torch.Tensor:
+    """function(z), of which backward passes read z, and hand on its gradient, as the dtype holds them."""
+    return cast(torch.Tensor, _Activated.apply(function, z)) if Rounding.entered else function(z)  # type: ignore[no-untyped-call]
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return Rounding.entered[-1].narrowed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Rounding.entered[-1].narrowed(grad)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (out,), mode = ctx.saved_tensors, Rounding.entered[-1]
+        return grad, -(grad * mode.rounding(out, mode.dtype)).sum(-1)
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, z: torch.Tensor) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(z)
+        return cast(torch.Tensor, function(z))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        mode = Rounding.entered[-1]
+        with torch.enable_grad():
+            z = mode.narrowed(ctx.saved_tensors[0]).detach().requires_grad_()
+            (made,) = torch.autograd.grad(ctx.function(z), z, grad)
+        return None, mode.narrowed(made)
 
 
 def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = torch.float32) -> Any:
@@ -177,7 +266,7 @@ def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = t
     flat, form = tree_flatten(call())
     exact = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
     off = [torch.zeros_like(x) if _counts(x) else None for x in exact]
-    draws = ELEMENTS // max(1, min((x.numel() for x in off if x is not None), default=1))
+    draws = ELEMENTS // max(1, sum(x.numel() for x in off if x is not None))
     draws = min(max(draws, DRAWS[0]), DRAWS[1])
     for draw in range(draws):
         with Rounding(dtype, draw, kept):

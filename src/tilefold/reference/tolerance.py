@@ -16,13 +16,14 @@ from statistics import NormalDist
 
 import torch
 
-from .rounding import binade
+from .rounding import U32, binade
 
 __all__ = ["Comparison", "compare"]
 
 FACTOR = 2.0
 PROBABILITY = 1e-4
 ROUNDINGS = 4
+PRIOR = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
     rounding = binade(x.abs() + spread).clamp_min_(limits.smallest_normal) * limits.eps / 2
     error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
     limit = spread + rounding
+    global LAST; LAST = limit
     worst = (error / limit).argmax()
     norm = x.norm().clamp_min(limits.tiny)
     l2 = torch.hypot(FACTOR * (base * finite).norm(), (rounding * finite).norm())
@@ -82,7 +84,12 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
 
 
 def _pooled(off: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    return off
+    """Deviations off, 0 where not finite, raised to what those of the same row and column give."""
+    squares, live = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (off.square(), finite.double()))
+    mean = squares.sum() / live.sum()
+    row, column = (((squares.sum(d, True) + PRIOR * mean) / (live.sum(d, True) + PRIOR)) for d in (1, 0))
+    made = torch.maximum(squares, row * column / mean.clamp_min(torch.finfo(torch.float64).tiny))
+    return made.sqrt().view(off.shape)
 
 
 def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:

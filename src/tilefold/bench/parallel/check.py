@@ -75,8 +75,8 @@ def _rows(
     """out and dq of some queries of head 0: they depend on no other query."""
     found = []
     for dtype in (torch.float64, inputs.q.dtype):
-        q = inputs.q[:, chosen, :1].to(dtype).requires_grad_()
-        k, v = (t.to(dtype)[None, :, None] for t in whole)
+        q = inputs.q[:, chosen, :1].double().requires_grad_()
+        k, v = (t[None, :, None] for t in whole)
         mask = (
             None if seen is None else seen(where[:, None], torch.arange(k.shape[1], device=k.device)[None])[None, None]
         )
