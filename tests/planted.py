@@ -476,7 +476,7 @@ def strain(verdicts: dict[str, reference.Comparison]) -> float:
     """How many times its limit the worst error is."""
     found = [0.0]
     for v in verdicts.values():
-        pairs = (v.max_error, v.max_limit), (v.l2_error, v.l2_limit), (v.scale_error, v.scale_limit)
+        pairs = (v.max_error, v.max_limit), (v.l2_error, v.l2_limit)
         found += [math.inf] if not v.same_specials else [error / limit for error, limit in pairs]
     return max(found)
 

@@ -29,11 +29,13 @@ from ..errors import DtypeError
 __all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "stored"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DRAWS = (3, 8)
+DRAWS = (4, 8)
 ELEMENTS = 1 << 14
 """As many runs as make so many elements, within DRAWS: `compare` pools variances, so large results need few."""
 NUMBERS = 1048573
 """A prime: no period of a tensor's."""
+LARGEST = 1 << 22
+"""Elements of a tensor whose errors' sizes are kept from one run to the next."""
 U32 = 2.0**-24
 SIGNIFICAND = 0.541
 
@@ -57,14 +59,21 @@ EXACT = frozenset(
 class Rounding(TorchDispatchMode):
     """While it is entered, what torch computes in fp64 gets the errors that a kernel for `dtype` may make.
 
-    dtype: of inputs and results, fp32 or narrower.  seed: of the errors.  kept: what every operation's result is rounded to."""
+    dtype: of inputs and results, fp32 or narrower.  seed: of the errors.  kept: what every operation's result is rounded to.
+    `again` makes it ready to be entered for the same computation with other errors: their sizes are known by then."""
 
     entered: "list[Rounding]" = []
 
-    def __init__(self, dtype: torch.dtype, seed: int, kept: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int = 0, kept: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype, self.kept, self.random = dtype, kept, random.Random(seed)
+        self.dtype, self.kept = dtype, kept
+        self.sizes: list[torch.Tensor | None] = []
+        self.again(seed)
+
+    def again(self, seed: int) -> "Rounding":
+        self.random, self.at = random.Random(seed), 0
         self.held: dict[int, torch.Tensor] = {}
+        return self
 
     def __enter__(self) -> "Rounding":
         self.entered.append(self)
@@ -83,41 +92,51 @@ class Rounding(TorchDispatchMode):
                 return PARTS[name](*args, **kwargs)
         if name in PRODUCTS and self.dtype not in (torch.float32, self.kept):
             args = [self.narrowed(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
-        sums = _sums(func, name, args, kwargs)  # before an operation in place
         out = func(*args, **kwargs)
+        sums: list[Any] = []
         for i, x in enumerate(tree_leaves(out)):
-            if not _counts(x):
-                continue
-            if sums:
-                squares, terms = sums[i]
-                size = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND).sqrt_().mul_(U32)
-                x.add_(torch.nan_to_num_(size, 0.0, 0.0, 0.0).mul_(self._drawn(x)))
-            if not sums or self.kept != torch.float32:
-                x.add_(self.rounding(x, self.kept))
+            if _counts(x):
+
+                def size(i: int = i, x: torch.Tensor = x) -> torch.Tensor:
+                    sums[:] = sums or _sums(func, name, args, kwargs)
+                    own = self._half(x, self.kept)
+                    if not sums:
+                        return own
+                    of_sum = _of_sum(x, *sums[i])
+                    return of_sum if self.kept == torch.float32 else torch.hypot(of_sum, own)
+
+                self._off(x, size)
         return out
 
+    def _off(self, x: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """x, in place, off by at most its size: what `make` gives, or gave in the first run."""
+        at, self.at = self.at, self.at + 1
+        size = self.sizes[at] if at < len(self.sizes) else None
+        if size is None or size.shape != x.shape:
+            size = torch.nan_to_num_(make(), 0.0, 0.0, 0.0)
+            if at == len(self.sizes):
+                self.sizes.append(size if size.numel() <= LARGEST else None)
+        table, n = _table(x.device), x.numel()
+        start = self.random.randrange(NUMBERS - n % NUMBERS)
+        table = table if start + n <= NUMBERS else table.repeat(1 + -(-n // NUMBERS))
+        return x.addcmul_(size, table[start : start + n].view(x.shape))
+
     def narrowed(self, x: torch.Tensor) -> torch.Tensor:
-        """x rounded to the dtype; itself where the dtype holds it, or another call made it."""
+        """x rounded to the dtype; itself where the dtype holds it, or an earlier call made it."""
         if x.untyped_storage().data_ptr() in self.held:
             return x
-        made = x + torch.where(x.to(self.dtype) == x, 0.0, self.rounding(x, self.dtype))
+        made = self._off(x.clone(), lambda: torch.where(x.to(self.dtype) == x, 0.0, self._half(x, self.dtype)))
         self.held[made.untyped_storage().data_ptr()] = made
         return made
 
-    def rounding(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What rounding x to dtype adds; 0 to 0."""
+    @staticmethod
+    def _half(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Half a unit in x's last place; 0 of 0 and of infinity."""
         limits = torch.finfo(dtype)
-        size = binade(x).clamp_max_(limits.max)
+        size = binade(x)
         if limits.smallest_normal > 1e-30:
             size = torch.where(x == 0, 0.0, size.clamp_min_(limits.smallest_normal))
-        return size.mul_(limits.eps / 2).mul_(self._drawn(x))
-
-    def _drawn(self, like: torch.Tensor) -> torch.Tensor:
-        """Numbers between -1 and 1: a table's, from anywhere in it."""
-        table, n = _table(like.device), like.numel()
-        start = self.random.randrange(NUMBERS - n % NUMBERS)
-        table = table if start + n <= NUMBERS else table.repeat(1 + -(-n // NUMBERS))
-        return table[start : start + n].view(like.shape)
+        return size.mul_(limits.eps / 2)
 
 
 @functools.lru_cache
@@ -133,6 +152,10 @@ def binade(x: torch.Tensor) -> torch.Tensor:
 
 def _counts(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.numel() > 0
+
+
+def _of_sum(x: torch.Tensor, squares: Any, terms: int) -> torch.Tensor:
+    return (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND).sqrt_().mul_(U32)
 
 
 def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, int]]:
@@ -164,7 +187,7 @@ def _exps(x: torch.Tensor, dims: Any) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def _logsumexp(x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
     _, total, most = _exps(x, dims)
-    found = total.log() + most
+    found = (total.log2() + most * math.log2(math.e)) * math.log(2)  # in base 2, as kernels
     return found if keepdim else found.squeeze(dims)
 
 
@@ -237,8 +260,8 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (out,), mode = ctx.saved_tensors, Rounding.entered[-1]
-        return grad, -(grad * mode.rounding(out, mode.dtype)).sum(-1)
+        (out,) = ctx.saved_tensors
+        return grad, (grad * (out - Rounding.entered[-1].narrowed(out))).sum(-1)
 
 
 class _Activated(torch.autograd.Function):
@@ -268,8 +291,9 @@ def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = t
     off = [torch.zeros_like(x) if _counts(x) else None for x in exact]
     draws = ELEMENTS // max(1, sum(x.numel() for x in off if x is not None))
     draws = min(max(draws, DRAWS[0]), DRAWS[1])
+    mode = Rounding(dtype, kept=kept)
     for draw in range(draws):
-        with Rounding(dtype, draw, kept):
+        with mode.again(draw):
             found = tree_leaves(call())
         for total, x, y in zip(off, exact, found, strict=True):
             if total is not None:

@@ -21,9 +21,9 @@ from .rounding import U32, binade
 __all__ = ["Comparison", "compare"]
 
 FACTOR = 2.0
-PROBABILITY = 1e-4
+PROBABILITY = 1e-6
 ROUNDINGS = 4
-PRIOR = 8
+TINY = 1e-290
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,18 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
     if not bool(finite.any()):
         return Comparison(0.0, 0.0, 0.0, 0.0, same)
     x, base = (torch.where(finite, t, 0.0) for t in (exact, p - exact))
-    base = _pooled(base, finite)
-    limits = torch.finfo(got.dtype)
-    factor = NormalDist().inv_cdf(1 - PROBABILITY / 2 / int(finite.sum()))
-    spread = factor * base + ROUNDINGS * U32 * unit
+    base, count, limits = _pooled(base, finite), int(finite.sum()), torch.finfo(got.dtype)
+    tail = NormalDist().inv_cdf(1 - PROBABILITY / 2 / count)
+    small = ROUNDINGS * U32 * x.abs().clamp_min(unit)
+    spread = tail * base + small
     rounding = binade(x.abs() + spread).clamp_min_(limits.smallest_normal) * limits.eps / 2
     error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
     limit = spread + rounding
     global LAST; LAST = limit
     worst = (error / limit).argmax()
     norm = x.norm().clamp_min(limits.tiny)
-    l2 = torch.hypot(FACTOR * (base * finite).norm(), (rounding * finite).norm())
+    factor = max(FACTOR, 1 + NormalDist().inv_cdf(1 - PROBABILITY / 2) / count**0.5)
+    l2 = torch.hypot(factor * (base * finite).norm(), ((rounding + small) * finite).norm())
     return Comparison(
         max_error=float(error.flatten()[worst]),
         max_limit=float(limit.flatten()[worst]),
@@ -84,11 +85,10 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
 
 
 def _pooled(off: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Deviations off, 0 where not finite, raised to what those of the same row and column give."""
+    """Deviations off [.., C], 0 where not finite, raised to what those of row and column give, and to half their root mean square."""
     squares, live = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (off.square(), finite.double()))
-    mean = squares.sum() / live.sum()
-    row, column = (((squares.sum(d, True) + PRIOR * mean) / (live.sum(d, True) + PRIOR)) for d in (1, 0))
-    made = torch.maximum(squares, row * column / mean.clamp_min(torch.finfo(torch.float64).tiny))
+    row, column, mean = (squares.sum(d, True) / live.sum(d, True).clamp_min(1) for d in (1, 0, (0, 1)))
+    made = torch.maximum(squares, row * column / mean.clamp_min(TINY)).maximum(mean / 4)
     return made.sqrt().view(off.shape)
 
 
