@@ -130,7 +130,7 @@ def judge(family, model, live=None, **inputs):
     """tilefold's logits are as near to the oracle's as the dtype's rounding allows; `live`: [batch, tokens] bool that count."""
     double = made_by(model, "exact", double=True)
     oracle = logits(double, **inputs)
-    plain = deviating(lambda: logits(double, **inputs), next(model.parameters()).dtype)
+    plain = deviating(lambda: logits(double, **inputs), *[next(model.parameters()).dtype] * 2)
     got = logits(made_by(model, "tilefold"), **inputs)
     picked = (x if live is None else x[live.to(x.device)] for x in (got, oracle, plain))
     result = compare(*picked)
@@ -153,7 +153,7 @@ def judge_compiled(model, backend="inductor", **inputs):
     """With its layers compiled a model's gradients are as near to those in fp64 as rounding allows, in relative L2."""
     double = made_by(model, "exact", double=True)
     _, exact = trained_once(double, **inputs)
-    plain = deviating(lambda: trained_once(double, **inputs)[1], next(model.parameters()).dtype)
+    plain = deviating(lambda: trained_once(double, **inputs)[1], *[next(model.parameters()).dtype] * 2)
     model = made_by(model, "tilefold")
     plain_loss, _ = trained_once(model, **inputs)
     for layer in model.model.layers:

@@ -52,9 +52,7 @@ def check(a, b, *, plan=None, order="grouped", out_dtype=None, tf32=False, **opt
         )
     else:
         plain = oracle(a, b, dtype=a.dtype if a.dtype in (torch.float16, torch.bfloat16) else dtype, **options)
-    judge(
-        got, oracle(a, b, **options), plain, f"{tuple(a.shape)} @ {tuple(b.shape)} {a.dtype} {options.keys()}"
-    )
+    judge(got, oracle(a, b, **options), plain, f"{tuple(a.shape)} @ {tuple(b.shape)} {a.dtype} {options.keys()}")
     return got
 
 

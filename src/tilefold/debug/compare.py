@@ -14,6 +14,7 @@ from tilefold.debug.report import Fault
 from tilefold.debug.trace import Trace, as_ids, at_index
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.reference import compare, deviating
+from tilefold.reference.tolerance import errors
 
 __all__ = ["Outcome", "Tolerance", "Wanted", "judge", "references"]
 
@@ -62,7 +63,8 @@ def references(
     if tolerance.atol is None and any(
         outputs[name].is_floating_point() and one is not None for name, one in exact.items()
     ):
-        plain = deviating(lambda: _called(reference, bound, outputs, torch.float64), _narrowest(bound, outputs))
+        dtype = _narrowest(bound, outputs)
+        plain = deviating(lambda: _called(reference, bound, outputs, torch.float64), dtype, kept=dtype)
     return {name: None if one is None else Wanted(one, plain[name]) for name, one in exact.items()}
 
 
@@ -172,7 +174,8 @@ def _wrong(
     comparison = compare(near, e, wanted.plain.flatten())
     if comparison.ok:
         return np.zeros(got.numel(), bool), str(comparison)
-    wrong = ~same & ~(error <= comparison.max_limit)
+    off, *_, limit = errors(near, e, wanted.plain.flatten())
+    wrong = ~same & ~((off <= limit) & near.isfinite())
     if not wrong.any():  # all elements are near enough, their sum is not: the worst one stands for it
         wrong[int(torch.where(same, 0.0, error).argmax())] = True
     return wrong.numpy(), str(comparison)

@@ -1,7 +1,7 @@
 """Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions.
 
 Where one takes a `dtype` below float64 it says what computing in that dtype may do: results, and gradients through them, are
-one standard deviation of rounding off (`rounding`) and have that dtype."""
+one standard deviation of rounding off (`rounding`), in float64."""
 
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project

@@ -53,7 +53,7 @@ def attention(
     i_q, i_k = index(seq_q, device=q.device)[:, None], index(seq_k, device=q.device)[None, :]
     position = i_q + seq_k - seq_q
 
-    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * (1 / math.sqrt(dim) if scale is None else scale)
+    s = (q @ k.mT) * (1 / math.sqrt(dim) if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -97,7 +97,7 @@ def _softmax_times(
         return s.new_zeros(*s.shape[:3], v.shape[3]), s.new_full(s.shape[:3], float("-inf"))
     lse = torch.logsumexp(s, 3)
     p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return attended(torch.einsum("bhqk,bhkd->bhqd", p if factor is None else p * factor, v), lse), lse
+    return attended((p if factor is None else p * factor) @ v, lse), lse
 
 
 def philox(

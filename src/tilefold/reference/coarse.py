@@ -36,7 +36,7 @@ def project(
     x = torch.where(valid[..., None], x, 0)
     if kind == "dense":
         assert weight is not None
-        rows = torch.einsum("hnt,bhtd->bhnd", stored(weight.to(dtype)).expand(x.shape[1], -1, -1), x)
+        rows = stored(weight.to(dtype)).expand(x.shape[1], -1, -1) @ x
     else:
         blocks = -(-seq // block)
         tokens = in_blocks(x, block)
@@ -121,11 +121,11 @@ def attend_rows(
         else torch.ones((), dtype=torch.bool, device=q.device)
     )
     rows_k, rows_v = (torch.where(alive, t, 0).repeat_interleave(group, 1) for t in (rows_k, rows_v))
-    s = torch.einsum("bhqd,bhkd->bhqk", q, rows_k) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    s = (q @ rows_k.mT) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     s = s.masked_fill(~(keep[:, :, None, :] & live[..., None]), -math.inf)
     lse = torch.logsumexp(s, 3) if rows else s.new_full(s.shape[:3], -math.inf)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = attended(torch.einsum("bhqk,bhkd->bhqd", p, rows_v), lse)
+    out = attended(p @ rows_v, lse)
     per_block = in_blocks(p.detach(), block)  # [B, H, Qb, block, rows]
     if reduction == "max":
         scores = per_block.amax(3)

@@ -18,7 +18,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +39,15 @@ LARGEST = 1 << 22
 U32 = 2.0**-24
 SIGNIFICAND = 0.541
 
-PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2), "addmv": (1, 2), "baddbmm": (1, 2)}
+PRODUCTS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "mv": (0, 1),
+    "dot": (0, 1),
+    "addmm": (1, 2),
+    "addmv": (1, 2),
+    "baddbmm": (1, 2),
+}
 PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
 """Which arguments are the operands."""
 EXACT = frozenset(
@@ -62,7 +70,7 @@ class Rounding(TorchDispatchMode):
     dtype: of inputs and results, fp32 or narrower.  seed: of the errors.  kept: what every operation's result is rounded to.
     `again` makes it ready to be entered for the same computation with other errors: their sizes are known by then."""
 
-    entered: "list[Rounding]" = []
+    entered: ClassVar["list[Rounding]"] = []
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, kept: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -318,7 +326,9 @@ def in_dtype(function: F) -> F:
         flat, form = tree_flatten((bound.args, bound.kwargs))
         leaves = [x for x in flat if isinstance(x, torch.Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
         if any(x.dtype != torch.float64 for x in leaves):
-            raise DtypeError("a reference's gradients for a narrower dtype need inputs in torch.float64: others would round them")
+            raise DtypeError(
+                "a reference's gradients for a narrower dtype need inputs in torch.float64: others would round them"
+            )
         chosen = {id(x): i for i, x in enumerate(leaves)}
         spec: list[Any] = []
 

@@ -3,10 +3,13 @@
 A result may be off by what rounding does to the same computation for the same dtype.  How much that is follows from the problem:
 `reference.rounding` gives each element's standard deviation.  No error that anything happened to make is a measure.
 
-The deviations come from a few draws, so an element's is at least that of its row times its column's, over that of all.  An
-element may be off by c of it, and by the rounding of the result, half a unit in the last place.  One of n normal errors exceeds c
-deviations with a probability of 1e-4 at most.  The relative L2 norm of the errors may be twice that of the
-deviations, as errors of one row go together, and that of the rounding.
+Every element has its own limit: c of its deviation, four roundings in fp32 (exponentials of GPUs are off by 2^-22, and sums are
+rescaled), and the rounding of the result, half a unit in its last place.  One of n independent normal errors exceeds c
+deviations with a probability of 1e-6.  The deviations come from a few draws, so an element's is at least that which its row
+and its column give (their mean squares' product over the mean square of all), and half of the root mean square.
+
+The relative L2 norm of the errors may be twice that of the deviations, as errors of one row go together (of few elements
+1 + 4.9 n^(-1/2) times), and those roundings' norm.
 
 Infinities and zeros of dead rows must be where the oracle has them, NaN where the oracle has NaN.
 """
@@ -18,7 +21,7 @@ import torch
 
 from .rounding import U32, binade
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "errors"]
 
 FACTOR = 2.0
 PROBABILITY = 1e-6
@@ -28,13 +31,16 @@ TINY = 1e-290
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far `got` is from the oracle: the error that is nearest to its limit, and that limit; all errors, relative L2."""
+    """How far `got` is from the oracle.
+
+    max_error, max_limit: of the element whose error is the largest part of its limit.  l2: of all.  largest_limit: of any."""
 
     max_error: float
     max_limit: float
     l2_error: float
     l2_limit: float
     same_specials: bool
+    largest_limit: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -44,7 +50,7 @@ class Comparison:
         specials = "" if self.same_specials else "; NaN, infinity or shape differs from the oracle"
         verdict = "ok" if self.ok else "WRONG"
         return (
-            f"{verdict}: max error {self.max_error:.3e} (limit {self.max_limit:.3e}), relative L2 {self.l2_error:.3e} "
+            f"{verdict}: worst error {self.max_error:.3e} (limit {self.max_limit:.3e}), relative L2 {self.l2_error:.3e} "
             f"(limit {self.l2_limit:.3e}){specials}"
         )
 
@@ -57,35 +63,48 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
     exact = oracle.detach().double()
-    g, p = (t.detach().to(exact.device).double() for t in (got, plain))
-    finite = exact.isfinite()
+    g, finite = got.detach().to(exact.device).double(), exact.isfinite()
     same = torch.equal(g.isfinite(), finite) and _same_specials(g[~finite], exact[~finite])
     if not bool(finite.any()):
         return Comparison(0.0, 0.0, 0.0, 0.0, same)
-    x, base = (torch.where(finite, t, 0.0) for t in (exact, p - exact))
-    base, count, limits = _pooled(base, finite), int(finite.sum()), torch.finfo(got.dtype)
-    tail = NormalDist().inv_cdf(1 - PROBABILITY / 2 / count)
-    small = ROUNDINGS * U32 * x.abs().clamp_min(unit)
-    spread = tail * base + small
-    rounding = binade(x.abs() + spread).clamp_min_(limits.smallest_normal) * limits.eps / 2
-    error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
-    limit = spread + rounding
-    global LAST; LAST = limit
+    error, base, rounding, limit = errors(got, oracle, plain, unit)
     worst = (error / limit).argmax()
-    norm = x.norm().clamp_min(limits.tiny)
-    factor = max(FACTOR, 1 + NormalDist().inv_cdf(1 - PROBABILITY / 2) / count**0.5)
-    l2 = torch.hypot(factor * (base * finite).norm(), ((rounding + small) * finite).norm())
+    norm = exact[finite].norm().clamp_min(torch.finfo(got.dtype).tiny)
+    factor = max(FACTOR, 1 + _tail(1) / int(finite.sum()) ** 0.5)
     return Comparison(
         max_error=float(error.flatten()[worst]),
         max_limit=float(limit.flatten()[worst]),
         l2_error=float(error.norm() / norm),
-        l2_limit=float(l2 / norm),
+        l2_limit=float(torch.hypot(factor * base.norm(), rounding.norm()) / norm),
         same_specials=same,
+        largest_limit=float(limit.max()),
     )
 
 
+def errors(
+    got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By element, fp64 on the oracle's device: the error, the deviation, what roundings may add, and the limit; arguments as of
+    `compare`.  An element that is not finite has the error 0."""
+    exact = oracle.detach().double()
+    g, p = (t.detach().to(exact.device).double() for t in (got, plain))
+    finite, limits = exact.isfinite(), torch.finfo(got.dtype)
+    x = torch.where(finite, exact, 0.0)
+    base = torch.where(finite, _pooled(torch.where(finite, p - exact, 0.0), finite), 0.0)
+    spread = _tail(int(finite.sum())) * base
+    small = ROUNDINGS * U32 * x.abs().clamp_min(unit)
+    rounding = small + binade(x.abs() + spread + small).clamp_min_(limits.smallest_normal) * limits.eps / 2
+    error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
+    return error, base, torch.where(finite, rounding, 0.0), spread + rounding
+
+
+def _tail(count: int) -> float:
+    """How many deviations the largest of so many normal numbers exceeds with PROBABILITY."""
+    return NormalDist().inv_cdf(1 - PROBABILITY / 2 / max(1, count))
+
+
 def _pooled(off: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Deviations off [.., C], 0 where not finite, raised to what those of row and column give, and to half their root mean square."""
+    """Deviations off [.., C], 0 where not finite, at least what their row and column give, and half of all's root mean square."""
     squares, live = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (off.square(), finite.double()))
     row, column, mean = (squares.sum(d, True) / live.sum(d, True).clamp_min(1) for d in (1, 0, (0, 1)))
     made = torch.maximum(squares, row * column / mean.clamp_min(TINY)).maximum(mean / 4)

@@ -35,7 +35,7 @@ class WholeJudge:
         def exact() -> "Tensor":
             return self.compute(torch.float64)
 
-        found = reference.compare(out, exact(), reference.deviating(exact, self.dtype))
+        found = reference.compare(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))
         finite = bool(out.isfinite().all())
         errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
         return Verdict(found.ok and finite, *errors, finite=finite)

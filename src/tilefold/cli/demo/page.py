@@ -37,7 +37,7 @@ def render(report: Report) -> str:
         *_similarity(report),
         "<h2>Every layer against fp64</h2>",
         "<p>The q, k and v that each layer really had, attended by tilefold and written out in fp64. The limit is what "
-        "rounding in the same dtype may do to the same tensors: five of the largest standard deviation, plus one rounding.</p>",
+        "rounding in the same dtype may do to the same tensors: some of each element's deviations, plus its rounding.</p>",
         *(part for variant in report.variants for part in _variant(variant)),
         "<h2>Time</h2>",
         _times(report.stages),
