@@ -142,13 +142,14 @@ def test_dropped_weights_are_negative(device, dtype, causal):
         return torch.exp(s - s.amax(-1, keepdim=True))
 
     judge(dropped.abs(), weights(), reference.deviating(weights, dtype), "weights")
-    kept = torch.softmax(s, -1) * (dropped >= 0) / (1 - p)
 
-    def product():
-        return torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2))
+    def attended():
+        s = scores_of(q, k, 16**-0.5, causal)
+        kept = torch.softmax(s, -1) * (dropped >= 0) / (1 - p)
+        return torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2)), torch.logsumexp(s, -1)
 
-    judge(out, product(), reference.deviating(product, dtype), "out")
-    judge(lse, torch.logsumexp(s, -1), torch.logsumexp(s, -1).float(), "lse")
+    for name, *three in zip(("out", "lse"), (out, lse), attended(), reference.deviating(attended, dtype), strict=True):
+        judge(*three, name)
 
 
 def test_a_dropped_weight_shows_even_if_it_underflows(device):
@@ -167,10 +168,12 @@ def test_dropout_of_packed_sequences(device):
     for b, (rows, keys) in enumerate(((slice(0, 20), slice(0, 25)), (slice(20, 29), slice(28, 39)))):
         b = 2 * b
         mine = dropped[b, :, : rows.stop - rows.start, : keys.stop - keys.start]
-        s = scores_of(q[None, rows], k[None, keys], 0.25, False)[0]
-        kept = torch.softmax(s, -1) * (mine >= 0) / 0.75
-        want = torch.einsum("hqk,kd->qhd", kept, v[keys, 0].double())
-        judge(out[rows], want, want.float(), "out")
+
+        def product(rows=rows, keys=keys, mine=mine):
+            s = scores_of(q[None, rows], k[None, keys], 0.25, False)[0]
+            return torch.einsum("hqk,kd->qhd", torch.softmax(s, -1) * (mine >= 0) / 0.75, v[keys, 0].double())
+
+        judge(out[rows], product(), reference.deviating(product, torch.float32), "out")
     assert not dropped[1].any()
 
 

@@ -29,7 +29,7 @@ from ..errors import DtypeError
 __all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "stored"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DRAWS = (4, 8)
+DRAWS = (8, 12)
 ELEMENTS = 1 << 14
 """As many runs as make so many elements, within DRAWS: `compare` pools variances, so large results need few."""
 NUMBERS = 1048573
@@ -39,7 +39,7 @@ LARGEST = 1 << 22
 U32 = 2.0**-24
 SIGNIFICAND = 0.541
 
-PRODUCTS = {
+PRODUCTS: dict[str, tuple[int, ...]] = {
     "mm": (0, 1),
     "bmm": (0, 1),
     "mv": (0, 1),
@@ -85,11 +85,11 @@ class Rounding(TorchDispatchMode):
 
     def __enter__(self) -> "Rounding":
         self.entered.append(self)
-        return cast(Rounding, super().__enter__())
+        return cast(Rounding, super().__enter__())  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self.entered.pop()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
@@ -155,7 +155,8 @@ def _table(device: torch.device) -> torch.Tensor:
 
 def binade(x: torch.Tensor) -> torch.Tensor:
     """The power of two at or below |x|, of fp64; 0 of 0, infinity of infinity and NaN."""
-    return (x.view(torch.int64) & 0x7FF << 52).view(torch.float64)
+    bits: torch.Tensor = x.view(torch.int64) & 0x7FF << 52
+    return bits.view(torch.float64)
 
 
 def _counts(x: Any) -> bool:
