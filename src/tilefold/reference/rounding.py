@@ -164,7 +164,8 @@ def _counts(x: Any) -> bool:
 
 
 def _of_sum(x: torch.Tensor, squares: Any, terms: int) -> torch.Tensor:
-    return (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND).sqrt_().mul_(U32)
+    size: torch.Tensor = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND)
+    return size.sqrt_().mul_(U32)
 
 
 def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, int]]:

@@ -50,7 +50,7 @@ class Comparison:
         specials = "" if self.same_specials else "; NaN, infinity or shape differs from the oracle"
         verdict = "ok" if self.ok else "WRONG"
         return (
-            f"{verdict}: worst error {self.max_error:.3e} (limit {self.max_limit:.3e}), relative L2 {self.l2_error:.3e} "
+            f"{verdict}: max error {self.max_error:.3e} (limit {self.max_limit:.3e}), relative L2 {self.l2_error:.3e} "
             f"(limit {self.l2_limit:.3e}){specials}"
         )
 
