@@ -5,7 +5,8 @@ A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives the
 
 * A result of roundoff u is off by u times the power of two below it at most, evenly.
 * A sum of n terms in fp32, as of a product, is off by u32 (0.541 n (s^2 / 3 + q / 6) / 3)^(1/2), one standard deviation: s is the
-  sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.
+  sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.  A
+  reduction that is no product is one of tiles of 16 terms or more: n is at most 16 + n / 16.
 * Kernels keep scores, probabilities and sums in fp32.  Of what they compute they round only operands of products to a narrower
   dtype; what that dtype holds exactly, as inputs, is not off.
 
@@ -38,6 +39,8 @@ LARGEST = 1 << 22
 """Elements of a tensor whose errors' sizes are kept from one run to the next."""
 U32 = 2.0**-24
 SIGNIFICAND = 0.541
+TILE = 16
+"""Terms that a reduction adds up, at least, before it adds to what earlier tiles gave; no tile is smaller."""
 
 PRODUCTS: dict[str, tuple[int, ...]] = {
     "mm": (0, 1),
@@ -163,12 +166,12 @@ def _counts(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.numel() > 0
 
 
-def _of_sum(x: torch.Tensor, squares: Any, terms: int) -> torch.Tensor:
+def _of_sum(x: torch.Tensor, squares: Any, terms: float) -> torch.Tensor:
     size: torch.Tensor = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND)
     return size.sqrt_().mul_(U32)
 
 
-def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, int]]:
+def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
     """For each result of a sum the sum of its terms' squares, and their number; empty for other operations."""
     if name in PRODUCTS:
         squared = [a * a if _counts(a) and i <= PRODUCTS[name][-1] else a for i, a in enumerate(args)]
@@ -185,7 +188,10 @@ def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, int]]
         return []
     x = args[0]
     squares = func(x * x, *args[1:], **kwargs)
-    return [(squares, x.numel() // max(1, squares.numel()) if name == "sum" else x.shape[args[1]] if x.dim() else 1)]
+    if name == "cumsum":
+        return [(squares, x.shape[args[1]] if x.dim() else 1)]
+    n = x.numel() // max(1, squares.numel())
+    return [(squares, min(n, TILE + n / TILE))]
 
 
 def _exps(x: torch.Tensor, dims: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -59,7 +59,7 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
     """Judge `got` (storage dtype) by `oracle` (fp64) and `plain`, the oracle one standard deviation off, all of one shape.
 
     plain: from a reference with a narrower `dtype`, or from `deviating`; the oracle, where nothing but the result is rounded.
-    unit: a size below which rounding does not shrink with the result; 1 for logarithms, whose errors act as factors."""
+    unit: what the four roundings in fp32 are roundings of, if not of the result; 1 for logarithms, whose errors act as factors."""
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
     exact = oracle.detach().double()
@@ -92,7 +92,7 @@ def errors(
     x = torch.where(finite, exact, 0.0)
     base = torch.where(finite, _pooled(torch.where(finite, p - exact, 0.0), finite), 0.0)
     spread = _tail(int(finite.sum())) * base
-    small = ROUNDINGS * U32 * x.abs().clamp_min(unit)
+    small = ROUNDINGS * U32 * (torch.full_like(x, unit) if unit else x.abs())
     rounding = small + binade(x.abs() + spread + small).clamp_min_(limits.smallest_normal) * limits.eps / 2
     error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
     return error, base, torch.where(finite, rounding, 0.0), spread + rounding
