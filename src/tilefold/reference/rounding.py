@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import DtypeError
@@ -277,7 +277,9 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
-        return grad, (grad * (out - Rounding.entered[-1].narrowed(out))).sum(-1)
+        found = (grad * Rounding.entered[-1].narrowed(out)).sum(-1)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            return grad, (grad * out).sum(-1) - found
 
 
 class _Activated(torch.autograd.Function):
