@@ -278,7 +278,7 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
         found = (grad * Rounding.entered[-1].narrowed(out)).sum(-1)
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return grad, (grad * out).sum(-1) - found
 
 

@@ -4,9 +4,9 @@ A result may be off by what rounding does to the same computation for the same d
 `reference.rounding` gives each element's standard deviation.  No error that anything happened to make is a measure.
 
 Every element has its own limit: c of its deviation, four roundings in fp32 (exponentials of GPUs are off by 2^-22, and sums are
-rescaled), and the rounding of the result, half a unit in its last place.  One of n independent normal errors exceeds c
-deviations with a probability of 1e-6.  The deviations come from a few draws, so an element's is at least that which its row
-and its column give (their mean squares' product over the mean square of all), and half of the root mean square.
+rescaled; of a logarithm's unit), and the rounding of the result, half a unit in its last place.  One of n independent normal
+errors exceeds c deviations with a probability of 1e-6.  The deviations come from a few draws, so an element's is at least that
+which its row and its column give (their mean squares' product over the mean square of all), and half of the root mean square.
 
 The relative L2 norm of the errors may be twice that of the deviations, as errors of one row go together (of few elements
 1 + 4.9 n^(-1/2) times), and those roundings' norm.
@@ -59,7 +59,7 @@ def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: 
     """Judge `got` (storage dtype) by `oracle` (fp64) and `plain`, the oracle one standard deviation off, all of one shape.
 
     plain: from a reference with a narrower `dtype`, or from `deviating`; the oracle, where nothing but the result is rounded.
-    unit: what the four roundings in fp32 are roundings of, if not of the result; 1 for logarithms, whose errors act as factors."""
+    unit: what four roundings in fp32 are roundings of, if not the result; 1 for logarithms, whose errors act as factors."""
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
     exact = oracle.detach().double()
