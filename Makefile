@@ -23,7 +23,7 @@ MADE_FROM := pyproject.toml constraints/cpu.txt scripts/environment.py scripts/f
 .PHONY: help demo test reports lint format types clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 10
 
 demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared with PyTorch
 	@.venv-demo/bin/tilefold demo
@@ -41,6 +41,12 @@ rounding: .venv-test/stamp ## tests of rounding under another choice of kernels 
 	echo "rounding: ATEN_CPU_CAPABILITY=$$aten MKL_CBWR=$$mkl OMP_NUM_THREADS=$$threads"; \
 	.venv-test/bin/python -m pytest -q tests/cpu/test_planted_faults.py tests/cpu/test_attention_backward_options.py \
 	tests/cpu/test_coarse.py -k "plain_pytorch or test_mods or dead_blocks" $(PYTEST); }
+
+GPU_PYTHON ?= python3
+TEST_GPU ?=
+.PHONY: test-gpu
+test-gpu: ## tests/gpu on a GPU, in pieces under ten minutes: call it until nothing is left (GPU_PYTHON=python3; TEST_GPU="--record FILE")
+	@PYTHONPATH=src:tests $(GPU_PYTHON) -m gpu_run $(TEST_GPU)
 
 SMOKE ?= --constraints constraints/cpu.txt
 .PHONY: smoke

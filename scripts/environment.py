@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "constraints/cpu.txt"  # relative to ROOT: pip splits PIP_CONSTRAINT at spaces
+LOG = ".cache/pip.log"
 KEPT = ("torch", "triton")  # never replaced where they already drive a GPU
 BACKEND = ("hatchling", "editables")
 TOOLS = ("ruff", "mypy", *BACKEND)  # the tests run without these
@@ -55,6 +56,16 @@ def stop(text: str) -> None:
 def run(*command: str, **variables: str) -> bool:
     """Run a command in the checkout with extra environment variables; whether it succeeded."""
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode == 0
+
+
+def install(*command: str, **variables: str) -> bool:
+    """Run pip, whose pages go to LOG; where it fails, its last lines are printed.  Whether it succeeded."""
+    with (ROOT / LOG).open("w") as log:
+        env = {**os.environ, **variables}
+        done = subprocess.run(command, cwd=ROOT, env=env, check=False, stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        print("\n".join((ROOT / LOG).read_text().splitlines()[-30:]), file=sys.stderr, flush=True)
+    return done.returncode == 0
 
 
 def sees_gpu() -> bool:
@@ -144,9 +155,11 @@ def missing(python: Path, wanted: Sequence[str]) -> list[str]:
 
 def install_pinned(python: Path, extras: str) -> None:
     """Install the checkout and its extras, every version from the constraints file."""
-    say(f"installing tilefold[{extras}], versions from {CONSTRAINTS}")
+    say(
+        f"installing tilefold[{extras}], versions from {CONSTRAINTS}; minutes if torch is downloaded (pip's log: {LOG})"
+    )
     pins = {"PIP_CONSTRAINT": CONSTRAINTS, "PIP_BUILD_CONSTRAINT": CONSTRAINTS}
-    if not run(str(python), "-m", "pip", "install", "--progress-bar", "off", "-e", f".[{extras}]", **pins):
+    if not install(str(python), "-m", "pip", "install", "--progress-bar", "off", "-e", f".[{extras}]", **pins):
         stop(
             "pip failed (see above).  It must be able to find the CPU build of the pinned torch: if the package index in use\n"
             "has only CUDA builds, put the address of PyTorch's CPU wheel index into PIP_EXTRA_INDEX_URL"
@@ -159,13 +172,13 @@ def install_on_top(python: Path, extras: str) -> None:
     if kept := [line for line in lacking if line.split(">=")[0] in KEPT]:
         stop(f"this machine's Python has a GPU torch, but tilefold needs {', '.join(kept)}")
     if lacking:
-        say(f"installing what this Python lacks: {' '.join(lacking)}")
+        say(f"installing what this Python lacks: {' '.join(lacking)} (pip's log: {LOG})")
         text = subprocess.check_output([str(python), "-c", INSTALLED, *KEPT], text=True)
         pins = [f"{name}=={version}" for name, version in (line.split() for line in text.splitlines())]
         pip = [str(python), "-m", "pip", "--retries", "1", "--timeout", "15", "install", "--progress-bar", "off"]
         # What the site needs comes by itself: where that cannot be had, the rest still can.
         parts = ([line for line in lacking if (line.split(">=")[0] in SITE) == site] for site in (False, True))
-        done = [run(*pip, *part, *pins) for part in parts if part]
+        done = [install(*pip, *part, *pins) for part in parts if part]
         if not all(done):
             lacking = missing(python, requirements(extras.split(",")))
             if needed := [line for line in lacking if line.split(">=")[0] not in (*TOOLS, *SKIPPING)]:
@@ -190,6 +203,7 @@ def main() -> None:
     directory, extras = ROOT / sys.argv[1], sys.argv[2]
     gpu = sees_gpu()
     say(f"{directory.name} from {sys.executable}" + (", keeping its torch and triton (a GPU is there)" if gpu else ""))
+    (ROOT / LOG).parent.mkdir(exist_ok=True)
     python = create_on_top(directory) if gpu else create(directory)
     (install_on_top if gpu else install_pinned)(python, extras)
     if not run(str(python), "-c", VERSIONS):

@@ -8,6 +8,9 @@ import triton.language as tl
 
 import tilefold
 from tilefold import reference
+from tilefold.plan import AttentionPlan, DecodePlan, plan_attention
+from tilefold.plan.attention_hopper import hopper_options, hopper_tile
+from tilefold.plan.limits import Tile
 
 BOX = "attention_forward_box"
 
@@ -44,6 +47,23 @@ def small_plan(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | N
     if tile is None:
         return plan
     return plan.with_tile(block_m=tile[0], block_n=tile[1], num_warps=4, num_stages=2, kernel=kernel)
+
+
+def dense_plan(plan: AttentionPlan | DecodePlan) -> AttentionPlan:
+    """The dense kernels' plan of a problem, also where the decode kernel takes it from them."""
+    return plan_attention(plan.problem.attention, plan.device) if isinstance(plan, DecodePlan) else plan
+
+
+def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPlan:
+    """The plan for the dense kernel of sm_90, whether it would be taken or not.  changes: fields of its tile, and options,
+    which else are those of the tile."""
+    dense = dense_plan(plan)
+    chosen = hopper_tile(dense.problem, dense.device)
+    fields = {
+        name: changes.get(name, getattr(chosen, name)) for name in ("block_m", "block_n", "num_warps", "num_stages")
+    }
+    options = changes.get("options", hopper_options(dense.problem, Tile(**fields)))
+    return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
 
 
 def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str) -> None:

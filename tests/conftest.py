@@ -63,9 +63,9 @@ def device() -> torch.device:
 def interpreter() -> None:
     """The interpreter takes a fraction of the time."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_patch import patch
+        from tilefold.debug import patch_interpreter
 
-        patch()
+        patch_interpreter()
 
 
 @pytest.fixture(autouse=True)

@@ -77,9 +77,9 @@ def _rank(rank, module, suite, ranks, folder, timeout, backend):
 def _prepare(torch):
     """As conftest.py does for other tests: a faster interpreter, and fresh memory that is full of NaN."""
     from conftest import _poisoned
-    from interpreter_patch import patch
+    from tilefold.debug import patch_interpreter
 
-    patch()
+    patch_interpreter()
     for name in ("empty", "empty_like", "empty_strided"):
         setattr(torch, name, _poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):

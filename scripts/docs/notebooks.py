@@ -74,8 +74,7 @@ def cells_of(path: Path) -> list[Cell]:
 def prepare() -> None:
     """Before the first notebook of a process: kernels in the interpreter, in half of its time, figures without a window."""
     os.environ.update(TRITON_INTERPRET="1", MPLBACKEND="agg")
-    sys.path.append(str(FOLDER.parents[1] / "tests"))
-    importlib.import_module("interpreter_patch").patch()
+    importlib.import_module("tilefold.debug").patch_interpreter()
     importlib.import_module("torch").set_num_threads(1)  # the tensors are tiny
 
 

@@ -14,7 +14,7 @@ from .ops.dense.library import dispatched, resolved
 from .ops.faults import mode_for
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
-from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
+from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple
     call = resolved(call)
     if call.score_args != () or call.mask_args != ():
         tensors += tuple(args_of(call).values())
-    if transformed or (torch.is_grad_enabled() and wants_gradient(tensors)):
+    if transformed or ((torch.is_grad_enabled() or in_forward_mode()) and wants_gradient(tensors)):
         from .ops.backward.attention_backward import Attention, split  # here: `import tilefold` stays light
 
         others = {"alibi_slopes": call.alibi_slopes, **args_of(call)}

@@ -16,7 +16,7 @@ from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
 from .ops.sparse.sparse_call import check_lists, facts_of_lists
 from .ops.sparse.sparse_library import paged_dispatched, sparse_dispatched
-from .ops.watch import is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
+from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
     args = args_of(call)
-    differentiable = torch.is_grad_enabled() and wants_gradient((q, k, v, *args.values()))
+    differentiable = (torch.is_grad_enabled() or in_forward_mode()) and wants_gradient((q, k, v, *args.values()))
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and is_transformed()
     if compiling or (not transformed and is_watched((q, k, v))):

@@ -128,12 +128,10 @@ JOBS[WIDE_BIAS, "sm_90"] = Job(
     label=f"{WIDE_BIAS} for sm_90, forced",
 )
 SM_90 = (*HOPPER, *HOPPER_ONLY, *VERSIONS)
-pytestmark = pytest.mark.xdist_group("test_aot_attention")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST, EVERYWHERE)
+results = compiled(__name__, JOBS, NEWEST, EVERYWHERE)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)

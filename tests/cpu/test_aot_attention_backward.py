@@ -114,15 +114,10 @@ NEWEST_HOPPER = (
     "main packed d128 window, two tiles",
     "main packed d64, two tiles",
 )
-pytestmark = pytest.mark.xdist_group(
-    "test_aot_attention_backward"
-)  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    newest = (*NEWEST, *(f"hopper {name}" for name in NEWEST_HOPPER))
-    return compiled(JOBS | JOBS_HOPPER, request.param, newest)
+results = compiled(__name__, JOBS | JOBS_HOPPER, (*NEWEST, *(f"hopper {name}" for name in NEWEST_HOPPER)))
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)

@@ -50,12 +50,10 @@ NEWEST = (
     "main d64",
     "last d128",
 )
-pytestmark = pytest.mark.xdist_group("test_aot_attention_backward_reduce")
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in JOBS])

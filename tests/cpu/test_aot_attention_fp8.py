@@ -42,12 +42,10 @@ JOBS["transposition", "sm_90"] = Job(
     "sm_90",
     label="transposition of values for sm_90",
 )
-pytestmark = pytest.mark.xdist_group("test_aot_attention_fp8")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize("name", MADE)

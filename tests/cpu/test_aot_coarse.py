@@ -60,12 +60,10 @@ JOBS |= {
     if target == "sm_90" or not channels
 }
 STREAMING = [key for key in JOBS if key not in TENSOR]
-pytestmark = pytest.mark.xdist_group("test_aot_coarse")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), TENSOR)

@@ -64,12 +64,10 @@ STREAMING |= {
     for strided in ("flat", "strided")
 }
 NEWEST = ("forward 3x3", "weight 3x3", "transpose descriptors")
-pytestmark = pytest.mark.xdist_group("test_aot_conv")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(TENSOR | CHANNELS_FIRST | COPY | STREAMING, request.param, NEWEST)
+results = compiled(__name__, TENSOR | CHANNELS_FIRST | COPY | STREAMING, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), TENSOR)

@@ -40,12 +40,10 @@ JOBS = {
 }
 CHECKS = {f"{what}, {full}": {"what": what, "full": full} for what in ("places", "lists") for full in (False, True)}
 JOBS |= {(name, "sm_90"): Job("tilefold.ops.checked:example_launch", kwargs) for name, kwargs in CHECKS.items()}
-pytestmark = pytest.mark.xdist_group("test_aot_decode")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, ("pages of 16", "e4m3", "mla"))
+results = compiled(__name__, JOBS, ("pages of 16", "e4m3", "mla"))
 
 
 @pytest.mark.parametrize(("name", "target"), list(JOBS))

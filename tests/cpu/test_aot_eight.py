@@ -30,12 +30,10 @@ JOBS["quantise", "sm_90"] = Job(
     "tilefold.ops.matrix.eight:example_launch", {"plan": PLANS["many rows e4m3"], "part": "quantise"}, "sm_90"
 )
 JOBS["dense", "sm_90"] = Job("tilefold.ops.matrix.matmul:example_launch", {"plan": DENSE}, "sm_90")
-pytestmark = pytest.mark.xdist_group("test_aot_eight")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize("name", [*PLANS, "dense"])

@@ -69,12 +69,10 @@ NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bflo
 
 PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
 STREAMING = [key for key in JOBS if key not in PRODUCTS]
-pytestmark = pytest.mark.xdist_group("test_aot_flash")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), PRODUCTS)

@@ -19,12 +19,10 @@ JOBS = {
     (name, "sm_90"): Job("ladder_cases:example_launch", {"name": rung, "kernel": kernel, **more}, "sm_90")
     for name, (rung, kernel, more, _) in KERNELS.items()
 }
-pytestmark = pytest.mark.xdist_group("test_aot_ladder")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module")
-def results() -> Results:
-    return compiled(JOBS, "installed", ())
+results = compiled(__name__, JOBS, tritons=("installed",))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -49,12 +49,10 @@ JOBS |= {
     (name, "sm_90"): Job("tilefold.ops.matrix.lowbit_launch:example_launch", {"plan": plan}, "sm_90")
     for name, plan in MORE.items()
 }
-pytestmark = pytest.mark.xdist_group("test_aot_lowbit")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)

@@ -47,12 +47,10 @@ JOBS = {(name, "sm_90"): job(name, "sm_90") for name in HOPPER}
 JOBS |= {(name, target): job(name, target) for name in PORTABLE for target in TARGETS.get(name, ("sm_90",))}
 JOBS["finish", "sm_90"] = job("finish", "sm_90", "finish", plan=plan_of("shares"))
 JOBS["gradient", "sm_90"] = job("gradient", "sm_90", "gradient", activation="gelu")
-pytestmark = pytest.mark.xdist_group("test_aot_matmul")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize("name", HOPPER)

@@ -29,13 +29,10 @@ JOBS = {
     **{(f"pages of 16 {d} {v}", "sm_90"): cached(d, v, 16) for d, v in DIMS},
     **{(f"one piece {d} {v}", "sm_90"): cached(d, v, 0) for d, v in DIMS[:1]},
 }
-pytestmark = pytest.mark.xdist_group("test_aot_narrow_values")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    names = [name for name, _ in JOBS]
-    return compiled(JOBS, request.param, (), names if request.param == "installed" else names[:1])
+results = compiled(__name__, JOBS, everywhere=[next(iter(JOBS))[0]], whole=True)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in JOBS])

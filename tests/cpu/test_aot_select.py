@@ -34,12 +34,10 @@ NEWEST = (
     "mass forced sizes 4096",
     "coefficient 364",
 )  # too, for sm_90
-pytestmark = pytest.mark.xdist_group("test_aot_select")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)

@@ -75,12 +75,10 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
     ),
     *("d128 sizes causal", "d64 one block", "varlen d128 causal", "pages of 16 d128 causal", "merge"),
 )
-pytestmark = pytest.mark.xdist_group("test_aot_sparse")  # one process compiles, the others would only repeat it
+pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def results(request: pytest.FixtureRequest) -> Results:
-    return compiled(JOBS, request.param, NEWEST)
+results = compiled(__name__, JOBS, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), [*PORTABLE, *(("merge", target) for target in DEVICES)])

@@ -40,7 +40,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "profiling": WORK | {"bench", "aot"},
     "cli": WORK
-    | {"reference", "sparse", "nn", "compat", "ladder", "bench", "aot", "paged", "quant", "profiling", "parallel"},
+    | {
+        "reference",
+        "sparse",
+        "nn",
+        "compat",
+        "debug",
+        "ladder",
+        "bench",
+        "aot",
+        "paged",
+        "quant",
+        "profiling",
+        "parallel",
+    },
     "__init__": {
         "ops",
         "api",

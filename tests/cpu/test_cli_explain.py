@@ -154,7 +154,7 @@ def test_a_prompt_over_a_cache_says_whose_it_is():
     assert result.exit_code == 0, result.output
     first, rest = result.output.split("\n", 1)
     assert first.startswith(
-        "attention_kvcache gives this call to attention_cached: 448 rows a KV head are more than 128"
+        "attention_kvcache gives this call to attention_cached: 448 rows a KV head are more than the 128"
     )
     assert "attention_cached, then combine" in rest and "rejected" in rest
 

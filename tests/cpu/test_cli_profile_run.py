@@ -11,15 +11,16 @@ from tilefold.cli.app import app
 from tilefold.plan import device_named
 from tilefold.profiling import session
 from tilefold.profiling.cases import FAMILIES, cases_in, prepare_case
+from tilefold.profiling.counters import USED_LOADS
 
-HEAD = '"ID","Kernel Name","Block Size","Grid Size","gpu__time_duration.sum","{}","{}"'
+HEAD = '"ID","Kernel Name","Block Size","Grid Size","gpu__time_duration.sum","{}","{}","{}"'
 PATHS = ("l1tex__m_xbar2l1tex_read_sectors", "sm__pipe_tensor_cycles_active")
 REPORT = "\n".join(
     [
         "==PROF== Connected to process 7",
-        HEAD.format(*(path + ".avg.pct_of_peak_sustained_elapsed" for path in PATHS)),
-        '"","","","","ns","%","%"',
-        '"0","sparse_forward","(128, 1, 1)","(364, 12, 1)","3,125,408","83.5","61.6"',
+        HEAD.format(*(path + ".avg.pct_of_peak_sustained_elapsed" for path in PATHS), USED_LOADS),
+        '"","","","","ns","%","%","byte/sector"',
+        '"0","sparse_forward","(128, 1, 1)","(364, 12, 1)","3,125,408","83.5","61.6","4.0"',
     ]
 )
 

@@ -13,8 +13,8 @@ COMPARE = """
 import copy, sys, torch
 sys.path[:0] = sys.argv[1:]
 if not torch.cuda.is_available():
-    import interpreter_patch
-    interpreter_patch.patch()  # as conftest.py does
+    import tilefold.debug
+    tilefold.debug.patch_interpreter()  # as conftest.py does
 import tilefold.compat.flash_attn as fa
 fa.install()
 import transformers.utils.import_utils as utils

@@ -1,5 +1,8 @@
 """docs/migrate.md: its examples run, what it says of other libraries is so, and what it calls refused is."""
 
+import importlib
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,28 @@ def test_no_second_derivatives_and_no_vmap():
         first.sum().backward()
     with pytest.raises(RuntimeError, match="vmap"):
         torch.func.vmap(lambda x: tilefold.attention(x[None], X[:1], X[:1], layout="bhsd"))(X)
+
+
+def test_names_of_papers():
+    """The section's lists are those of the map, its result is dense attention's under the map, and each name is there."""
+    (last,) = run("From VSA")
+    keep = last["block_map"]
+    for index, num, map_ in (
+        (last["q2k_index"], last["q2k_num"], keep),
+        (last["k2q_index"], last["k2q_num"], keep.transpose(-1, -2)),
+    ):
+        assert torch.equal(num, map_.sum(-1, dtype=torch.int32))
+        for b, h, row in itertools.product(*(range(n) for n in num.shape)):
+            assert index[b, h, row, : num[b, h, row]].tolist() == map_[b, h, row].nonzero()[:, 0].tolist()
+    valid = torch.arange(16) < last["variable_block_sizes"][:, None]
+    seen = keep.repeat_interleave(16, -2)[..., :100, :].repeat_interleave(16, -1) & valid.flatten()
+    exact, lse = reference.attention(*(last[x] for x in "qkv"), mask=seen[..., :100])
+    torch.testing.assert_close(last["out"].double(), exact, **NEAR)
+    torch.testing.assert_close(last["lse"].double(), lse, **NEAR)
+    assert str(last["first_of_later_rows"])
+
+
+@pytest.mark.parametrize("name", re.findall(r"`((?:sparse|debug|nn)\.\w+)", PAGE.split("\n## From VSA")[1]))
+def test_names_of_papers_are_names_here(name):
+    part, attribute = name.split(".")
+    assert hasattr(importlib.import_module(f"tilefold.{part}"), attribute)

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 import tilefold
 from cases import rand
-from tilefold import ops, quant
+from tilefold import ops, quant, sparse
 from tilefold.errors import Unsupported
 
 F32 = torch.float32
@@ -33,6 +33,26 @@ CALLS = {
 }
 
 
+def listed(x):
+    keep = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=x.device)
+    return sparse.BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=20, seq_k=20)
+
+
+def packed(x):
+    offsets = torch.tensor([0, 8, 20], dtype=torch.int32, device=x.device)
+    return tilefold.attention_varlen(x[:, None], x[:, None], x[:, None], offsets, offsets, 12, 12)
+
+
+TANGENTS = {name: CALLS[name] for name in ("matmul", "bmm", "conv2d", "lowbit_matmul", "attention")} | {
+    "attention of one query": lambda x: tilefold.attention(x[None, :1, None], *[x.repeat(20, 1)[None, :, None]] * 2),
+    "attention_varlen": packed,
+    "sparse_attention": lambda x: tilefold.sparse_attention(*[x[None, :, None]] * 3, listed(x)),
+    "sparse_video_attention": lambda x: sparse.sparse_video_attention(*[x[None, :, None]] * 3, block=16),
+    "coarse": lambda x: sparse.coarse(*[x[None, :, None]] * 3, block=16).out,
+    "fuse": lambda x: sparse.fuse(x[None, :, None], x[None, :, None], x[None, :, 0, None]),
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_gradient_that_is_lazily_negated(name, device):
     """Autograd hands it over as it is, with the negation in a flag that no kernel sees."""
@@ -53,7 +73,7 @@ def test_a_gradient_that_is_lazily_conjugated(device):
     assert torch.equal(got, given.t().conj())
 
 
-@pytest.mark.parametrize("name", ["matmul", "bmm", "conv2d", "lowbit_matmul"])
+@pytest.mark.parametrize("name", TANGENTS)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_tangent_is_refused_and_not_lost(name, enabled, device):
     """torch.no_grad does not stop forward mode."""
@@ -61,9 +81,9 @@ def test_a_tangent_is_refused_and_not_lost(name, enabled, device):
     with torch.set_grad_enabled(enabled), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x)
         with pytest.raises(Unsupported, match=r"^\w+ carries a forward-mode tangent"):
-            CALLS[name](dual)
+            TANGENTS[name](dual)
     with pytest.raises(Unsupported, match="tangent"):
-        torch.func.jvp(CALLS[name], (x,), (x,))
+        torch.func.jvp(TANGENTS[name], (x,), (x,))
 
 
 @pytest.mark.parametrize("name", ["matmul", "conv2d", "lowbit_matmul"])

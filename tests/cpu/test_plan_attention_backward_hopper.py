@@ -31,7 +31,7 @@ def test_taken_where_it_can_be() -> None:
     assert plan_attention_backward(replace(LONG, sinks=True), H200).kernel == "attention_backward_box"
     odd = plan_attention_backward(replace(LONG, dim_qk=192, dim_v=128), H200)
     assert odd.kernel == "attention_backward_box"
-    assert "of head dims of Q wider than 128 it has 256, not 192" in odd.reason
+    assert "with a head dim wider than 128 it has 256 for Q, not 192" in odd.reason
     assert "hopper" not in plan_attention_backward(LONG, device_named("a100")).reason
 
 
@@ -41,7 +41,7 @@ def test_taken_where_it_can_be() -> None:
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
         ({"dim_v": 32}, "not measured yet with head dims below 64"),
         ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
-        ({"dim_v": 192}, "of head dims of Q wider than 128 it has 256, not 128"),
+        ({"dim_v": 192}, "with a head dim wider than 128 it has 256 for Q, not 128"),
         ({"sinks": True}, "no sinks"),
         ({"mask_mods": ("mask",)}, "no masks but causal and window"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),

@@ -85,6 +85,27 @@ def test_one_query_block_is_split():
     assert "split-lists" in str(plan)
 
 
+@pytest.mark.parametrize(
+    ("changes", "capacity", "said"),
+    [
+        ({"seq_q": 64}, 4, "12 query blocks, each with its whole list, use 12 of 264 places: lists of at most 256 keys are too "
+                           "short for two shares of at least 256."),
+        ({"seq_q": 64}, 8, "12 query tiles would leave 120 of 132 places idle; 2 shares of each list are 24 programs, which use "
+                           "24 of 132 places: lists of at most 512 keys are too short for 3 shares of at least 256."),
+        ({"seq_q": 64}, 328, "12 query tiles would leave 120 of 132 places idle; 11 shares of each list are 132 programs, which "
+                             "fill 132 places."),
+        ({"seq_q": 128, "batch": 5}, 328, "120 query tiles would leave 12 of 132 places idle; 11 shares of each list are 1320 "
+                                          "programs, which fill 132 places."),
+        ({}, 128, "4368 query blocks, each with its whole list, fill 264 places."),
+        ({"seq_q": 0}, 128, "0 query blocks: there is nothing to compute."),
+    ],
+)  # fmt: skip
+def test_reasons_tell_short_lists_from_devices_partly_and_wholly_filled(changes, capacity, said):
+    made = replace(problem(capacity=capacity), attention=replace(problem().attention, **changes))
+    reason = plan_sparse(made, device_named("h200")).reason
+    assert reason.removeprefix("A loading warp, folding warpgroups and wgmma; ") == said
+
+
 def test_splits_are_sane():
     for items, tiles in itertools.product((1, 3, 8, 32, 100, 256), (0, 1, 2, 7, 33, 64, 2048)):
         splits = choose_splits(items, tiles, 64, 264)

@@ -39,7 +39,8 @@ def table(metrics, units, rows):
 
 
 FULL = {
-    # block-sparse attention, as it was reported: 83.5 % of the way from L2, 61.6 % of the tensor pipe, 4 % of DRAM
+    # block-sparse attention, as it was reported: 83.5 % of the way from L2, 61.6 % of the tensor pipe, 4 % of DRAM, and loads
+    # that use 4 of the 32 bytes of a sector
     "gpu__time_duration.sum": ("nsecond", "3,125,408"),
     "dram__throughput" + PEAK: ("%", "4.02"),
     "lts__t_sectors" + PEAK: ("%", "55.10"),
@@ -50,7 +51,7 @@ FULL = {
     "sm__inst_executed_pipe_xu" + PEAK: ("%", "n/a"),
     "dram__bytes_read.sum": ("Mbyte", "400"),
     "dram__bytes_write.sum": ("byte", "71,565,312"),
-    "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": ("byte/sector", "32"),
+    "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": ("byte/sector", "4"),
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": ("", "1,000"),
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": ("", "10,000"),
     **{name: ("sector", value) for name, value in zip(counters.SECTORS, ("900", "0", "60", "40"), strict=True)},
@@ -71,7 +72,7 @@ def test_the_table():
     assert (c.dram, c.l2, c.l2_to_sm, c.tensor) == (4.02, 55.1, 83.5, 61.6)
     assert c.exp is None and c.issue is None, "n/a and absent are not zero"
     assert c.dram_bytes == 400e6 + 71565312
-    assert c.bytes_per_sector == 32 and c.store_bytes_per_sector is None
+    assert c.bytes_per_sector == 4 and c.wasted_share is None and c.store_bytes_per_sector is None
     assert c.conflict_share == pytest.approx(0.1)
     assert c.local_share == pytest.approx(0.1)
     assert c.stalls == {"long_scoreboard": 1.5, "gmma": 4.5, "selected": 1.0}
@@ -83,6 +84,52 @@ def test_its_verdict_is_the_way_from_l2():
     verdict = judge(Evidence(found.kernel, seconds=found.seconds, counters=found.counters))
     assert verdict.resource == "L2-to-SM path"
     assert "83.5 %" in verdict.sentence and "tensor pipe 61.6 %" in verdict.sentence
+
+
+# Block-sparse attention with half of 364 blocks in each list: 64 x 128 keys and values of 2 bytes a listed block come by copies;
+# each of four warps reads the block's number, one sector for 4 bytes.
+LISTED = 364 * 12 * 182
+COPIED, NUMBERS = LISTED * 2 * 64 * 128 * 2 // 32, LISTED * 4
+
+
+def counted(loads, arrived, used="4", name=counters.ARRIVED):
+    """The reported profile with these sectors by load instructions, and arriving at the SMs."""
+    changed = {
+        **dict.fromkeys(counters.SECTORS, 0),
+        counters.SECTORS[0]: loads,
+        name: arrived,
+        counters.USED_LOADS: used,
+    }
+    values = {**{key: value for key, (_, value) in FULL.items()}, **{key: str(value) for key, value in changed.items()}}
+    units = {**{key: unit for key, (unit, _) in FULL.items()}, name: "sector"}
+    (found,) = parse_csv(
+        table(tuple(values), tuple(units[key] for key in values), [row_of(0, "k", "(4368, 1, 1)", values.values())])
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", counters.ARRIVED_AT)
+def test_loads_beside_copies_waste_little_of_the_traffic(name):
+    found = counted(NUMBERS, COPIED + NUMBERS, name=name)
+    assert found.counters.wasted_share == pytest.approx(NUMBERS * 28 / 32 / (COPIED + NUMBERS))
+    assert found.counters.wasted_share < 0.01
+    verdict = judge(Evidence(found.kernel, seconds=found.seconds, counters=found.counters))
+    assert verdict.resource == "L2-to-SM path" and "not read" not in verdict.sentence
+
+
+def test_loads_that_are_the_traffic_waste_it():
+    for arrived in (COPIED, COPIED // 2):  # half of them held by L1
+        found = counted(COPIED, arrived)
+        assert found.counters.wasted_share == 28 / 32
+        verdict = judge(Evidence(found.kernel, seconds=found.seconds, counters=found.counters))
+        assert verdict.resource == "uncoalesced" and "88 % of the traffic" in verdict.sentence
+    assert counted(COPIED, COPIED, used="32").counters.wasted_share == 0
+
+
+def test_spills_are_weighed_against_copies_too():
+    values = dict(zip(counters.SECTORS, (0.0, 0.0, 60.0, 40.0), strict=True))
+    assert counters.counters_of(values).local_share == 1
+    assert counters.counters_of({**values, counters.ARRIVED: 960.0}).local_share == pytest.approx(0.1)
 
 
 def test_launches_of_a_kernel_are_their_median():

@@ -7,8 +7,9 @@ import pytest
 from tilefold.profiling.evidence import Counters, Evidence, Region, waves_of
 from tilefold.profiling.verdict import RESOURCES, TRY, judge, judge_region
 
-# A block-sparse forward pass as it was reported: the roofline's two axes would call it compute bound.
-SPARSE = Counters(l2_to_sm=83.5, tensor=61.6, dram=4.0)
+# A block-sparse forward pass as it was reported: the roofline's two axes would call it compute bound. Its loads are entries of
+# lists, 4 bytes of a sector each; keys and values come by copies, which that ratio leaves out.
+SPARSE = Counters(l2_to_sm=83.5, tensor=61.6, dram=4.0, bytes_per_sector=4.0)
 KERNEL = Evidence(
     "kernel", seconds=1e-3, programs=4 * 132, threads=128, registers=64, spills=0, shared_bytes=0, resident=2, sms=132,
     limit="registers", launch_seconds=1.8e-6,
@@ -23,7 +24,24 @@ def test_the_way_from_l2_is_a_resource_of_its_own():
     verdict = judge(replace(KERNEL, counters=SPARSE))
     assert verdict.resource == "L2-to-SM path"
     assert "83.5 %" in verdict.sentence and "tensor pipe 61.6 %" in verdict.sentence
+    assert "4.0 of the 32 bytes" in verdict.sentence and "not read" in verdict.sentence
     assert verdict.advice and not verdict.missing
+
+
+@pytest.mark.parametrize(
+    ("share", "resource"), [(0.001, "L2-to-SM path"), (0.49, "L2-to-SM path"), (0.51, "uncoalesced"), (0.875, "uncoalesced")]
+)  # fmt: skip
+def test_waste_is_weighed_by_its_share_of_the_traffic(share, resource):
+    verdict = judge(replace(KERNEL, counters=replace(SPARSE, wasted_share=share)))
+    assert verdict.resource == resource, verdict
+    assert ("% of the traffic for nothing" in verdict.sentence) == (resource == "uncoalesced")
+    assert "not read" not in verdict.sentence
+
+
+def test_waste_without_its_share_counts_where_warps_wait_to_load_more():
+    stalled = replace(SPARSE, stalls={"lg_throttle": 3.0, "wait": 1.0})
+    assert judge(replace(KERNEL, counters=stalled)).resource == "uncoalesced"
+    assert judge(replace(KERNEL, counters=replace(stalled, wasted_share=0.1))).resource == "L2-to-SM path"
 
 
 def test_the_same_kernel_without_counters_is_unknown_not_compute_bound():
@@ -47,7 +65,7 @@ SIGNATURES = {
     # what the counters of each fault look like: waste beside saturation must win, hidden waste must not
     "launch": replace(KERNEL, seconds=2.1e-6),
     "spills": with_counters(replace(KERNEL, spills=190, registers=255), local_share=0.83, l1=92.0, dram=40.0),
-    "uncoalesced": with_counters(bytes_per_sector=4.0, **FULL_MEMORY),
+    "uncoalesced": with_counters(bytes_per_sector=4.0, wasted_share=0.875, **FULL_MEMORY),
     "bank conflicts": with_counters(conflict_share=0.93, l1=91.0, shared=90.0, dram=20.0),
     "DRAM": with_counters(dram=91.0, l2=60.0, l2_to_sm=30.0, bytes_per_sector=32.0),
     "tensor pipe": with_counters(tensor=86.0, l2_to_sm=55.0, dram=10.0),
@@ -76,7 +94,8 @@ def test_every_resource_is_explained_and_has_something_to_try():
 
 def test_waste_that_costs_nothing_is_not_the_verdict():
     # scattered accesses beside a full tensor pipe, conflicts nobody waits for, spills outside of the loop
-    assert judge(with_counters(bytes_per_sector=4.0, tensor=90.0, dram=10.0)).resource == "tensor pipe"
+    scattered = with_counters(bytes_per_sector=4.0, wasted_share=0.875, tensor=90.0, dram=10.0)
+    assert judge(scattered).resource == "tensor pipe"
     assert judge(with_counters(conflict_share=0.5, shared=20.0, dram=88.0)).resource == "DRAM"
     spilling = replace(KERNEL, spills=40)
     assert judge(with_counters(spilling, local_share=0.01, dram=88.0)).resource == "DRAM"
@@ -104,7 +123,7 @@ def test_a_verdict_needs_no_field_that_nobody_measured():
     """Each field alone: a verdict or "unknown", never an error."""
     for name, value in {"seconds": 1e-3, "programs": 3, "sms": 132, "resident": 2, "flops": 1.0, "spills": 9}.items():
         assert judge(Evidence("kernel", **{name: value})).resource in RESOURCES
-    for name in ("dram", "conflict_share", "bytes_per_sector", "local_share", "occupancy"):
+    for name in ("dram", "conflict_share", "bytes_per_sector", "wasted_share", "local_share", "occupancy"):
         assert judge(Evidence("kernel", counters=Counters(**{name: 0.9}))).resource in RESOURCES
 
 

@@ -1,11 +1,13 @@
 """Real structure: rendered video, what a selection keeps of its dense attention, and training on it beside dense attention."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
 from tilefold import reference
+from tilefold.bench.video import next_frame
 from tilefold.bench.video.next_frame import PlainVideoAttention, Training, train
 from tilefold.bench.video.reconstruction import block_mass, reconstruct
 from tilefold.bench.video.scene import Scene, patches, project, render, scene_qkv
@@ -116,8 +118,9 @@ class Blind(PlainVideoAttention):
 
 @pytest.mark.long
 @pytest.mark.no_poison
-def test_training_goes_as_with_dense_attention():
+def test_training_goes_as_with_dense_attention(monkeypatch):
     """A next-frame task that cannot be learned without attention, at three quarters of the blocks left out."""
+    monkeypatch.setattr(next_frame, "render", functools.cache(render))  # all three see the same videos
     top = {"select": SelectOptions("top_k", top_k=4)}  # of 16
     dense = train(Training(attention={"coarse": None}), PlainVideoAttention)
     sparse = train(Training(attention=top), PlainVideoAttention)

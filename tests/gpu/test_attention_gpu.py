@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, judge, qkv, rand
+from cases import check, dense_plan, judge, qkv, rand
 from tilefold import reference
 
 DEVICE = torch.device("cuda")
@@ -68,7 +68,7 @@ def test_one_compilation_serves_all_lengths():
 
 
 def _fixed(q, k, v, window):
-    plan = tilefold.attention_plan(q, k, v, window=window)
+    plan = dense_plan(tilefold.attention_plan(q, k, v, window=window))
     return plan.with_tile(kernel="attention_forward", block_m=64, block_n=64, num_warps=4, num_stages=2)
 
 

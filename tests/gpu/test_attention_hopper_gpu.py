@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, judge, packed, qkv, rand
+from cases import check, hopper_plan, judge, packed, qkv, rand
 from tilefold import reference
-from tilefold.plan.attention_hopper import hopper_tile
 
 DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
@@ -26,16 +25,9 @@ DIMS = [(32, 32), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), 
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 
 
-def forced(plan, **changes):
-    """The plan for the kernel, whether it would be taken or not."""
-    tile = hopper_tile(plan.problem, plan.device)
-    asked = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": 4, "num_stages": tile.num_stages, **changes}
-    return plan.with_tile(kernel=HOPPER, **asked)
-
-
 def held(q, k, v, changes=None, **options):
     """Hold the kernel to the oracle; changes: of the plan."""
-    plan = forced(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
     out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
     oracle = reference.attention(q, k, v, **options)
     plain = reference.attention(q, k, v, dtype=q.dtype, **options)
@@ -55,7 +47,7 @@ def held_packed(lengths_q, lengths_k, changes=None, heads=(4, 2), dims=(128, 128
             t[: cu[1]] = math.nan
             t[cu[-2] :] = math.nan
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    plan = forced(
+    plan = hopper_plan(
         tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **options), **(changes or {})
     )
     out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **options)
@@ -160,7 +152,7 @@ def test_scores_that_jump(dim, changes, causal):
                 jumping(kind, q, k)
                 held(q, k, v, changes, causal=causal)
         held(q, k, v, changes, causal=causal, sinks=sinks)
-        plan = forced(tilefold.attention_plan(q, k, v, causal=causal), **changes)
+        plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=causal), **changes)
         first = tilefold.attention(q, k, v, causal=causal, plan=plan)
         assert all(torch.equal(first, tilefold.attention(q, k, v, causal=causal, plan=plan)) for _ in range(10)), kind
 
@@ -180,7 +172,11 @@ def test_jumps_of_packed_sequences_and_of_nan():
     assert torch.equal(out, clean)
 
 
-@pytest.mark.parametrize("changes", [{}, {"options": ("pack",)}, {"options": ("skip", "turns")}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"options": ("pack",)}, {"block_m": 128, "block_n": 128, "num_stages": 2, "options": ("skip", "turns")}],
+    ids=str,
+)
 def test_sinks(changes):
     sinks = rand(8, device=DEVICE)
     sinks[1], sinks[2], sinks[3] = -math.inf, 30.0, -1e30
@@ -215,7 +211,7 @@ def test_packed_head_dims(dims):
 def test_a_neighbour_full_of_nan_is_not_seen():
     (q, k, v), batch = packed([200, 150, 99], [200, 150, 99], 4, 4, 128, 128, dtype=torch.bfloat16, device=DEVICE)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    plan = forced(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), causal=True))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), causal=True))
     clean = tilefold.attention_varlen(q, k, v, *batch, causal=True, plan=plan)
     for t in (q, k, v):
         t[200:350] = math.nan
@@ -261,7 +257,7 @@ def test_hard_numbers():
 
 def test_nan_stays_in_its_rows():
     q, k, v = qkv(1, 512, 512, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
-    plan = forced(tilefold.attention_plan(q, k, v, causal=True))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=True))
     clean = tilefold.attention(q, k, v, causal=True, plan=plan)
     q[0, 100, 0] = math.nan
     out = tilefold.attention(q, k, v, causal=True, plan=plan)
@@ -273,7 +269,7 @@ def test_nan_stays_in_its_rows():
 @pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
 def test_versions_give_the_same_bits_every_run(dim, changes):
     q, k, v = qkv(2, 1500, 1500, 16, 4, dim, dtype=torch.bfloat16, device=DEVICE)
-    plan = forced(tilefold.attention_plan(q, k, v, causal=True), **changes)
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=True), **changes)
     first = tilefold.attention(q, k, v, causal=True, plan=plan)
     assert all(torch.equal(first, tilefold.attention(q, k, v, causal=True, plan=plan)) for _ in range(20))
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, packed, qkv, rand
+from cases import hopper_plan, judge, packed, qkv, rand
 from tilefold import reference
-from tilefold.plan.attention_hopper import hopper_tile
 
 DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
@@ -32,16 +31,9 @@ def some(*shape, share=0.5):
     return torch.rand(*shape).to(DEVICE) < share
 
 
-def forced(plan, **changes):
-    """The plan for the kernel, whether it would be taken or not."""
-    tile = hopper_tile(plan.problem, plan.device)
-    asked = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": 4, "num_stages": tile.num_stages, **changes}
-    return plan.with_tile(kernel=HOPPER, **asked)
-
-
 def held(q, k, v, changes=None, **options):
     """Hold the kernel to the oracle; changes: of the plan."""
-    plan = forced(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
     out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
     oracle = reference.attention(q, k, v, **options)
     plain = reference.attention(q, k, v, dtype=q.dtype, **options)
@@ -171,7 +163,7 @@ def test_biases_that_mask():
 def test_nan_in_a_bias_stays_in_its_rows_and_behind_a_mask():
     q, k, v = qkv(1, 512, 512, 2, 2, 128, dtype=BF, device=DEVICE)
     bias = draw(1, 2, 512, 512)
-    plan = forced(tilefold.attention_plan(q, k, v, causal=True, bias=bias))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=True, bias=bias))
     clean = tilefold.attention(q, k, v, causal=True, bias=bias, plan=plan)
     bias[0, 0, 100, 7] = math.nan
     bias[0, 1, 100, 101:] = math.nan  # not seen
@@ -192,7 +184,7 @@ def test_packed_sequences(options):
         {**every, "mask": some(6, 1, 1, 704)[..., :700]},
         {"alibi_slopes": torch.rand(4, device=DEVICE)},
     ):
-        plan = forced(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **mods))
+        plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **mods))
         out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **mods)
         oracle = reference.attention_varlen(q, k, v, *batch, **mods)
         plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **mods)
@@ -206,7 +198,7 @@ def test_gradients_from_its_out_and_lse():
     plan = tilefold.attention_plan(q, k, v, bias=bias, causal=True)
     tensors = [t.requires_grad_() for t in (q, k, v, bias)]
     found = []
-    for chosen in (forced(plan), plan.with_tile()):
+    for chosen in (hopper_plan(plan), plan.with_tile()):
         out = tilefold.attention(q, k, v, bias=bias, causal=True, plan=chosen)
         found.append(torch.autograd.grad(out.float().square().sum(), tensors))
     for ours, others in zip(*found, strict=True):
@@ -216,7 +208,7 @@ def test_gradients_from_its_out_and_lse():
 def test_the_same_bits_every_run_and_in_graphs():
     q, k, v = qkv(2, 1500, 1512, 16, 4, 128, dtype=BF, device=DEVICE)
     options = {"bias": draw(1, 16, 1500, 1512), "mask": some(2, 1, 1, 1536)[..., :1512], "causal": True}
-    plan = forced(tilefold.attention_plan(q, k, v, **options))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, **options))
     first = tilefold.attention(q, k, v, plan=plan, **options)
     assert all(torch.equal(first, tilefold.attention(q, k, v, plan=plan, **options)) for _ in range(30))
     graph = torch.cuda.CUDAGraph()
@@ -234,7 +226,7 @@ def test_a_bias_of_more_than_two_to_the_31_elements():
     n = 47104
     q, k, v = qkv(1, n, n, 1, 1, 64, dtype=BF, device=DEVICE)
     bias = torch.randn(1, 1, n, n, dtype=BF, device=DEVICE)
-    out = tilefold.attention(q, k, v, bias=bias, plan=forced(tilefold.attention_plan(q, k, v, bias=bias)))
+    out = tilefold.attention(q, k, v, bias=bias, plan=hopper_plan(tilefold.attention_plan(q, k, v, bias=bias)))
     rows = slice(n - 64, n)
     oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
     plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=BF)

@@ -30,6 +30,7 @@ def products():
     return [product() for _ in range(4)]
 
 
+@pytest.mark.alone
 def test_events_and_graph_agree_on_a_call_that_fills_the_gpu(products):
     by_events, by_graph = timers.time_events(products[0]), timers.time_graph(products)
     assert by_events.method == "events"
@@ -37,6 +38,7 @@ def test_events_and_graph_agree_on_a_call_that_fills_the_gpu(products):
     assert 0.3 < by_graph.ms / by_events.ms < 1.5
 
 
+@pytest.mark.alone
 def test_host_time_does_not_wait_for_the_gpu():
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
 
@@ -110,6 +112,7 @@ def test_sparse_attention_copies_nothing_and_makes_no_score_matrix(kind):
     assert cell.scratch <= query_bytes // 8
 
 
+@pytest.mark.alone
 def test_split_lists_take_far_less_than_a_copy_of_k():
     cell, (_, key_bytes) = ours(Case("sparse", DECODE, Pattern("random", 9.9)))
     assert cell.scratch <= key_bytes // 4
@@ -117,6 +120,7 @@ def test_split_lists_take_far_less_than_a_copy_of_k():
     assert 0 < cell.warm.ms < 1.1 * cell.graph.ms
 
 
+@pytest.mark.alone
 def test_a_short_list_stays_in_the_cache_when_warm_and_does_not_when_cold():
     cell, _ = ours(Case("sparse", DECODE, Pattern("random", 90)))
     assert cell.warm.ms < 0.97 * cell.graph.ms
@@ -165,6 +169,7 @@ def test_the_command_line(tmp_path):
     assert json.loads(figures.read_text())["setting"]["backend"] in ("cuda", "hip")
 
 
+@pytest.mark.alone
 def test_video_sweeps_on_the_gpu(tmp_path):
     """Steps over a cache are captured and replayed; the rest is called."""
     testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
@@ -189,6 +194,7 @@ def test_video_sweeps_on_the_gpu(tmp_path):
             assert row["speedup"]
 
 
+@pytest.mark.alone
 def test_clocks_and_power_are_read_while_the_gpu_works(products):
     """Through NVML or nvidia-smi, whichever this machine has."""
     import time

@@ -38,6 +38,7 @@ def test_every_available_implementation_is_right_and_timed(case):
     assert case.uneven or cells["cudnn"].status == cells["flash"].status == "ok", row.cells
 
 
+@pytest.mark.alone
 def test_no_step_is_faster_than_memory():
     row, cells = cells_of(DecodeCase((8192,)), ("cudnn",))
     properties = torch.cuda.get_device_properties()

@@ -118,6 +118,7 @@ def test_a_thousand_steps_of_a_captured_graph(page_size):
     audit(cache.allocator)
 
 
+@pytest.mark.alone
 def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
     """The device sleeps while the host is many steps ahead: every step still gets its own numbers."""
     cache = a_cache()

@@ -20,7 +20,7 @@ from tilefold.profiling.video import explain_video
 from tilefold.sparse import CoarseOptions, SelectOptions
 
 DEVICE = torch.device("cuda")
-pytestmark = pytest.mark.no_poison
+pytestmark = [pytest.mark.no_poison, pytest.mark.alone]
 alone = pytest.mark.skipif(
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
     reason="roofs and times can only be measured alone, and other processes of this run use the GPU: run it with -n 1",

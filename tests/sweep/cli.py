@@ -75,9 +75,9 @@ def prepare(most: int = 0, memcheck: bool = False) -> Any:
     from .problem import Setting
 
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_patch import patch
+        from tilefold.debug import patch_interpreter
 
-        patch()
+        patch_interpreter()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     return Setting(device, most or (100 if memcheck else 600 if gpu else 40), guard=not memcheck, small=not gpu)

@@ -11,6 +11,7 @@ from tilefold.plan.attention_hopper import (
     hopper_few,
     hopper_grid,
     hopper_options,
+    hopper_programs,
     hopper_refusal,
     hopper_shared_bytes,
     hopper_unmeasured,
@@ -239,7 +240,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
 
 def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer: Rule, other: Choice) -> str:
     programs = grid_of(problem, other.tile.block_m)[0]
-    if rule.name == "few-programs" and proposer is not rule:
+    if rule.name == "few-programs" and proposer is not rule and programs < device.sms:
         return f"Fits; rule {proposer.name} proposes it, but it makes {programs} programs for {device.sms} SMs."
     if proposer is not rule:
         return f"Fits; rule {proposer.name} proposes it, but rule {rule.name} comes first."
@@ -260,7 +261,7 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
         tiles = -(-problem.seq_k // choice.tile.block_n)
         filled = min(device.sms, programs * max(1, tiles))
         if filled > programs:
-            why = f"Would fill {filled} of {device.sms} SMs, not {programs}; only calls over a cache split keys."
+            why = f"Would use {filled} of {device.sms} SMs, not {programs}; attention_decode splits the keys of few queries."
             found.append(Rejected("split-KV", why))
     portable = choice.kernel != HOPPER and device.backend != "interpreter"
     if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:
@@ -330,7 +331,9 @@ def _plan(
         shared_bytes=hopper_shared_bytes(problem, tile)
         if choice.kernel == HOPPER
         else shared_bytes(problem, device, tile),
-        programs_per_sm=1 if choice.kernel == HOPPER else programs_per_sm(problem, device, choice.kernel, tile),
+        programs_per_sm=hopper_programs(problem, tile, device) // device.sms
+        if choice.kernel == HOPPER
+        else programs_per_sm(problem, device, choice.kernel, tile),
         rule=rule,
         reason=reason,
         evidence=evidence,

@@ -122,8 +122,10 @@ class AttentionBackwardPlan:
 
     def _made(self) -> str:
         if self.kernel == REDUCE:
-            sums = f"sums of dq take {self.scratch_bytes / 2**20:.0f} MiB, of {self.heads_at_once} KV heads at a time"
-            return f"as many are made: {self.options}; {sums}"
+            heads = f"{self.heads_at_once} KV head{'s' * (self.heads_at_once != 1)} at a time"
+            return (
+                f"as many are made: {self.options}, {heads}; all sums of dq take {self.scratch_bytes / 2**20:.0f} MiB"
+            )
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
             return f"{made} are made: nothing is added in memory"

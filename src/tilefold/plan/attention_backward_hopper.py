@@ -67,9 +67,8 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if min(n.dim_qk, n.dim_v) < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
     if width_of(n) == WIDE != n.dim_qk:
-        return (
-            f"of head dims of Q wider than 128 it has {WIDE}, not {n.dim_qk}"  # a part of the tile makes wgmma serial
-        )
+        # a part of the tile makes wgmma serial
+        return f"with a head dim wider than 128 it has {WIDE} for Q, not {n.dim_qk}"
     if n.dim_qk % 4 or n.dim_v % 4:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
     if not n.plain:
@@ -78,6 +77,8 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
         return "there are no keys"
+    if n.seq_q == 0:
+        return "there are no queries"
     return None
 
 

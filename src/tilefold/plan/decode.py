@@ -184,6 +184,11 @@ class DecodePlan:
             if mine != here:
                 raise PlanError(f"plan was made for a device with {name}={mine!r}, this device has {name}={here!r}")
 
+    def _merges(self) -> str:
+        if self.splits == 1:
+            return "none: one share has all keys of an item"
+        return "the last program to arrive" if self.merge == "last" else "decode_combine, a second kernel"
+
     def to_json(self) -> str:
         """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
         return serialise.to_json(self)
@@ -210,7 +215,7 @@ class DecodePlan:
             f"  kernel     attention_decode, tile {self.block_m} x {self.block_n}, {self.num_warps} warps, "
             f"{self.num_stages} stages",
             f"  cut        {cut}",
-            f"  merge      {'the last program to arrive' if self.merge == 'last' else 'decode_combine, a second kernel'}",
+            f"  merge      {self._merges()}",
             f"  bound      {self.bound.resource}: at least {self.bound.seconds * 1e6:.1f} us with a full cache",
             f"  reason     {self.reason}",
         ]
@@ -222,9 +227,9 @@ def serves(problem: DecodeProblem) -> str:
     """Empty if the kernel takes the call from attention_cached, else why not."""
     a = problem.attention
     if a.dropout:
-        return "dropout is attention_cached's"
+        return "attention_decode has no dropout"
     if problem.rows > MOST_ROWS:
-        return f"{problem.rows} rows a KV head are more than {MOST_ROWS}: prompts are attention_cached's, tiles of one head each"
+        return f"{problem.rows} rows a KV head are more than the {MOST_ROWS} that attention_decode takes"
     return ""
 
 
@@ -277,7 +282,7 @@ def _fixed_shares(plan: DecodePlan) -> DecodePlan:
     keys = plan.problem.attention.seq_k
     alike = plan.problem.attention.batch == 1 or plan.problem.equal
     each, least = (1, plan.block_n) if alike else (2, LEAST_KEYS)
-    splits = max(1, min(each * plan.device.sms // plan.items, -(-keys // least), MAX_SPLITS))
+    splits = max(1, min(each * plan.device.sms // max(1, plan.items), -(-keys // least), MAX_SPLITS))
     if plan.num_warps == 4 and not plan.problem.page_size and keys > SHORT_SHARE * splits * plan.block_n:
         plan = replace(plan, num_stages=MOST_STAGES)  # measured; two programs of them fit an SM
     plan = replace(plan, splits=splits)
@@ -319,21 +324,25 @@ def _require(problem: DecodeProblem) -> None:
         )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _reason(plan: DecodePlan, splits: int) -> str:
     p = plan.problem
-    tiles = f"{plan.blocks} tile{'s' if plan.blocks > 1 else ''} of {plan.block_m}"
-    packed = f"{p.rows} rows (query heads x tokens of a KV head) are {tiles}"
+    row = "row is" if p.rows == 1 else "rows are"
+    packed = f"{p.rows} {row} {_count(plan.blocks, 'tile')} of {plan.block_m} (query heads x tokens of a KV head)"
     if splits:
-        return f"{packed}; the caller asked for {splits} splits."
+        return f"{packed}; the caller asked for {_count(splits, 'split')}."
     if plan.splits:
-        why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.0f} us at least"
+        why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.3g} us at least"
         return (
-            f"{packed}; {why}: {plan.items} items in {plan.splits} share{'s' * (plan.splits > 1)} each are {plan.grid} programs "
-            f"for {plan.device.sms} SMs."
+            f"{packed}; {why}: {_count(plan.items, 'item')} in {_count(plan.splits, 'share')} each make "
+            f"{_count(plan.grid, 'program')} for {plan.device.sms} SMs."
         )
     return (
         f"{packed}; {plan.programs} programs on {plan.device.sms} SMs own equal numbers of tiles of {plan.block_n} keys, "
-        f"at least {plan.least}, whatever the lengths."
+        f"at least {plan.least} or none, whatever the lengths."
     )
 
 
@@ -355,6 +364,7 @@ def _rejected(plan: DecodePlan, splits: int) -> tuple[Rejected, ...]:
                 "Lengths are on the device: a long sequence among short ones would be few programs' work.",
             )
         )
+    if not splits and plan.splits != 1:
         found.append(
             Rejected("a second kernel to merge", "A launch more; the last program to arrive does the same sums.")
             if plan.merge == "last"

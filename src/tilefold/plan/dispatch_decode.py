@@ -51,14 +51,14 @@ def _working(problem: AttentionProblem, plan: DecodePlan) -> tuple[int, int]:
 def _reason(plan: DecodePlan, given: int) -> str:
     who = "the last to arrive" if plan.merge == "last" else "decode_combine"
     if given:
-        return f"The caller asked for {given}; {who} merges."
+        return f"The caller asked for {given}{f'; {who} merges' if given > 1 else ''}."
     if plan.splits:
         shares = f"{plan.splits} equal shares" if plan.splits > 1 else "one share"
         merges = f", and {who} merges" if plan.splits > 1 else ""
         return f"Few keys, or one sequence: those of each of {plan.items} KV heads and row blocks in {shares}{merges}."
     return (
-        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, at least {plan.least}, "
-        f"whosever they are, and {who} merges what several have of one KV head."
+        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, "
+        f"at least {plan.least} or none, whosever they are, and {who} merges what several have of one KV head."
     )
 
 

@@ -137,8 +137,9 @@ def _grid(plan: AttentionPlan) -> str:
         return f"{made}, run one after the other."
     if plan.kernel == HOPPER:
         resident = hopper_programs(problem, plan.tile, plan.device)
-        each = "one" if resident == plan.device.sms else "two"
-        drawing = f"{_count(min(resident, programs), 'program')}, {each} per SM"
+        running, sms = min(resident, programs), plan.device.sms
+        each = "one" if running <= sms else "two" if running == 2 * sms else "up to two"
+        drawing = f"{_count(running, 'program')}, {each} per SM"
         return f"{drawing}, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
@@ -174,7 +175,8 @@ def _resources(plan: AttentionPlan) -> str:
         held = (width_of(plan.problem.dim_v) + plan.block_n) // 2
         return (
             f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
-            f"{REGISTERS[consumers_of(plan.tile)][1]} registers per folding thread for accumulators, 1 program per SM."
+            f"{REGISTERS[consumers_of(plan.tile)][1]} registers per folding thread for accumulators, "
+            f"{_count(plan.programs_per_sm, 'program')} per SM."
         )
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024
@@ -204,4 +206,5 @@ def _bound(plan: AttentionPlan | AttentionFp8Plan) -> str:
         return f"interpreter: about {_time(bound.seconds)}, at the rate that was measured for long tiles."
     rates = f"{_scaled(cost.flops / bound.seconds, 'FLOP/s')}, {_scaled(cost.bytes / bound.seconds, 'B/s')}"
     others = ", ".join(f"{name} {_time(seconds)}" for name, seconds in bound.times if name != bound.resource)
-    return f"{bound.resource}: at least {_time(bound.seconds)} ({rates}); {others}."
+    least = _time(bound.seconds)
+    return f"{bound.resource}: {'' if least.startswith('under') else 'at least '}{least} ({rates}); {others}."

@@ -34,7 +34,9 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
     pack, tiles = _dense_tiles(problem, device)
     few = "at least " * (pack > 1)  # where its kernel packs heads
-    why = f"Would be {few}{tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with all keys of its rows"
+    rows = problem.seq_q * pack
+    held = "all keys of its rows" if rows >= FILLED_ROWS else f"{rows} row{'s' * (rows != 1)} and all their keys"
+    why = f"Would be {few}{tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with {held}"
     if problem.group > pack:
         why += f", and would read K and V {problem.group // pack} times"
     return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))

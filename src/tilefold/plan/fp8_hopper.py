@@ -57,7 +57,7 @@ def fp8_refusal(problem: AttentionProblem, device: Device, options: tuple[str, .
 def fp8_slower(problem: AttentionProblem) -> str | None:
     """Why bfloat16's kernel is the faster one, as a sentence, or None if it is not."""
     if fp8_width(problem.dim_v) == 64:
-        return "at 64 columns bfloat16's kernel is faster: exponentials bound both, and this one sums tiles outside"
+        return "with V of at most 64 columns bfloat16's kernel is faster: exponentials bound both, and this sums tiles outside"
     return None
 
 

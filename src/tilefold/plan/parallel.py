@@ -106,4 +106,6 @@ def _reason(best: SchemeCost, fastest: SchemeCost, fits: list[SchemeCost]) -> st
         memory = f"{size_text(less)} less" if less else "the same"
         return f"predicted within {slower:.1%} of {fastest.scheme}, the fastest, with {memory} memory"
     second = min((c for c in fits if c is not best), key=lambda cost: cost.seconds)
+    if not best.seconds:
+        return "predicted to take no time"
     return f"predicted {second.seconds / best.seconds:.2f} times as fast as {second.scheme}, the next"

@@ -210,14 +210,14 @@ _LONG_RULES = (
     ),
     Rule(
         "hopper-d128",
-        "Softmax and wgmma do not overlap inside a program, so small programs share an SM and hide one another's.",
+        "Softmax and products do not overlap inside a program, so programs small enough to share an SM hide one another's.",
         "64 rows of 4 warps with box loads were the best portable tile at D=128 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 128),
         _hopper_128,
     ),
     Rule(
         "hopper-d256",
-        "An output tile of 64 x 256 takes 128 registers per thread, which leaves room for 32 keys a step.",
+        "An output tile of 64 x 256 takes 128 registers per thread, which leaves room for at most 32 keys a step.",
         "Chosen by the limits of registers and shared memory; not measured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 256),
         _hopper_256,
@@ -255,14 +255,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         HOPPER_RULE,
-        "Two warpgroups fold while a third warp loads, so the exponentials of one run beside the products of the other.",
+        "Warpgroups fold while one more warp loads, so the exponentials of one run beside the products of another.",
         "0.94 to 1.21 times FlashAttention-4 from 512 tokens on, 0.84 to 1.36 times cuDNN (H200, 2026-11-21, triton 3.6.0).",
         _fits_hopper,
         _hopper,
     ),
     Rule(
         "short-queries",
-        "There are fewer queries than rows in a full tile, so the tile takes just the next power of two of rows.",
+        "There are fewer queries than rows in a full tile, so the tile takes the next power of two of rows, at least 16.",
         "K and V are read once per tile whatever its rows, so memory sets the time, not the rows.",
         lambda problem, device: problem.seq_q < SHORT_QUERIES,
         _short,

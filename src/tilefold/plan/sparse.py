@@ -22,6 +22,7 @@ from tilefold.plan.limits import (
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
+from tilefold.plan.sparse_hopper import programs_per_sm as hopper_programs_per_sm
 
 __all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
 
@@ -175,10 +176,17 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
         return plan
     tile = hopper_tile(problem, device)
+    items = _programs(problem, tile.block_m)
+    use = _use(
+        items,
+        "query block",
+        1,
+        device.sms * hopper_programs_per_sm(problem),
+        _uncut(problem, plan.tile),
+    )
     return SparsePlan(
         problem, device, HOPPER_KERNEL, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, 1, "hopper-lists",
-        "A loading warp, folding warpgroups and wgmma; there are enough query blocks to fill the device.",
-        hopper_programs(problem, device, _programs(problem, tile.block_m)),
+        f"A loading warp, folding warpgroups and wgmma; {use}", hopper_programs(problem, device, items),
     )  # fmt: skip
 
 
@@ -194,12 +202,17 @@ def _portable(problem: SparseProblem, device: Device) -> SparsePlan:
     raise Unsupported(f"no tile fits {device.name} for this sparse problem ({'; '.join(faults)})")
 
 
+def _most_splits(tiles: int, keys_per_tile: int) -> int:
+    """Shares that a list of `tiles` tiles may have."""
+    return max(1, min(MAX_SPLITS, tiles * keys_per_tile // MIN_KEYS, tiles))
+
+
 def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int:
     """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 95 % of the best reachable one.
 
     items: programs without splitting; slots: programs that run at once.  A share holds at least MIN_KEYS keys.  The efficiency is
     that of the waves times that of the uneven shares, which differ by up to one tile."""
-    top = max(1, min(MAX_SPLITS, tiles * keys_per_tile // MIN_KEYS, tiles))
+    top = _most_splits(tiles, keys_per_tile)
 
     def efficiency(splits: int) -> float:
         waves, share = items * splits / slots, tiles / splits
@@ -214,16 +227,45 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
     slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
-    tiles = problem.capacity * (problem.block_k // tile.block_n)
-    splits = 1 if device.backend == "interpreter" else choose_splits(items, tiles, tile.block_n, slots)
-    if splits == 1:
-        rule, reason = "lists", "There are enough query tiles to fill the device; each program folds its whole list."
+    if device.backend == "interpreter":
+        splits, use = 1, "The interpreter runs programs one after the other; each folds its whole list."
     else:
-        rule = "split-lists"
-        reason = f"{items} query tiles leave most of {slots} places idle; {splits} shares of each list fill them."
+        splits = choose_splits(items, _tiles_of_list(problem, tile), tile.block_n, slots)
+        use = _use(items, "query tile", splits, slots, _uncut(problem, tile, splits))
+    rule = "lists" if splits == 1 else "split-lists"
     return SparsePlan(
-        problem, device, kernel, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, splits, rule, reason
+        problem, device, kernel, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, splits, rule, use
     )
+
+
+def _tiles_of_list(problem: SparseProblem, tile: Tile) -> int:
+    """Of the longest that there can be."""
+    return problem.capacity * (problem.block_k // tile.block_n)
+
+
+def _use(items: int, what: str, splits: int, slots: int, uncut: str) -> str:
+    """How programs fill the device, as a sentence.  uncut: why lists are not cut, or not further."""
+    queries, programs = f"{items} {what}{'s' * (items != 1)}", items * splits
+    if not items:
+        return f"{queries}: there is nothing to compute."
+    made = f"{queries}, each with its whole list,"
+    if splits > 1:
+        idle = f"{queries} would leave {slots - items} of {slots} places idle"
+        made = f"{idle}; {splits} shares of each list are {programs} programs, which"
+    if programs >= slots:
+        return f"{made} fill {slots} places."
+    return f"{made} use {programs} of {slots} places: {uncut}."
+
+
+def _uncut(problem: SparseProblem, tile: Tile, splits: int = 1) -> str:
+    """Why lists are not cut in more than `splits` shares, as the rest of a sentence."""
+    tiles = _tiles_of_list(problem, tile)
+    if splits < _most_splits(tiles, tile.block_n):
+        return "at most a twentieth is lost against the best number of shares"
+    if splits == MAX_SPLITS:
+        return f"{MAX_SPLITS} shares of a list are the most"
+    shares = "two shares" if splits == 1 else f"{splits + 1} shares"
+    return f"lists of at most {tiles * tile.block_n} keys are too short for {shares} of at least {MIN_KEYS}"
 
 
 def _tiles(problem: SparseProblem, device: Device) -> tuple[Tile, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilefold.errors import Unsupported, ValueRangeError
-from tilefold.profiling.evidence import Counters
+from tilefold.profiling.evidence import FULL_SECTOR, Counters
 
 __all__ = ["METRICS", "ROLE_VARIABLE", "Measured", "command_of", "find_ncu", "import_report", "parse_csv", "run_ncu"]
 
@@ -53,6 +53,9 @@ SHARED_PASSES = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 SECTORS = tuple(
     f"l1tex__t_sectors_pipe_lsu_mem_{space}_op_{op}.sum" for space in ("global", "local") for op in ("ld", "st")
 )
+# Sectors that arrive at the L1 caches, by loads and by copies to shared memory alike; the second, where a report has only that.
+ARRIVED = "l1tex__m_xbar2l1tex_read_sectors.sum"
+ARRIVED_AT = (ARRIVED, "lts__t_sectors_srcunit_tex_op_read.sum")
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 REASONS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
@@ -61,7 +64,7 @@ REASONS = (
 )  # fmt: skip
 METRICS: tuple[str, ...] = (
     TIME, *(name for names in SHARES.values() for name in names), DRAM_READ, DRAM_WRITTEN, USED_LOADS, USED_STORES, CONFLICTS,
-    SHARED_PASSES, *SECTORS, *(STALL.format(reason) for reason in REASONS),
+    SHARED_PASSES, *SECTORS, ARRIVED, *(STALL.format(reason) for reason in REASONS),
 )  # fmt: skip
 
 
@@ -239,18 +242,36 @@ def counters_of(values: Mapping[str, float]) -> Counters:
         for field, names in SHARES.items()
         if (known := [values[name] for name in names if name in values])
     }
-    sectors = [values.get(name) for name in SECTORS]
-    moved = sum(each or 0.0 for each in sectors)
-    local = None if None in sectors[2:] or not moved else sum(each or 0.0 for each in sectors[2:]) / moved
+    used = values.get(USED_LOADS) or None, values.get(USED_STORES) or None  # 0 where nothing was loaded
+    local, wasted = _shares_of_traffic(values, *used)
     passes, conflicts = values.get(SHARED_PASSES), values.get(CONFLICTS)
     stalls = {reason: values[STALL.format(reason)] for reason in REASONS if STALL.format(reason) in values}
     dram = values.get(DRAM_READ, 0.0) + values.get(DRAM_WRITTEN, 0.0) if DRAM_READ in values else None
     return Counters(
         **shares,
-        bytes_per_sector=values.get(USED_LOADS) or None,  # 0 where nothing was loaded
-        store_bytes_per_sector=values.get(USED_STORES) or None,
+        bytes_per_sector=used[0],
+        store_bytes_per_sector=used[1],
+        wasted_share=wasted,
         conflict_share=None if conflicts is None or not passes else min(1.0, conflicts / passes),
         local_share=local,
         stalls=stalls,
         dram_bytes=dram,
     )
+
+
+def _shares_of_traffic(
+    values: Mapping[str, float], load_bytes: float | None, store_bytes: float | None
+) -> tuple[float | None, float | None]:
+    """(local_share, wasted_share) of `Counters`. The metrics of sectors by load and store leave copies to shared memory out;
+    what arrives from L2 has them. More sectors than arrive were loaded where L1 held some of them."""
+    global_loads, global_stores, local_loads, local_stores = (values.get(name) for name in SECTORS)
+    loads, stores = (global_loads or 0.0) + (local_loads or 0.0), (global_stores or 0.0) + (local_stores or 0.0)
+    arrived = next((values[name] for name in ARRIVED_AT if name in values), None)
+    traffic = max(loads, arrived or 0.0) + stores
+    if not traffic:
+        return None, None
+    local = None if local_loads is None or local_stores is None else (local_loads + local_stores) / traffic
+    if arrived is None or global_loads is None or global_stores is None:
+        return local, None
+    ways = (global_loads, load_bytes), (global_stores, store_bytes)
+    return local, sum(sectors * (1 - used / FULL_SECTOR) for sectors, used in ways if used) / traffic

@@ -16,8 +16,10 @@ class Counters:
     dram, l2, l2_to_sm, l1, shared: memory, the L2 cache itself, the crossbar from it to the SMs, the L1 cache and its way to
     the registers, shared memory. tensor, fma, alu, exp: pipes. issue: issue slots. occupancy: warps resident, of the most.
     bytes_per_sector: bytes that global loads used of each sector of 32 that they moved; store_bytes_per_sector likewise.
+    Copies to shared memory (TMA, cp.async) are not among these loads.
+    wasted_share: bytes that loads and stores moved and did not use, of all bytes between the SMs and L2, copies included, 0 to 1.
     conflict_share: of the passes over shared memory, those that only bank conflicts made necessary, 0 to 1.
-    local_share: of the sectors through L1, those of registers spilled to local memory, 0 to 1.
+    local_share: of all sectors through L1, copies included where they were read, those of spilled registers, 0 to 1.
     stalls: reason -> warps that wait for it, per instruction issued. dram_bytes: read and written.
     """
 
@@ -34,6 +36,7 @@ class Counters:
     occupancy: float | None = None
     bytes_per_sector: float | None = None
     store_bytes_per_sector: float | None = None
+    wasted_share: float | None = None
     conflict_share: float | None = None
     local_share: float | None = None
     stalls: Mapping[str, float] = field(default_factory=dict)

@@ -4,7 +4,8 @@ The rules are asked in order and the first that holds answers:
 
 1. A launch so short that launching is most of it: no other figure matters.
 2. Waste: spilled registers, sectors that are moved for a few bytes, passes over shared memory that bank conflicts made necessary.
-   It comes before saturation because waste saturates: a path that is full of bytes nobody asked for is no roof.
+   It comes before saturation because waste saturates: a path that is full of bytes nobody asked for is no roof. It is weighed
+   by its share of the traffic: a few scattered loads beside copies to shared memory (TMA) fill nothing.
 3. Saturation: the resource with the largest share of its peak, from `SATURATED` percent. All resources are compared, so that a
    kernel at 83 % of the way from L2 to the SMs and 62 % of the tensor pipe is bound by the first, not "compute".
 4. Shape: too few programs for the device, or a last wave that leaves most of it empty.
@@ -18,13 +19,13 @@ the answer is "unknown", not the nearest roof.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .evidence import FULL_SECTOR, Evidence, Region
+from .evidence import FULL_SECTOR, Counters, Evidence, Region
 
 __all__ = ["RESOURCES", "Verdict", "judge", "judge_region"]
 
 SATURATED = 70.0  # percent of a peak that counters saw: beyond this, ordinary kernels do not get much faster
 DECLARED = 80.0  # percent of a roof by declared work, without counters to see other resources
-WASTED_SECTOR = 0.5  # of a sector's bytes used: below this, most of the traffic is for nothing
+WASTED = 0.5  # of the bytes moved: beyond this, most of the traffic is for nothing
 CONFLICTS = 0.3  # of the passes over shared memory
 LOCAL = 0.1  # of the sectors through L1
 QUIET = 30.0  # percent of a peak: a path that nobody waits for
@@ -171,19 +172,27 @@ def _uncoalesced(e: Evidence) -> Verdict | None:
     c = e.counters
     stall = c.top_stall if c else None
     full = stall is not None and stall[0] in WANTING
-    # How many sectors stores have is not known: theirs count where warps wait to send more.
-    used = None if c is None else c.worst_sector if full else c.bytes_per_sector
-    if not used or used >= WASTED_SECTOR * FULL_SECTOR:
+    if c is None or not (used := _half_used(c)):
+        return None
+    # Unweighed, waste counts where warps wait to send more: these are the accesses that the ratio is about.
+    if not full if c.wasted_share is None else c.wasted_share < WASTED:
         return None
     paths = _paths(e)
     if not paths or paths[0][0] not in MEMORY:
         return None  # a few scattered accesses of a kernel whose time goes elsewhere
     if stall is not None and not full and paths[0][1] < SATURATED:
         return None  # nobody waits for room on the way: each access is waited for, however much it moves
+    share = "" if c.wasted_share is None else f", {100 * c.wasted_share:.0f} % of the traffic for nothing"
     return _found(
         "uncoalesced",
-        f"accesses use {used:.1f} of the {FULL_SECTOR:.0f} bytes of each sector they move, at {_listed(paths, 2)}",
+        f"accesses use {used:.1f} of the {FULL_SECTOR:.0f} bytes of each sector they move{share}, at {_listed(paths, 2)}",
     )
+
+
+def _half_used(c: Counters) -> float | None:
+    """Bytes used of a sector by loads or stores, whichever wastes more, if that is less than half."""
+    used = c.worst_sector
+    return used if used and used < (1 - WASTED) * FULL_SECTOR else None
 
 
 def _conflicts(e: Evidence) -> Verdict | None:
@@ -209,7 +218,13 @@ def _saturated(e: Evidence) -> Verdict | None:
     name, share = paths[0]
     rest = f"; next {_listed(paths[1:], 2)}" if paths[1:] else ""
     what = "of its peak by the counters" if e.counters else _roof_words(e)
-    return _found(name, f"{name} at {share:.1f} % {what}{rest}")
+    used = _half_used(e.counters) if e.counters and e.counters.wasted_share is None and name in MEMORY else None
+    unweighed = (
+        f"; loads or stores use {used:.1f} of the {FULL_SECTOR:.0f} bytes of a sector, a share of the traffic not read"
+        if used
+        else ""
+    )
+    return _found(name, f"{name} at {share:.1f} % {what}{rest}{unweighed}")
 
 
 def _roof_words(e: Evidence) -> str:

@@ -4,7 +4,8 @@ A rank looks at some of its own queries (out and dq) and some of its own keys (d
 tokens of that head, and nothing else in full."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,6 +65,11 @@ def judged(inputs: Inputs, results: Results, sharding: Sharding, rank: int, seen
     return wrong + _keys(inputs, results, whole, sharding, (where, where[chosen], chosen), seen)
 
 
+def _deviating(exact: Callable[[], Any], inputs: Inputs) -> Any:
+    """Parts of results are handed on in the inputs' dtype, and added up."""
+    return deviating(exact, inputs.q.dtype, kept=inputs.q.dtype)
+
+
 def _rows(
     inputs: Inputs,
     results: Results,
@@ -73,17 +79,19 @@ def _rows(
     seen: Mask | None,
 ) -> list[str]:
     """out and dq of some queries of head 0: they depend on no other query."""
-    found = []
-    for dtype in (torch.float64, inputs.q.dtype):
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
         q = inputs.q[:, chosen, :1].double().requires_grad_()
         k, v = (t[None, :, None] for t in whole)
         mask = (
             None if seen is None else seen(where[:, None], torch.arange(k.shape[1], device=k.device)[None])[None, None]
         )
-        out, _ = reference.attention(q, k, v, mask=mask, dtype=dtype)
+        out, _ = reference.attention(q, k, v, mask=mask)
         out.backward(inputs.dout[:, chosen, :1].to(out.dtype))
         assert q.grad is not None
-        found.append((out.detach(), q.grad))
+        return out.detach(), q.grad
+
+    found = exact(), _deviating(exact, inputs)
     pairs = [("out", results.out, 0)] + ([("dq", results.dq, 1)] if results.dq is not None else [])
     return _compared([(name, got[:, chosen, :1], found[0][i], found[1][i]) for name, got, i in pairs])
 
@@ -110,7 +118,7 @@ def _keys(
         ds = p * (dout.double() @ whole[1][where].double().mT - delta[:, None]) * scale
         return ds.mT @ q.double(), p.mT @ dout.double()
 
-    found = (exact(), deviating(exact, inputs.q.dtype))
+    found = exact(), _deviating(exact, inputs)
     assert results.dk is not None
     assert results.dv is not None
     both = zip(("dk", "dv"), (results.dk, results.dv), *found, strict=True)

@@ -16,6 +16,7 @@ from tilefold.cli.demo.model import Batch, Encoder, Tokens, batches_of, load, to
 from tilefold.cli.demo.options import Check, DemoOptions, DemoResult, Stage
 from tilefold.cli.demo.report import Head, Report, Variant, environment
 from tilefold.cli.demo.sentences import Sentence, chosen
+from tilefold.debug import patch_interpreter
 from tilefold.errors import ValueRangeError
 
 __all__ = ["examine", "run_demo"]
@@ -60,6 +61,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     Raises Unsupported where a package is missing, ValueRangeError for a layer, head or sentence that does not exist.
     On the CPU, TRITON_INTERPRET=1 must be set before.
     """
+    if options.device == "cpu":
+        patch_interpreter()
     console.print(show.heading())
     sentences = chosen(options.quick)
     if not 0 <= options.sentence < len(sentences):

@@ -12,7 +12,7 @@ from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, mods_of, problem_of
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
-from ..watch import is_transformed, is_watched
+from ..watch import in_forward_mode, is_transformed, is_watched
 from .cached_call import Cache, cached_shapes
 from .decode_counters import counters
 
@@ -122,7 +122,7 @@ class Step:
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether these tensors are like those that it was made for, and nobody watches or differentiates."""
         return (facts_of(q), facts_of(k), facts_of(v)) == self.facts and not (
-            torch.is_grad_enabled() or is_transformed() or torch._C._len_torch_dispatch_stack()
+            torch.is_grad_enabled() or in_forward_mode() or is_transformed() or torch._C._len_torch_dispatch_stack()
         )
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -134,8 +134,9 @@ class Step:
 
 
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, prepared: Any) -> Step | None:
-    """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes."""
-    if prepared.decoder is None or is_watched((q, k, v, call.mask)):
+    """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes, and
+    where V lies in K: another layer's need not."""
+    if prepared.decoder is None or is_watched((q, k, v, call.mask)) or shares_storage(k, v, NO_SCALES, False):
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
     return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call, cache)

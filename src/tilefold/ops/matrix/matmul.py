@@ -67,7 +67,7 @@ def bmm(
     out_dtype: torch.dtype | None = None,
     plan: "MatmulPlan | Constant | None" = None,
 ) -> torch.Tensor:
-    """activation(a b + bias) [B, M, N] for a batch of products; everything else as of `matmul`.
+    """activation(a b + bias) [B, M, N] for a batch of products of float16, bfloat16 or float32; everything else as of `matmul`.
 
     a [B, M, K] or [M, K], b [B, K, N] or [K, N], one of them with a batch: the other serves all of it and is not copied, and its
         gradient is summed over the batch in fp32 as it is made.  Any batch strides.

@@ -255,6 +255,8 @@ def plan_conv(problem: ConvProblem, device: Device, method: str = "auto") -> Con
         forward, backward = _tile(problem, device, FORWARD), _tile(problem, device, INPUT)
         weight = _tile(problem, device, WEIGHT)
     plan = ConvPlan(problem, device, chosen, forward, backward, weight, reason, rejected)
+    if (chosen, method) == (IMPLICIT, "auto") and plan.splits(FORWARD) > 1:
+        plan = replace(plan, reason=f"{reason}, and the sums of {plan.splits(FORWARD)} splits")
     if problem.pixels // forward.rows * -(-problem.out_channels // forward.columns) > MAX_GRID:
         raise Unsupported(f"{problem.pixels} pixels of the result are more than one launch can make")
     if chosen != DIRECT and problem.groups * problem.stride[0] * problem.stride[1] > LARGEST_SECOND:
@@ -277,8 +279,9 @@ def _method(n: ConvProblem, method: str, device: Device) -> tuple[str, str, tupl
         why = "its columns would be a copy of the input"
     pays, layout = copy_pays(n, device)
     if pays:
-        return RELAYOUT, layout, ((IMPLICIT, "x would be read element by element"), (IM2COL, why))
-    return IMPLICIT, "nothing but input, weight and result is moved", ((IM2COL, why), (RELAYOUT, layout))
+        read = "dy" if copied(n) == ("dy",) and padded(n) == n.channels else "x"
+        return RELAYOUT, layout, ((IMPLICIT, f"{read} would be read element by element"), (IM2COL, why))
+    return IMPLICIT, "what is moved is input, weight and result", ((IM2COL, why), (RELAYOUT, layout))
 
 
 def _shape(n: ConvProblem, part: str) -> tuple[int, int, int, int]:

@@ -158,16 +158,23 @@ def _plan_portable(problem: EightProblem, device: Device) -> EightPlan:
         return EightPlan(problem, device, 16, 32, 64, 4, 2, min(2, -(-problem.k // 64)), reason="small, for tests")
     if problem.m <= 64:
         block_m = 16 if problem.m <= 16 else 32 if problem.m <= 32 else 64
-        plan = EightPlan(problem, device, block_m, 64, 128, 4, 5, reason="few rows: memory-bound, many small programs")
-        splits = max(1, min(2 * device.sms // plan.items, problem.k // 1024, 8))
+        plan = EightPlan(
+            problem, device, block_m, 64, 128, 4, 5, reason=f"few rows ({problem.m}): bound by memory, small tiles"
+        )
+        splits = max(1, min(2 * device.sms // max(1, plan.items), problem.k // 1024, 8))
         return replace(plan, splits=splits)
     twice = problem.kind != "int8" and device.arch == 90  # sums of tensor cores and of fp32: registers for 128 columns
-    if twice or problem.m <= 256 or -(-problem.m // 128) * -(-problem.n // 256) < device.sms:
+    tiles = -(-problem.m // 128) * -(-problem.n // 256)
+    if twice or problem.m <= 256 or tiles < device.sms:
         items = -(-problem.m // 128) * -(-problem.n // 128)
-        splits = max(1, min(device.sms // items, problem.k // 2048, 4))
-        why = "room for two sums" if twice else "too few tiles of 128 x 256 for the device"
+        splits = max(1, min(device.sms // max(1, items), problem.k // 2048, 4))
+        why = "room for two sums" if twice else f"few rows ({problem.m}): tiles of 128 x 128"
+        if not twice and tiles < device.sms:
+            why = f"{tiles} tiles of 128 x 256 are too few for {device.sms} SMs"
         return EightPlan(problem, device, 128, 128, 128, 8, 4, splits, reason=why)
-    return EightPlan(problem, device, 128, 256, 128, 8, 3, reason="many tiles: the largest that fits")
+    return EightPlan(
+        problem, device, 128, 256, 128, 8, 3, reason=f"{tiles} tiles for {device.sms} SMs: the largest that fits"
+    )
 
 
 def _plan_hopper(problem: EightProblem, device: Device) -> EightPlan:
@@ -178,7 +185,7 @@ def _plan_hopper(problem: EightProblem, device: Device) -> EightPlan:
     best, other = sorted(made.values(), key=seconds)
     slower = f"The estimate is {seconds(other) * 1e6:.1f} us, not {seconds(best) * 1e6:.1f}."
     waits = Rejected(PORTABLE, "Its warps load by pointers and wait for loads and products in turn.")
-    few = "Few rows, or few tiles: weights stream through a ring that is filled before x's codes are there."
+    few = "The least estimated time: weights stream through a ring that is filled before x's codes are there."
     many = (
         "Loads by the copy engine and products by two warpgroups run side by side, over tiles that stay in one launch."
     )
@@ -210,7 +217,7 @@ def _large(problem: EightProblem, device: Device) -> list[EightPlan]:
 def seconds(plan: EightPlan) -> float:
     """Estimated time of a plan for sm_90: products, DRAM and L2, whichever is longest, over programs that do not share evenly."""
     p, device = plan.problem, plan.device
-    programs = plan.items * plan.parts
+    programs = max(1, plan.items) * plan.parts
     reached = FEW if plan.kernel == ROWS else WIDE if plan.block_n == 256 else NARROW
     work = 2.0 * programs * plan.block_m * plan.block_n * plan.each * plan.block_k
     multiply = work / (2 * device.matmul_rate("bfloat16") * reached)

@@ -214,8 +214,10 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
         return f"takes whole zero points, not zeros: {problem.zeros}"
-    if not problem.aligned or problem.k % 16:
-        return f"needs rows of x at multiples of 16 bytes and K a multiple of 16, not {problem.k}"
+    if problem.k % 16:
+        return f"needs K a multiple of 16, not {problem.k}"
+    if not problem.aligned:
+        return "needs rows of x at multiples of 16 bytes"
     if path == "rows" and problem.m > (8 if problem.bits < 4 else FEW_ROWS):
         return f"makes at most {FEW_ROWS} rows of x (8 at 2 and 3 bits), not {problem.m}"
     if path == "hopper" and problem.scales != problem.dtype:
@@ -269,12 +271,12 @@ def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
     if device.generation == 90:
         possible = tuple(path for path, refusal in refusals.items() if not refusal)
         if row := choice_for(problem.bits, problem.m, problem.n, problem.k, possible):
-            reason = f"{problem.m} rows of x, at most {row.m}"
+            reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {row.m}"
             plan = LowbitPlan(problem, device, row.path, reason, rejected, **_chosen(problem, device, row))  # type: ignore[arg-type]
             return replace(plan, splits=plan.parts)
     if refusals["tile"] is None and problem.m <= TILE_UP_TO:
-        reason = f"{problem.m} rows of x, at most {TILE_UP_TO}"
+        reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {TILE_UP_TO}"
         plan = LowbitPlan(problem, device, "tile", reason, rejected, **_tile(problem, device))  # type: ignore[arg-type]
         return replace(plan, splits=plan.parts)
-    slower = () if refusals["tile"] else (f"kernels that unpack are slower from {problem.m} rows of x on",)
+    slower = () if refusals["tile"] else (f"kernels that unpack are slower with {problem.m} rows of x",)
     return LowbitPlan(problem, device, "dequantise", "serves every problem", (*rejected, *slower))

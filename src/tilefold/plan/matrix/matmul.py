@@ -180,12 +180,14 @@ def _rule(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
 
 def _portable_reason(problem: MatmulProblem, device: Device, tile: MatmulTile) -> str:
     tiles = tile.tiles(problem)
+    made = f"{tiles} tile{'s' * (tiles != 1)}"
     if tile.splits > 1:
         used = tiles * tile.splits
-        return f"{tiles} tiles leave most of {device.sms} SMs idle; {tile.splits} shares of the sum over k use {used}."
+        idle = f"{made} would leave {device.sms - tiles} of {device.sms} SMs idle"
+        return f"{idle}; {tile.splits} shares of the sum over k use {used}."
     if tiles >= device.sms:
-        return f"The least estimated time: {tiles} tiles on {device.sms} SMs."
-    return f"{tiles} tiles on {device.sms} SMs; sharing the sum over k would not pay."
+        return f"The least estimated time: {made} on {device.sms} SMs."
+    return f"{made} on {device.sms} SMs; sharing the sum over k would not pay."
 
 
 def _require_supported(problem: MatmulProblem, device: Device) -> None:

@@ -143,7 +143,7 @@ def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     if eight and (problem.a_major, problem.b_major) != ("k", "k"):
         return "tensor cores take bytes with k side by side in both factors: a contiguous, b the transpose of a contiguous [N, K]"
     if eight and (problem.batch != 1 or problem.fold or problem.saved):
-        return "it has no batches of float8_e4m3fn"
+        return "it has no batches of float8_e4m3fn, nor sums over one, nor saved results"
     if not problem.descriptors:
         return "the copy engine needs bases and strides of A and B that are multiples of 16 bytes, and some are not"
     if not problem.summed:
@@ -155,7 +155,9 @@ def hopper_slower(problem: MatmulProblem, device: Device) -> str | None:
     """Why the portable kernel is the better one, as a sentence, or None if it is not."""
     tiles = MatmulTile(128, 128, 64, 4, 6).tiles(problem)
     if 4 * tiles < 3 * device.sms:
-        return f"{tiles} tiles of 128 x 128 leave SMs idle, and smaller tiles of the portable kernel use them"
+        return (
+            f"{tiles} tile{'s' * (tiles != 1)} of 128 x 128 for {device.sms} SMs: the portable kernel has smaller ones"
+        )
     if problem.m <= 32 or problem.n <= 32:
         return f"a side of {min(problem.m, problem.n)} leaves most of its 128 x 128 tiles empty"
     return None

@@ -86,7 +86,9 @@ def descriptors_refusal(n: TransposeProblem, device: Device) -> str | None:
         return f"x has strides {n.strides}: descriptors need a contiguous last dimension"
     if not n.aligned:
         return f"x does not begin at a multiple of {ALIGNMENT} bytes"
-    if n.strides[0] <= 0 or n.strides[0] * n.size % ALIGNMENT:
+    if n.strides[0] <= 0:
+        return f"x has strides {n.strides}: descriptors need rows that follow one another"
+    if n.strides[0] * n.size % ALIGNMENT:
         return f"a row of x is {n.strides[0] * n.size} bytes apart from the next: not a multiple of {ALIGNMENT}"
     if n.rows * n.size % ALIGNMENT:
         return f"a row of the result has {n.rows * n.size} bytes: not a multiple of {ALIGNMENT}"

@@ -1,0 +1,302 @@
+"""Triton's interpreter with its bookkeeping done once: what kernels compute, and what is refused, stays the same.
+
+A tile operation of the interpreter is a few microseconds of numpy and hundreds of Python around it.  Each function here takes
+out one part of that; a Triton that does it another way is left as it is.
+"""
+
+# mypy: disable-error-code="misc, name-defined, attr-defined"
+
+from typing import Any
+
+__all__ = ["patch_interpreter"]
+
+
+def patch_interpreter() -> None:
+    """Make Triton's interpreter two to three times as fast for the rest of the process; results and errors stay the same.
+
+    It replaces functions inside `triton.runtime.interpreter` and `triton.language`, of every kernel that the process interprets,
+    tilefold's or not.  Compiled kernels are left alone.  Call it once, after TRITON_INTERPRET=1 is set; more calls do nothing.
+    """
+    patch_once_a_launch()
+    patch_tuples()
+    patch_block_types()
+    patch_numpy_types()
+    patch_overflow_checks()
+    patch_calls()
+    patch_constexprs()
+    patch_handles()
+    patch_operands()
+
+
+def patch_once_a_launch() -> None:
+    """Its launches replace the functions of triton.language by their own and put them back at the end.  It does the same again
+    whenever a device function is called, where all of them are replaced already: that took half of a launch's time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter._patch_lang, "patched"):
+        return
+    patch_lang, patched = interpreter._patch_lang, set[int]()  # modules whose functions are replaced just now
+    seen: dict[Any, set[int]] = {}
+
+    class Scope(interpreter._LangPatchScope):
+        """A launch's: when it ends, nothing is replaced."""
+
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    def patch(fn: Any) -> Any:
+        modules = seen.get(fn)
+        if modules is None:  # as patch_lang looks for them
+            modules = seen[fn] = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if modules and modules <= patched:
+            return Scope()
+        scope = Scope()
+        scope._changes = patch_lang(fn)._changes
+        patched.update(modules)
+        return scope
+
+    patch.patched = patched
+    interpreter._patch_lang = patch
+
+
+def patch_tuples() -> None:
+    """A tuple's type, a text of all its elements' types, is made when it is asked for: shapes of tensors never are."""
+    from triton.language import core
+
+    made = getattr(core, "_type_for_tuple_values", None)
+    if made is None or hasattr(core.tuple.__init__, "lazy"):
+        return
+    first, attribute = core.tuple.__init__, core.tuple.__getattr__
+
+    def init(self: Any, args: Any, type: Any = None) -> None:
+        if type is None:
+            self.values = list(args)
+        else:
+            first(self, args, type)
+
+    def get(self: Any, name: str) -> Any:
+        if name == "type":
+            self.type = made(self.values)
+            return self.type
+        return attribute(self, name)
+
+    init.lazy = True
+    core.tuple.__init__, core.tuple.__getattr__ = init, get
+
+
+def patch_block_types() -> None:
+    """A block type and a tensor's shape are looked up by element type and sizes, where they were made before."""
+    from triton.language import core
+
+    if hasattr(core.block_type.__init__, "kept"):
+        return
+    first, tensor_first = core.block_type.__init__, core.tensor.__init__
+    kept: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [s.value if type(s) is core.constexpr else s for s in shape]
+        key = (element_ty.__class__, element_ty.name, *sizes) if all(type(s) is int for s in sizes) else None
+        if key is None or key not in kept:
+            first(self, element_ty, shape)
+            if key is not None:
+                kept[key] = {name: self.__dict__[name] for name in ("shape", "numel", "name")}
+            return
+        self.element_ty = element_ty
+        self.__dict__.update(kept[key])
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        name = type.name if type.is_block() else ""
+        if name not in shapes:
+            tensor_first(self, handle, type)
+            shapes[name] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[name]
+
+    init.kept = kept
+    core.block_type.__init__, core.tensor.__init__ = init, tensor_init
+
+
+def patch_numpy_types() -> None:
+    """numpy's type of an element is looked up, not in a table made for each question."""
+    from triton.runtime import interpreter
+
+    found = getattr(interpreter, "_get_np_dtype", None)
+    if found is None or hasattr(found, "kept"):
+        return
+    kept: dict[Any, Any] = {}
+
+    def look_up(kind: Any) -> Any:
+        key = kind.__class__, kind.name
+        if key not in kept:
+            kept[key] = found(kind)
+        return kept[key]
+
+    look_up.kept = kept
+    interpreter._get_np_dtype = look_up
+
+
+def patch_overflow_checks() -> None:
+    """Whether integers overflow is computed for an assertion that needs `debug`, which the interpreter's options leave off."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    slow = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
+    if slow is None or hasattr(slow, "unless_heard"):
+        return
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug or not isinstance(self.builder, InterpreterBuilder):
+            slow(self, lhs, rhs, binary_op)
+
+    check.unless_heard = True
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def patch_calls() -> None:
+    """A function of triton.language is called through what it wraps, and its arguments are not copied."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_attr") or hasattr(interpreter._patch_attr, "direct"):
+        return
+    first, wrapper = interpreter._patch_attr, core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        if len(scope) != 1 or getattr(member, "__code__", None) is not wrapper:
+            first(obj, name, member, builder, *scope)
+            return
+        semantic, inner = interpreter.TritonSemantic(builder), member.__wrapped__
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return inner(*args, **options)
+
+        scope[0].set_attr(obj, name, call)
+
+    patch_attr.direct = True
+    interpreter._patch_attr = patch_attr
+
+
+def patch_constexprs() -> None:
+    """What is no constexpr and no tuple is seen at the first look."""
+    from triton.language import core
+
+    first = core._unwrap_if_constexpr
+    if hasattr(first, "first_look"):
+        return
+    plain, constexpr = (int, core.tensor, str, bool, float, type(None), slice), core.constexpr
+
+    def unwrap(o: Any) -> Any:
+        kind = type(o)
+        return o.value if kind is constexpr else o if kind in plain else first(o)
+
+    unwrap.first_look = True
+    core._unwrap_if_constexpr = unwrap
+
+
+def patch_handles() -> None:
+    """Whether an array's elements are as wide as Triton's type is asked once for both types."""
+    from triton.runtime.interpreter import TensorHandle
+
+    if hasattr(TensorHandle.__init__, "kept"):
+        return
+    first, kept = TensorHandle.__init__, set[Any]()
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        key = data.dtype, dtype.__class__, dtype.name
+        if key not in kept:
+            first(self, data, dtype)
+            kept.add(key)
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    init.kept = kept
+    TensorHandle.__init__ = init
+
+
+KEPT = 1024  # numbers as tensors
+ELEMENTS = 1 << 14  # of the largest
+
+
+def patch_operands() -> None:
+    """What an operation does to its operands (casts, splats, broadcasts) follows from their types and is found once for each
+    pair; a number becomes a tensor once, of memory that is not written."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    first = TritonSemantic.binary_op_type_checking_impl
+    if hasattr(first, "kept"):
+        return
+    tensor, plain = core.tensor, (int, float, bool)
+    kept: dict[Any, tuple[Any, Any]] = {}
+    numbers: dict[Any, Any] = {}
+
+    def check(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        known = (left or type(lhs) in plain) and (right or type(rhs) in plain) and (left or right)
+        if not known or type(self.builder) is not InterpreterBuilder:
+            return first(self, lhs, rhs, *flags, **named)
+        a = (lhs.type.__class__, lhs.type.name) if left else (type(lhs), lhs)
+        b = (rhs.type.__class__, rhs.type.name) if right else (type(rhs), rhs)
+        key = (a, b, flags, *named.items())
+        found = kept.get(key) if left and right else numbers.get(key)
+        if found is None:
+            found = first(self, lhs, rhs, *flags, **named)
+            one, other = (_way(x, y) for x, y in zip((lhs, rhs), found, strict=True))
+            if left and right:
+                kept[key] = one, other
+            elif (number := found[left]).handle.data.size <= ELEMENTS:
+                if len(numbers) >= KEPT:
+                    numbers.clear()
+                number.handle.data.flags.writeable = False
+                numbers[key] = (one, number) if left else (number, other)
+            return found
+        one, other = found
+        return (_gone(self, lhs, one) if left else one), (_gone(self, rhs, other) if right else other)
+
+    check.kept = kept
+    TritonSemantic.binary_op_type_checking_impl = check
+    broadcast, ways = TritonSemantic.broadcast_impl_value, dict[Any, tuple[Any, Any]]()
+
+    def broadcast_both(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(self.builder) is not InterpreterBuilder:
+            return broadcast(self, lhs, rhs)
+        key = lhs.type.__class__, lhs.type.name, rhs.type.__class__, rhs.type.name
+        if key not in ways:
+            found = broadcast(self, lhs, rhs)
+            ways[key] = _way(lhs, found[0]), _way(rhs, found[1])
+            return found
+        one, other = ways[key]
+        return _gone(self, lhs, one), _gone(self, rhs, other)
+
+    TritonSemantic.broadcast_impl_value = broadcast_both
+
+
+def _way(x: Any, y: Any) -> Any:
+    """How an operand becomes what takes part: None as it is, else its new element type or None, and its new type or None."""
+    if x is y or not hasattr(x, "handle"):
+        return None
+    cast = x.type.scalar != y.type.scalar
+    same = x.type.is_block() == y.type.is_block() and x.handle.data.shape == y.handle.data.shape
+    return (y.type.scalar if cast else None), (None if same else y.type)
+
+
+def _gone(semantic: Any, x: Any, way: Any) -> Any:
+    """The operand, cast and broadcast."""
+    if way is None:
+        return x
+    element, kind = way
+    if element is not None:
+        x = semantic.cast(x, element)
+    if kind is None:
+        return x
+    if not x.type.is_block():
+        return semantic.tensor(semantic.builder.create_splat(kind, x.handle), kind)
+    handle, sizes = x.handle, kind.get_block_shapes()
+    for _ in range(len(sizes) - len(x.type.get_block_shapes())):
+        handle = semantic.builder.create_expand_dims(handle, 0)
+    return semantic.tensor(semantic.builder.create_broadcast(handle, list(sizes)), kind)
