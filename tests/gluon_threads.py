@@ -59,6 +59,8 @@ class Memory:
         if self.random.random() < 0.3:
             time.sleep(self.random.random() * 2e-3)
 
+    linger = nap  # of one that reads a tile in parts
+
     def fail(self, what):
         self.failure = self.failure or what
         self.changed.notify_all()

@@ -188,7 +188,7 @@ def test_the_guide_runs(capsys, tmp_path):
     """Its kernels come from files, as the interpreter rewrites their source; what it shows is what is printed."""
     text = PAGE.read_text(encoding="utf-8")
     blocks = text.split("```python\n")[1:]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, object] = {"__name__": "guide"}
     for place, block in enumerate(blocks):
         source, after = block.split("```", 1)

@@ -132,7 +132,7 @@ class Held(Tile):
             self.run.check(self)
             self.reading(1)
         self.run.local.held[self.buffers.name] = self
-        self.run.memory.nap()
+        self.run.memory.linger()
         return Kept()
 
 
@@ -167,8 +167,8 @@ def test_a_missing_wait_is_found(monkeypatch, barrier):
     monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
     waits = Barrier.wait
     monkeypatch.setattr(Barrier, "wait", lambda self, parity: None if barrier in self.name else waits(self, parity))
-    if barrier.endswith("empty"):  # readers that are slower than the copy engine
-        monkeypatch.setattr(gluon_threads.Memory, "nap", lambda self: time.sleep(self.random.random() * 2e-2))
+    if barrier.endswith("empty"):  # readers that are slower than the copy engine, and alone are
+        monkeypatch.setattr(gluon_threads.Memory, "linger", lambda self: time.sleep(2e-2))
 
     def several() -> None:
         pick = random.Random(5)
