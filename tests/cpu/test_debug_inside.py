@@ -115,6 +115,9 @@ def test_outside_of_kernels(call):
         call("0")
 
 
+one_process = pytest.mark.xdist_group("debug_compiled")  # it compiles for all
+
+
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def compiled(request):
     folder = newest_triton() if request.param == "newest" else None
@@ -132,6 +135,7 @@ def compiled(request):
         )
 
 
+@one_process
 def test_compiled(compiled):
     """Printing is under its conditions: ten calls for two rounds of three values and two, none for a condition that is False."""
     assert not compiled["ask"].error and not compiled["say"].error
@@ -139,6 +143,7 @@ def test_compiled(compiled):
     assert compiled["ask"].report.ptx.get("call.uni", 0) == 0
 
 
+@one_process
 @pytest.mark.parametrize(
     ("name", "says"),
     [
