@@ -23,7 +23,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for t in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+        for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.sizes:
                 storage = t.untyped_storage()
                 self.sizes[storage._cdata] = storage.nbytes()

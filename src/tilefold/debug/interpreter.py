@@ -12,7 +12,7 @@ __all__ = ["patch_interpreter"]
 
 
 def patch_interpreter() -> None:
-    """Make Triton's interpreter two to three times as fast for the rest of the process; results and errors stay the same.
+    """Make Triton's interpreter several times as fast for the rest of the process; results and errors stay the same.
 
     It replaces functions inside `triton.runtime.interpreter` and `triton.language`, of every kernel that the process interprets,
     tilefold's or not.  Compiled kernels are left alone.  Call it once, after TRITON_INTERPRET=1 is set; more calls do nothing.
@@ -246,7 +246,7 @@ def patch_operands() -> None:
         found = kept.get(key) if left and right else numbers.get(key)
         if found is None:
             found = first(self, lhs, rhs, *flags, **named)
-            one, other = (_way(x, y) for x, y in zip((lhs, rhs), found, strict=True))
+            one, other = (_conversion(x, y) for x, y in zip((lhs, rhs), found, strict=True))
             if left and right:
                 kept[key] = one, other
             elif (number := found[left]).handle.data.size <= ELEMENTS:
@@ -256,27 +256,27 @@ def patch_operands() -> None:
                 numbers[key] = (one, number) if left else (number, other)
             return found
         one, other = found
-        return (_gone(self, lhs, one) if left else one), (_gone(self, rhs, other) if right else other)
+        return (_converted(self, lhs, one) if left else one), (_converted(self, rhs, other) if right else other)
 
     check.kept = kept
     TritonSemantic.binary_op_type_checking_impl = check
-    broadcast, ways = TritonSemantic.broadcast_impl_value, dict[Any, tuple[Any, Any]]()
+    broadcast, conversions = TritonSemantic.broadcast_impl_value, dict[Any, tuple[Any, Any]]()
 
     def broadcast_both(self: Any, lhs: Any, rhs: Any) -> Any:
         if type(self.builder) is not InterpreterBuilder:
             return broadcast(self, lhs, rhs)
         key = lhs.type.__class__, lhs.type.name, rhs.type.__class__, rhs.type.name
-        if key not in ways:
+        if key not in conversions:
             found = broadcast(self, lhs, rhs)
-            ways[key] = _way(lhs, found[0]), _way(rhs, found[1])
+            conversions[key] = _conversion(lhs, found[0]), _conversion(rhs, found[1])
             return found
-        one, other = ways[key]
-        return _gone(self, lhs, one), _gone(self, rhs, other)
+        one, other = conversions[key]
+        return _converted(self, lhs, one), _converted(self, rhs, other)
 
     TritonSemantic.broadcast_impl_value = broadcast_both
 
 
-def _way(x: Any, y: Any) -> Any:
+def _conversion(x: Any, y: Any) -> Any:
     """How an operand becomes what takes part: None as it is, else its new element type or None, and its new type or None."""
     if x is y or not hasattr(x, "handle"):
         return None
@@ -285,7 +285,7 @@ def _way(x: Any, y: Any) -> Any:
     return (y.type.scalar if cast else None), (None if same else y.type)
 
 
-def _gone(semantic: Any, x: Any, way: Any) -> Any:
+def _converted(semantic: Any, x: Any, way: Any) -> Any:
     """The operand, cast and broadcast."""
     if way is None:
         return x

@@ -15,6 +15,7 @@ from tilefold.plan.cost import Bound, Cost, bound, live_keys
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_head_dim
+from tilefold.plan.words import counted
 
 __all__ = ["MERGES", "STORAGES", "DecodePlan", "DecodeProblem", "plan_decode", "serves", "slice_shape", "slices_of"]
 
@@ -324,21 +325,17 @@ def _require(problem: DecodeProblem) -> None:
         )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def _reason(plan: DecodePlan, splits: int) -> str:
     p = plan.problem
     row = "row is" if p.rows == 1 else "rows are"
-    packed = f"{p.rows} {row} {_count(plan.blocks, 'tile')} of {plan.block_m} (query heads x tokens of a KV head)"
+    packed = f"{p.rows} {row} {counted(plan.blocks, 'tile')} of {plan.block_m} (query heads x tokens of a KV head)"
     if splits:
-        return f"{packed}; the caller asked for {_count(splits, 'split')}."
+        return f"{packed}; the caller asked for {counted(splits, 'split')}."
     if plan.splits:
         why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.3g} us at least"
         return (
-            f"{packed}; {why}: {_count(plan.items, 'item')} in {_count(plan.splits, 'share')} each make "
-            f"{_count(plan.grid, 'program')} for {plan.device.sms} SMs."
+            f"{packed}; {why}: {counted(plan.items, 'item')} in {counted(plan.splits, 'share')} each make "
+            f"{counted(plan.grid, 'program')} for {plan.device.sms} SMs."
         )
     return (
         f"{packed}; {plan.programs} programs on {plan.device.sms} SMs own equal numbers of tiles of {plan.block_n} keys, "

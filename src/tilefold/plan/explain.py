@@ -9,6 +9,7 @@ from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
+from tilefold.plan.words import counted
 
 if TYPE_CHECKING:
     from tilefold.plan.attention import AttentionPlan
@@ -59,10 +60,6 @@ def _rejected(plan: AttentionPlan | AttentionFp8Plan | SplitDecision) -> list[st
     return lines
 
 
-def _count(n: int, one: str, many: str | None = None) -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
-
-
 def _scaled(value: float, unit: str) -> str:
     """Three significant digits with a decimal prefix: 4.27 TB/s."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -92,13 +89,13 @@ def _time(seconds: float) -> str:
 
 
 def _problem(problem: AttentionProblem) -> str:
-    heads = _count(problem.heads, "head")
+    heads = counted(problem.heads, "head")
     if problem.group > 1:
-        heads += f" on {_count(problem.kv_heads, 'KV head')}"
+        heads += f" on {counted(problem.kv_heads, 'KV head')}"
     dims = f"D={problem.dim_qk}" if problem.dim_qk == problem.dim_v else f"D={problem.dim_qk} (V {problem.dim_v})"
     upto = "up to " if problem.varlen else ""
     size = "1 sequence" if problem.batch == 1 else f"{problem.batch} sequences"
-    parts = [f"{size} of {upto}{_count(problem.seq_q, 'query', 'queries')} and {upto}{_count(problem.seq_k, 'key')}"]
+    parts = [f"{size} of {upto}{counted(problem.seq_q, 'query', 'queries')} and {upto}{counted(problem.seq_k, 'key')}"]
     parts += [heads, dims, problem.dtype, *_mask(problem)]
     return ", ".join(parts)
 
@@ -132,14 +129,14 @@ def _grid(plan: AttentionPlan) -> str:
     pack = packed_heads(problem, plan.options)
     tiles = -(-problem.seq_q * pack // plan.block_m)
     batch = "" if problem.batch == 1 else f" x {problem.batch} sequences"
-    made = f"{_count(programs, 'program')} = {_count(tiles, 'query tile')}{batch} x {_count(problem.heads // pack, 'head')}"
+    made = f"{counted(programs, 'program')} = {counted(tiles, 'query tile')}{batch} x {counted(problem.heads // pack, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     if plan.kernel == HOPPER:
         resident = hopper_programs(problem, plan.tile, plan.device)
         running, sms = min(resident, programs), plan.device.sms
         each = "one" if running <= sms else "two" if running == 2 * sms else "up to two"
-        drawing = f"{_count(running, 'program')}, {each} per SM"
+        drawing = f"{counted(running, 'program')}, {each} per SM"
         return f"{drawing}, draw from a counter: {made.replace('program', 'block', 1)}."
     sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
@@ -164,7 +161,7 @@ def _tiles(plan: AttentionPlan) -> str:
     hopper = plan.kernel == HOPPER
     padded = (width_of(problem.dim_qk), width_of(problem.dim_v)) if hopper else (plan.block_qk, plan.block_v)
     dims = (problem.dim_qk + problem.dim_v) / sum(padded)
-    text = f"{visited} of {_count(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
+    text = f"{visited} of {counted(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
     return f"{text}, {_percent(dims)} of the padded head dims." if dims < 1 else f"{text}."
 
 
@@ -176,7 +173,7 @@ def _resources(plan: AttentionPlan) -> str:
         return (
             f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
             f"{REGISTERS[consumers_of(plan.tile)][1]} registers per folding thread for accumulators, "
-            f"{_count(plan.programs_per_sm, 'program')} per SM."
+            f"{counted(plan.programs_per_sm, 'program')} per SM."
         )
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
     have = plan.device.smem_per_block / 1024
@@ -187,7 +184,7 @@ def _resources(plan: AttentionPlan) -> str:
     return (
         f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of "
         f"{plan.device.registers_per_thread} registers per thread for accumulators{spill}, "
-        f"about {_count(plan.programs_per_sm, 'program')} per {unit}."
+        f"about {counted(plan.programs_per_sm, 'program')} per {unit}."
     )
 
 

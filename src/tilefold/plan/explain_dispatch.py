@@ -6,13 +6,13 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from tilefold.plan.explain import LABEL, WIDTH
-from tilefold.plan.explain import _count as count
 from tilefold.plan.explain import _problem as problem_text
 from tilefold.plan.explain import _rejected as rejected_rows
 from tilefold.plan.explain import _row as row
 from tilefold.plan.explain import _scaled as scaled
 from tilefold.plan.explain import _time as time_text
 from tilefold.plan.flash_split import FUNCTIONS
+from tilefold.plan.words import counted as count
 
 if TYPE_CHECKING:
     from tilefold.plan.dispatch import SplitDecision

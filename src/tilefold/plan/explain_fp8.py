@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.explain import _bound as bound_text
 from tilefold.plan.explain import _cost as cost_text
-from tilefold.plan.explain import _count as count
 from tilefold.plan.explain import _percent as percent
 from tilefold.plan.explain import _problem as problem_text
 from tilefold.plan.explain import _rejected as rejected_rows
 from tilefold.plan.explain import _row as row
 from tilefold.plan.fp8_hopper import KERNEL, fp8_consumers
+from tilefold.plan.words import counted as count
 
 if TYPE_CHECKING:
     from tilefold.plan.attention_fp8 import AttentionFp8Plan

@@ -7,6 +7,7 @@ from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 
 from .parallel_cost import COSTS
 from .parallel_problem import Links, ParallelProblem, SchemeCost, size_text
+from .words import counted
 
 __all__ = ["SCHEMES", "ParallelPlan", "plan_parallel"]
 
@@ -46,7 +47,7 @@ class ParallelPlan:
         backward = f" ({links.backward(n) / 1e12:.0f} backward)" if n.backward else ""
         gradients = "" if not n.backward else ", with backward" if n.deterministic else ", with backward in any order"
         lines = [
-            f"Context-parallel plan for {_count(links.ranks, 'rank')}, {_count(links.nodes, 'node')}: {self.scheme}",
+            f"Context-parallel plan for {counted(links.ranks, 'rank')}, {counted(links.nodes, 'node')}: {self.scheme}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
             f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{gradients}",
             f"  assumed   {links.inside / 1e9:.0f} GB/s inside, {links.across / 1e9:.0f} GB/s across, "
@@ -85,10 +86,6 @@ def plan_parallel(problem: ParallelProblem, links: Links, scheme: str = "auto") 
     best = min((c for c in fits if c.seconds <= CLOSE * fastest.seconds), key=lambda cost: cost.memory)
     rejected = tuple(_why_not(cost, links) for cost in costs.values() if cost is not best)
     return ParallelPlan(problem, links, best, _reason(best, fastest, fits), rejected)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _why_not(cost: SchemeCost, links: Links) -> SchemeCost:

@@ -175,7 +175,8 @@ def _uncoalesced(e: Evidence) -> Verdict | None:
     if c is None or not (used := _half_used(c)):
         return None
     # Unweighed, waste counts where warps wait to send more: these are the accesses that the ratio is about.
-    if not full if c.wasted_share is None else c.wasted_share < WASTED:
+    counts = full if c.wasted_share is None else c.wasted_share >= WASTED
+    if not counts:
         return None
     paths = _paths(e)
     if not paths or paths[0][0] not in MEMORY:
