@@ -31,6 +31,17 @@ demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared 
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
 
+# Limits hold whatever sums torch's and MKL's kernels choose: a few tests under one other choice, another one every day.
+CHOICES := default,COMPATIBLE,1 avx2,AVX2,8 default,AVX2,2 avx2,COMPATIBLE,1 default,COMPATIBLE,2 avx2,AVX2,1
+CHOICE ?= $(shell set -- $(CHOICES); shift $$(( $$(date +%s) / 86400 % $$# )); echo $$1)
+.PHONY: rounding
+rounding: .venv-test/stamp ## tests of rounding under another choice of kernels (CHOICE=ATen's,MKL's,threads; one of the day's)
+	@echo '$(CHOICE)' | { IFS=, read -r aten mkl threads; \
+	export ATEN_CPU_CAPABILITY=$$aten MKL_CBWR=$$mkl OMP_NUM_THREADS=$$threads; \
+	echo "rounding: ATEN_CPU_CAPABILITY=$$aten MKL_CBWR=$$mkl OMP_NUM_THREADS=$$threads"; \
+	.venv-test/bin/python -m pytest -q tests/cpu/test_planted_faults.py tests/cpu/test_attention_backward_options.py \
+	tests/cpu/test_coarse.py -k "plain_pytorch or test_mods or dead_blocks" $(PYTEST); }
+
 GPU_PYTHON ?= python3
 TEST_GPU ?=
 .PHONY: test-gpu

@@ -47,21 +47,16 @@ def held(x, weight, bias=None, *, backward=True, plan=None, **options):
     inputs = [t.detach().requires_grad_(backward) for t in (x, weight, bias) if t is not None]
     got = ops.conv2d(*inputs, plan=plan, **options)
     shown = {k: v for k, v in options.items() if k not in ("method", "tf32")}
-    want = oracle.conv2d(*inputs, **shown)
-    plain = torch_conv(*inputs, **shown)
+    wide = [t.detach().double().requires_grad_(backward) for t in inputs]
+    want, plain = (oracle.conv2d(*wide, **shown, dtype=d) for d in (torch.float64, x.dtype))
     note = f"{tuple(x.shape)} {x.stride()} {tuple(weight.shape)} {x.dtype} {options}"
     assert got.dtype == x.dtype
     judge(got, want, plain, f"out {note}")
     if not backward:
         return got
     dout = rand(*got.shape, dtype=got.dtype, device=got.device)
-    results = [torch.autograd.grad(r, inputs, dout.to(r.dtype)) for r in (got, want, plain)]
+    pairs = (got, inputs), (want, wide), (plain, wide)
+    results = [torch.autograd.grad(r, leaves, dout.to(r.dtype)) for r, leaves in pairs]
     for name, a, b, c in zip(("x", "weight", "bias"), *results, strict=False):
-        judge(a, b.double(), c, f"gradient of {name} {note}")
+        judge(a, b, c, f"gradient of {name} {note}")
     return got
-
-
-def torch_conv(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, activation=None):
-    """Plain PyTorch in the same dtype."""
-    out = torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return oracle.ACTIVATIONS[activation](out)

@@ -6,6 +6,7 @@ import torch
 
 from cases import rand
 from tilefold import reference
+from tilefold.reference.rounding import in_dtype
 
 
 def angles(positions: int, pairs: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"):
@@ -14,6 +15,7 @@ def angles(positions: int, pairs: int, dtype: torch.dtype = torch.float32, devic
     return angle.cos().to(device=device, dtype=dtype), angle.sin().to(device=device, dtype=dtype)
 
 
+@in_dtype
 def turned(x, cos, sin, interleaved: bool, position, dtype: torch.dtype = torch.float64):
     """x [..., S, H, D] with its first channels turned, position [S]; positions past the table do not turn."""
     pairs = cos.shape[1]

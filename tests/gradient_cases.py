@@ -16,7 +16,7 @@ LEARNED = ("bias", "sinks")
 
 
 def learned(tensors, options, dtype=None):
-    """q, k, v, bias and sinks as leaves that require a gradient, in fp64 or as they are; and the options with them."""
+    """q, k, v, bias and sinks as leaves that require a gradient, in dtype or as they are; and the options with them."""
     names = [name for name in LEARNED if options.get(name) is not None]
     inputs = [*tensors, *(options[name] for name in names)]
     leaves = [(t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_() for t in inputs]
@@ -37,10 +37,10 @@ def gradients(tensors, dout, dlse, varlen=None, **options):
 
 
 def oracle(tensors, dout, dlse, dtype, varlen=None, **options):
-    """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key; dtype None: each tensor in its own."""
-    leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, dtype)
+    """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key, in fp64, as computed for `dtype`."""
+    leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, torch.float64)
     fn = reference.attention if varlen is None else reference.attention_varlen
-    out, lse = call(fn, leaves, varlen, {**options, "dtype": dtype or tensors[0].dtype})
+    out, lse = call(fn, leaves, varlen, {**options, "dtype": dtype})
     loss = (out * dout.to(out.dtype)).sum()
     if dlse is not None:
         loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(lse.dtype)).sum()
@@ -74,11 +74,10 @@ def check_gradients(
         options["backward_plan"] = small_backward((q, k, v), tile, kernel, varlen, shares, options)
     got = gradients((q, k, v), dout, dlse, varlen, **options)
     want = oracle((q, k, v), dout, dlse, torch.float64, varlen, **python)
-    plain = oracle((q, k, v), dout, dlse, None, varlen, **python)
+    plain = oracle((q, k, v), dout, dlse, q.dtype, varlen, **python)
     names = ["dq", "dk", "dv", *(f"d{name}" for name in LEARNED if options.get(name) is not None)]
     note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}"
     for name, a, b, c in zip(names, got, want, plain, strict=True):
-        assert a.dtype == c.dtype, name
         if name in unjudged:
             assert a.isfinite().all(), name
             continue

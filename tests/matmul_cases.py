@@ -52,9 +52,7 @@ def check(a, b, *, plan=None, order="grouped", out_dtype=None, tf32=False, **opt
         )
     else:
         plain = oracle(a, b, dtype=a.dtype if a.dtype in (torch.float16, torch.bfloat16) else dtype, **options)
-    judge(
-        got, oracle(a, b, **options), plain.to(dtype), f"{tuple(a.shape)} @ {tuple(b.shape)} {a.dtype} {options.keys()}"
-    )
+    judge(got, oracle(a, b, **options), plain, f"{tuple(a.shape)} @ {tuple(b.shape)} {a.dtype} {options.keys()}")
     return got
 
 
@@ -66,9 +64,13 @@ def check_gradients(a, b, bias, dout=None, **options):
     got = own(a, b, bias=bias, **options)
     dout = rand(*got.shape, dtype=got.dtype, device=a.device) if dout is None else dout
     made = torch.autograd.grad(got, leaves, dout)
-    exact = torch.autograd.grad(oracle(a, b, bias=bias, **options), leaves, dout.double())
-    plain = torch.autograd.grad(oracle(a, b, bias=bias, dtype=a.dtype, **options), leaves, dout.to(a.dtype))
+    wide = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in (a, b, bias)]
+    sought = [t for t in wide if t is not None and t.requires_grad]
+    exact, plain = (
+        torch.autograd.grad(oracle(*wide[:2], bias=wide[2], dtype=d, **options), sought, dout.double())
+        for d in (torch.float64, a.dtype)
+    )
     for t, x, y, z in zip(leaves, made, exact, plain, strict=True):
         assert x.dtype == t.dtype and x.shape == t.shape
-        judge(x, y.double(), z, f"gradient of {tuple(t.shape)} {options}")
+        judge(x, y, z, f"gradient of {tuple(t.shape)} {options}")
     return made

@@ -13,10 +13,10 @@ def plain_forward(q, k, v, call):
     options = {"window": window_of(call.window, call.causal), "scale": call.scale, "softcap": call.softcap}
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if call.packed is None:
-        out, lse = reference.attention(q, k, v, dtype=dtype, **options)
+        out, lse = reference.attention(q, k, v, **options)
     else:
-        out, lse = reference.attention_varlen(q, k, v, *call.packed, dtype=dtype, **options)
-    return out.to(q.dtype), lse
+        out, lse = reference.attention_varlen(q, k, v, *call.packed, **options)
+    return out.to(q.dtype), lse.to(dtype)
 
 
 def plain_backward(saved, dout, dlse, call, wanted):

@@ -16,12 +16,12 @@ class Oracle(SparseVideoAttention):
 
     def attend(self, q, k, v, **options):
         lists = {"index": self.lists} if self.lists is not None else {}
-        return reference.sparse_video_attention(q, k, v, **{**options, **lists}, dtype=q.dtype)
+        return reference.sparse_video_attention(q, k, v, **{**options, **lists})
 
 
-def oracle_of(made, index, dtype=torch.float64):
-    """A copy in another dtype, computed by the reference over `index`."""
-    twin = copy.deepcopy(made).to(dtype)
+def oracle_of(made, index):
+    """A copy in fp64, computed by the reference over `index`."""
+    twin = copy.deepcopy(made).double()
     twin.__class__, twin.lists = Oracle, index
     return twin
 
@@ -33,10 +33,13 @@ def gradients_held(made, x):
     dout = torch.randn_like(out)
     names = ["x", *(n for n, _ in made.named_parameters())]
     results = [(out, *torch.autograd.grad(out, [x, *made.parameters()], dout))]
-    for dtype in (torch.float64, x.dtype):
-        twin, given = oracle_of(made, got.index, dtype), x.detach().to(dtype).requires_grad_()
+    twin, given = oracle_of(made, got.index), x.detach().double().requires_grad_()
+
+    def wanted():
         want = twin(given)
-        results.append((want, *torch.autograd.grad(want, [given, *twin.parameters()], dout.to(dtype))))
+        return want, *torch.autograd.grad(want, [given, *twin.parameters()], dout.double())
+
+    results += [wanted(), reference.deviating(wanted, x.dtype, kept=x.dtype)]
     for what, *three in zip(["out", *(f"gradient of {n}" for n in names)], *results, strict=True):
         judge(*three, what)
     return got

@@ -39,10 +39,12 @@ print("relative error with one rounding:", error["1"], " with three:", error["3"
 assert error["1"] < error["3"]
 
 # %% [markdown]
-# The project judges a result by one function: the error against fp64 may be at most twice plain PyTorch's, plus rounding.
+# The project judges a result by one function: the error against fp64 may be what rounding does in
+# that dtype. A reference in bfloat16 is one standard deviation of it off.
 
 # %%
-verdict = reference.compare(once, exact, thrice)
+plain = reference.matmul(a, b.t(), bias=c, activation="gelu", dtype=torch.bfloat16)
+verdict = reference.compare(once, exact, plain)
 print(verdict)
 assert verdict.ok
 

@@ -69,7 +69,7 @@ def test_strides(device):
     got = torch.autograd.grad(tilefold.attention(*leaves).sum(), leaves)
     ones = torch.ones(*q.shape[:3], 32, dtype=torch.float16, device=device)
     for name, a, b, c in zip(
-        ("dq", "dk", "dv"), got, *(oracle((q, k, v), ones, None, d) for d in (torch.float64, None)), strict=True
+        ("dq", "dk", "dv"), got, *(oracle((q, k, v), ones, None, d) for d in (torch.float64, q.dtype)), strict=True
     ):
         judge(a, b, c, name)
 
@@ -132,13 +132,13 @@ def test_only_lse_and_double_use(device):
     got = torch.autograd.grad(lse, leaves, dlse)
     zero = torch.zeros(1, 20, 2, 16, device=device)
     for name, a, b, c in zip(
-        ("dq", "dk", "dv"), got, *(oracle((q, k, v), zero, dlse, d) for d in (torch.float64, None)), strict=True
+        ("dq", "dk", "dv"), got, *(oracle((q, k, v), zero, dlse, d) for d in (torch.float64, q.dtype)), strict=True
     ):
         judge(a, b, c, name)
     grads = []
-    for fn, dtype in ((tilefold.attention, None), (reference.attention, torch.float64), (reference.attention, None)):
-        x = q.detach().to(dtype or q.dtype).requires_grad_()
-        out = fn(x, x, x, causal=True, **({"dtype": x.dtype} if fn is reference.attention else {}))
+    for fn, dtype in ((tilefold.attention, None), (reference.attention, torch.float64), (reference.attention, q.dtype)):
+        x = (q if dtype is None else q.double()).detach().requires_grad_()
+        out = fn(x, x, x, causal=True, **({} if dtype is None else {"dtype": dtype}))
         out = out if isinstance(out, torch.Tensor) else out[0]
         grads += torch.autograd.grad((out * out.detach().cos()).sum() + out.square().sum(), x)
     judge(*grads, "dx")

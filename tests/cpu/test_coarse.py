@@ -233,10 +233,12 @@ def test_project(kind, layout, device):
         options = {"kind": kind, "block": 16, "layout": layout, "block_sizes": sized([16, 0, 9, 16, 2], device=device)}
         leaf = x.detach().requires_grad_()
         got = sparse.project(leaf, w, **options)
-        want, plain = (reference.project(leaf, w, dtype=d, **options) for d in (torch.float64, torch.float16))
+        wide = [t.detach().double().requires_grad_() for t in (leaf, w)]
+        want, plain = (reference.project(*wide, dtype=d, **options) for d in (torch.float64, torch.float16))
         judge(got, want, plain, f"rows {kind} {layout} {heads}")
         drows = rand(*got.shape, dtype=got.dtype, device=device)
-        gradients = [torch.autograd.grad(r, (leaf, w), drows.to(r.dtype)) for r in (got, want, plain)]
+        pairs = (got, (leaf, w)), (want, wide), (plain, wide)
+        gradients = [torch.autograd.grad(r, leaves, drows.to(r.dtype)) for r, leaves in pairs]
         for name, a, b, c in zip(("x", "weight"), *gradients, strict=True):
             judge(a, b, c, f"gradient of {name} {kind} {layout} {heads}")
 
@@ -253,10 +255,14 @@ def test_attend_rows_is_coarse_over_rows_made_before(device):
     q.requires_grad_()
     got = sparse.attend_rows(q, *rows, block=16, block_sizes=given, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    oracle = reference.attend_rows(q, *rows, block=16, block_sizes=given, return_lse=True)
-    plain = reference.attend_rows(q, *rows, block=16, block_sizes=given, return_lse=True, dtype=torch.float32)
+    wide = [t.detach().double().requires_grad_() for t in (q, *rows)]
+    oracle, plain = (
+        reference.attend_rows(*wide, block=16, block_sizes=given, return_lse=True, dtype=d)
+        for d in (torch.float64, torch.float32)
+    )
     dout = rand(*got.out.shape, device=device)
-    gradients = [torch.autograd.grad(r.out, (q, *rows), dout.to(r.out.dtype)) for r in (got, oracle, plain)]
+    pairs = (got, (q, *rows)), (oracle, wide), (plain, wide)
+    gradients = [torch.autograd.grad(r.out, leaves, dout.to(r.out.dtype)) for r, leaves in pairs]
     for name, a, b, c in zip(("q", "rows_k", "rows_v"), *gradients, strict=True):
         judge(a, b, c, f"gradient of {name}")
     assert not gradients[0][1][:, 1].any() and not gradients[0][2][:, 1].any()

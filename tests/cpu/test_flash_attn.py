@@ -21,7 +21,7 @@ def held(got, q, k, v, **options):
     out = got[0] if isinstance(got, tuple) else got
     judge(out, exact[0], plain[0], "out")
     if isinstance(got, tuple):
-        want, near = (lse.masked_fill(lse == -INFINITY, INFINITY) for lse in (exact[1], plain[1].float()))
+        want, near = (lse.masked_fill(lse == -INFINITY, INFINITY) for lse in (exact[1], plain[1]))
         judge(got[1], want, near, "lse")
 
 
@@ -87,9 +87,8 @@ def test_gradients(device, window):
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     out, _ = reference.attention(*wide, window=window)
     exact = torch.autograd.grad(out, wide, grad.double())
-    near = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, _ = reference.attention(*near, window=window, dtype=torch.float32)
-    plain = torch.autograd.grad(out, near, grad)
+    out, _ = reference.attention(*wide, window=window, dtype=torch.float32)
+    plain = torch.autograd.grad(out, wide, grad.double())
     for name, one, other, third in zip("qkv", got, exact, plain, strict=True):
         judge(one, other, third, f"d{name}")
 
@@ -110,10 +109,10 @@ def test_gradients_of_packed_tensors(device):
 # ---------------------------------------------------------------- dropout
 
 
-def scores_of(q, k, scale, causal, dtype=torch.float64):
-    """[B, H, Sq, Sk], -inf where a key is not seen."""
-    k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
-    s = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype), k) * scale
+def scores_of(q, k, scale, causal):
+    """[B, H, Sq, Sk] fp64, -inf where a key is not seen."""
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
     if causal:
         seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).tril(s.shape[-1] - s.shape[-2])
         s = s.masked_fill(~seen, -INFINITY)
@@ -137,14 +136,20 @@ def test_dropped_weights_are_negative(device, dtype, causal):
     assert not dropped[~seen].any()
     share = (dropped < 0)[seen].float().mean().item()
     assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / int(seen.sum()))
-    exact = torch.exp(s - s.amax(-1, keepdim=True))
-    near = scores_of(q, k, 16**-0.5, causal, dtype)
-    judge(dropped.abs(), exact, torch.exp(near - near.amax(-1, keepdim=True)), "weights")
-    kept = torch.softmax(s, -1) * (dropped >= 0) / (1 - p)
-    want = torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2))
-    near = torch.einsum("bhqk,bkhd->bqhd", kept.to(dtype), v.repeat_interleave(2, 2))
-    judge(out, want, near, "out")
-    judge(lse, torch.logsumexp(s, -1), torch.logsumexp(s, -1).float(), "lse")
+
+    def weights():
+        s = scores_of(q, k, 16**-0.5, causal)
+        return torch.exp(s - s.amax(-1, keepdim=True))
+
+    judge(dropped.abs(), weights(), reference.deviating(weights, dtype), "weights")
+
+    def attended():
+        s = scores_of(q, k, 16**-0.5, causal)
+        kept = torch.softmax(s, -1) * (dropped >= 0) / (1 - p)
+        return torch.einsum("bhqk,bkhd->bqhd", kept, v.double().repeat_interleave(2, 2)), torch.logsumexp(s, -1)
+
+    for name, *three in zip(("out", "lse"), (out, lse), attended(), reference.deviating(attended, dtype), strict=True):
+        judge(*three, name)
 
 
 def test_a_dropped_weight_shows_even_if_it_underflows(device):
@@ -163,10 +168,12 @@ def test_dropout_of_packed_sequences(device):
     for b, (rows, keys) in enumerate(((slice(0, 20), slice(0, 25)), (slice(20, 29), slice(28, 39)))):
         b = 2 * b
         mine = dropped[b, :, : rows.stop - rows.start, : keys.stop - keys.start]
-        s = scores_of(q[None, rows], k[None, keys], 0.25, False)[0]
-        kept = torch.softmax(s, -1) * (mine >= 0) / 0.75
-        want = torch.einsum("hqk,kd->qhd", kept, v[keys, 0].double())
-        judge(out[rows], want, want.float(), "out")
+
+        def product(rows=rows, keys=keys, mine=mine):
+            s = scores_of(q[None, rows], k[None, keys], 0.25, False)[0]
+            return torch.einsum("hqk,kd->qhd", torch.softmax(s, -1) * (mine >= 0) / 0.75, v[keys, 0].double())
+
+        judge(out[rows], product(), reference.deviating(product, torch.float32), "out")
     assert not dropped[1].any()
 
 

@@ -6,6 +6,7 @@ import torch
 import tilefold
 from cases import judge, rand
 from flash_cases import angles, turned
+from tilefold import reference
 from tilefold.compat.flash_attn.layers import rotary as layers
 from tilefold.ops.cache.rotary import apply_rotary
 
@@ -24,7 +25,7 @@ def test_against_the_oracle(device, dim, pairs, dtype, interleaved):
     cos, sin = angles(30, pairs, dtype, device)
     offsets = torch.tensor([3, 12], device=device)
     got = apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets)
-    plain = oracle(x, cos, sin, interleaved, offsets, dtype=dtype).to(dtype)
+    plain = oracle(x, cos, sin, interleaved, offsets, dtype=dtype)
     judge(got, oracle(x, cos, sin, interleaved, offsets), plain, "rotary")
     y = x.clone()
     assert apply_rotary(y, cos, sin, interleaved=interleaved, offsets=offsets, inplace=True) is y
@@ -58,8 +59,9 @@ def test_strides_and_packed_sequences(device):
     got = apply_rotary(packed, cos, sin, interleaved=True, offsets=offsets, cu_seqlens=cu, max_seqlen=7)
     for b, n in enumerate(lengths):
         rows = packed[cu[b] : cu[b + 1]]
-        exact = turned(rows, cos, sin, True, int(offsets[b]) + torch.arange(n, device=device))
-        judge(got[cu[b] : cu[b + 1]], exact, exact.float(), "rotary")
+        place = int(offsets[b]) + torch.arange(n, device=device)
+        exact, plain = (turned(rows, cos, sin, True, place, d) for d in (torch.float64, torch.float32))
+        judge(got[cu[b] : cu[b + 1]], exact, plain, "rotary")
     assert not got[12:].any()
     y = packed.clone()
     apply_rotary(y, cos, sin, interleaved=True, offsets=offsets, cu_seqlens=cu, max_seqlen=7, inplace=True)
@@ -76,8 +78,11 @@ def test_gradient(device, interleaved, inplace):
     grad = rand(2, 6, 3, 14, device=device)
     apply_rotary(x * 2.0, cos, sin, interleaved=interleaved, offsets=offsets, inplace=inplace).backward(grad)
     y = x.detach().double().requires_grad_()
-    oracle(y * 2.0, cos, sin, interleaved, offsets).backward(grad.double())
-    judge(x.grad, y.grad, y.grad.float(), "dx")
+    want, plain = (
+        torch.autograd.grad(oracle(y, cos, sin, interleaved, offsets, dtype=d), y, 2 * grad.double())[0]
+        for d in (torch.float64, torch.float32)
+    )
+    judge(x.grad, want, plain, "dx")
 
 
 @pytest.mark.no_poison
@@ -135,15 +140,19 @@ def test_module(device, scale_base):
     module = layers.RotaryEmbedding(16, base=100.0, scale_base=scale_base, device=device)
     qkv = rand(2, 5, 3, 4, 20, device=device)
     got = module(qkv.clone(), seqlen_offset=3)
-    angle = torch.arange(8)[:, None].double() * 100.0 ** -(torch.arange(0, 16, 2).double() / 16)
-    growth = torch.ones(8, 8).double()
-    if scale_base:
-        base = (torch.arange(0, 16, 2).double() + 0.4 * 16) / (1.4 * 16)
-        growth = base ** ((torch.arange(8).double() - 4) / scale_base)[:, None]
-    for i, factor in ((0, growth), (1, 1 / growth)):
-        tables = ((angle.cos() * factor).to(device), (angle.sin() * factor).to(device))
-        exact = oracle(qkv[:, :, i], *tables, False, [3, 3])
-        judge(got[:, :, i], exact, exact.float(), "module")
+
+    def turned_by_tables(i):
+        angle = torch.arange(8)[:, None].double() * 100.0 ** -(torch.arange(0, 16, 2).double() / 16)
+        growth = torch.ones(8, 8).double()
+        if scale_base:
+            base = (torch.arange(0, 16, 2).double() + 0.4 * 16) / (1.4 * 16)
+            growth = base ** ((torch.arange(8).double() - 4) / scale_base)[:, None]
+        factor = 1 / growth if i else growth
+        return oracle(qkv[:, :, i], (angle.cos() * factor).to(device), (angle.sin() * factor).to(device), False, [3, 3])
+
+    for i in range(2):
+        plain = reference.deviating(lambda i=i: turned_by_tables(i), torch.float32)
+        judge(got[:, :, i], turned_by_tables(i), plain, "module")
     q, kv = qkv[:, :, 0].clone(), qkv[:, :, 1:].clone()
     turned_q, turned_kv = module(q, kv, seqlen_offset=3)
     assert torch.equal(turned_q, got[:, :, 0])

@@ -41,7 +41,7 @@ def held(q, k, v, **options):
     """Hold the kernel to the oracle; stripes of keys change nothing but rounding, heads at a time nothing at all."""
     dout, dlse = upstream(q, v, options.get("layout", "bshd"))
     got = gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, **options), **options)
-    want, plain = (oracle((q, k, v), dout, dlse, d, **options) for d in (torch.float64, None))
+    want, plain = (oracle((q, k, v), dout, dlse, d, **options) for d in (torch.float64, q.dtype))
     note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {options}"
     for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
         judge(a, b, c, f"{name} {note}")

@@ -43,7 +43,7 @@ def held(q, k, v, options=None, **call):
     """Hold the kernel to the oracle; dk and dv have the same bits every run, also with fewer heads at a time."""
     dout, dlse = upstream(q, v, call.get("layout", "bshd"))
     got = gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, options, **call), **call)
-    want, plain = (oracle((q, k, v), dout, dlse, d, **call) for d in (torch.float64, None))
+    want, plain = (oracle((q, k, v), dout, dlse, d, **call) for d in (torch.float64, q.dtype))
     note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {options} {call}"
     for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
         judge(a, b, c, f"{name} {note}")

@@ -38,7 +38,7 @@ def upstream(q, v, layout="bshd"):
 def held(q, k, v, queries=(64, 192), **options):
     """Spans against the oracle; with whole stripes dq has the same bits as of one launch, where tiles of keys begin alike."""
     dout, dlse = upstream(q, v, options.get("layout", "bshd"))
-    want, plain = (oracle((q, k, v), dout, dlse, d, **options) for d in (torch.float64, None))
+    want, plain = (oracle((q, k, v), dout, dlse, d, **options) for d in (torch.float64, q.dtype))
     whole = gradients((q, k, v), dout, dlse, backward_plan=planned(q, k, v, 0, **options), **options)
     for each in queries:
         found = [
@@ -136,7 +136,7 @@ def test_keys_of_several_ranks():
         parts = attention_backward.backward((q, kk, vv, out, lse), dout, dlse, call, (True,) * 3 + (False,) * 2, False)
         sums[0] += parts[0]
         sums[1][:, low:high], sums[2][:, low:high] = parts[1], parts[2]
-    want, plain = (oracle((q, k, v), dout, dlse, d) for d in (torch.float64, None))
+    want, plain = (oracle((q, k, v), dout, dlse, d) for d in (torch.float64, q.dtype))
     for name, a, b, c in zip(("dq", "dk", "dv"), sums, want, plain, strict=True):
         judge(a.to(q.dtype), b, c, name)
 

@@ -35,7 +35,7 @@ def held(q, k, v, index, kernel=None, **options):
     exact, plain = (
         gradients(
             lambda *t, d=d: _live(reference.sparse_attention(*t, index, dtype=d)),
-            [t.detach().to(d).requires_grad_() for t in inputs],
+            [t.detach().double().requires_grad_() for t in inputs],
             dout,
             dlse,
         )

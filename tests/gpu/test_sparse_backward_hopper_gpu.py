@@ -69,7 +69,7 @@ def check(q, k, v, index):
     exact, plain = (
         gradients(
             lambda *t, d=d: reference.sparse_attention(*t, index, dtype=d),
-            [t.detach().to(d).requires_grad_() for t in (q, k, v)],
+            [t.detach().double().requires_grad_() for t in (q, k, v)],
             dout,
             dlse,
         )

@@ -62,8 +62,8 @@ class Judge:
     """The reference of one case, computed once, on the device that holds the inputs.
 
     What it samples goes through `tilefold.reference.attention`, with the causal mask, the window and the lists of the true
-    positions given as a boolean mask. The same computed by plain PyTorch in the inputs' dtype says how much error that dtype
-    allows (`tilefold.reference.compare`). A backward is torch's gradient through that reference.
+    positions given as a boolean mask. The same one standard deviation off says how much error the inputs' dtype allows
+    (`tilefold.reference.compare`). A backward is torch's gradient through that reference.
     lists: False judges what computes every pair, whatever the lists say.
     """
 
@@ -133,16 +133,16 @@ class Judge:
         dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (k, v))
         dq = []
         for rows in self._stretches():
-            # Leaves of the inputs' dtype would round their gradients, the exact ones, too.
-            leaves = [t.detach().to(dtype).requires_grad_() for t in (i.q[b : b + 1, rows, mine], k, v)]
+            # Leaves of the inputs' dtype would round their gradients.
+            leaves = [t.detach().double().requires_grad_() for t in (i.q[b : b + 1, rows, mine], k, v)]
             mask = visible(i, rows, self.lists, b, mine)
             with torch.enable_grad():
                 out = reference.attention(*leaves, mask=mask, dtype=dtype)[0]
-                found = torch.autograd.grad(out, leaves, i.grad[b : b + 1, rows, mine].to(dtype))
+                found = torch.autograd.grad(out, leaves, i.grad[b : b + 1, rows, mine].double())
             dq.append(found[0][0])
             dk += found[1]
             dv += found[2]
-        return torch.cat(dq), dk[0].to(dtype), dv[0].to(dtype)
+        return torch.cat(dq), dk[0], dv[0]
 
     def _stretches(self) -> Iterator[list[int]]:
         """All queries in stretches of few enough for the reference's memory."""

@@ -25,8 +25,8 @@ EPILOG = f"""
 
     tilefold check
 
-Each output is compared with an fp64 computation that writes every score out. The largest error may be at most twice that of
-plain PyTorch in the same dtype, plus the rounding of the result; so may the relative L2 error, and the same holds for the lse.
+Each output is compared with an fp64 computation that writes every score out. The error may be what rounding
+in the same dtype does to the same computation, in every element and in relative L2; the same holds for the lse.
 
 **Covered**: {len(_ALL)} calls ({len(_QUICK)} with --quick) of {_FUNCTIONS}: masks, changes of scores, sinks,
 block lists, packed and paged layouts, head dims {min(_DIMS)} to {max(_DIMS)}, out and lse.

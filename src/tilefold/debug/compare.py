@@ -13,7 +13,8 @@ from tilefold.debug.guard import Guarded
 from tilefold.debug.report import Fault
 from tilefold.debug.trace import Trace, as_ids, at_index
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
-from tilefold.reference import compare
+from tilefold.reference import compare, deviating
+from tilefold.reference.tolerance import errors
 
 __all__ = ["Outcome", "Tolerance", "Wanted", "judge", "references"]
 
@@ -37,7 +38,7 @@ class Tolerance:
 class Wanted:
     """What an output should be.
 
-    exact: fp64, or integers; plain: PyTorch's result in the output's dtype, None where limits are given."""
+    exact: fp64, or integers; plain: one standard deviation of rounding off, None where limits are given."""
 
     exact: torch.Tensor
     plain: torch.Tensor | None
@@ -55,28 +56,33 @@ class Outcome:
 def references(
     reference: Callable[..., Any], bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor], tolerance: Tolerance
 ) -> dict[str, Wanted | None]:
-    """Call the reference with fp64 copies of the arguments that it names and, for the library's tolerance, with plain ones."""
+    """Call the reference with fp64 copies of the arguments that it names and, for the library's tolerance, again with errors as
+    rounding to the tensors' dtypes makes them."""
     exact = _called(reference, bound, outputs, torch.float64)
     plain: dict[str, torch.Tensor | None] = dict.fromkeys(outputs)
     if tolerance.atol is None and any(
         outputs[name].is_floating_point() and one is not None for name, one in exact.items()
     ):
-        plain = _called(reference, bound, outputs, None)
-    wanted: dict[str, Wanted | None] = {}
-    for name, one in exact.items():
-        if one is None:
-            wanted[name] = None
-            continue
-        rough = plain[name]
-        wanted[name] = Wanted(one, None if rough is None else rough.to(outputs[name].dtype))
-    return wanted
+        dtype = _narrowest(bound, outputs)
+        plain = deviating(lambda: _called(reference, bound, outputs, torch.float64), dtype, kept=dtype)
+    return {name: None if one is None else Wanted(one, plain[name]) for name, one in exact.items()}
+
+
+def _narrowest(bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype with the largest roundoff among arguments and outputs, float8 left out: torch does not compute with it."""
+    floats = {
+        t.dtype
+        for t in (*bound.values(), *outputs.values())
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() > 1
+    }
+    return max(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _called(
     reference: Callable[..., Any],
     bound: Mapping[str, Any],
     outputs: Mapping[str, torch.Tensor],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor | None]:
     """The reference's results by output, on the CPU; its errors pass through."""
     parameters = inspect.signature(reference).parameters
@@ -104,18 +110,15 @@ def _called(
     return {name: _result(name, one, out) for (name, out), one in zip(outputs.items(), result, strict=True)}
 
 
-def _taken(value: Any, dtype: torch.dtype | None) -> Any:
-    """An argument for the reference: a copy on the CPU, floating point in fp64 or as it is (float8, which torch does not compute
-    with, in fp32)."""
+def _taken(value: Any, dtype: torch.dtype) -> Any:
+    """An argument for the reference: a copy on the CPU, floating point in dtype."""
     if isinstance(value, tuple):
         parts = [_taken(part, dtype) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not isinstance(value, torch.Tensor):
         return value
     own = value.detach().cpu().clone()
-    if not own.is_floating_point():
-        return own
-    return own.to(dtype or (torch.float32 if own.element_size() == 1 else own.dtype))
+    return own.to(dtype) if own.is_floating_point() else own
 
 
 def _result(name: str, one: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -171,7 +174,8 @@ def _wrong(
     comparison = compare(near, e, wanted.plain.flatten())
     if comparison.ok:
         return np.zeros(got.numel(), bool), str(comparison)
-    wrong = ~same & ~(error <= comparison.max_limit)
+    off, *_, limit = errors(near, e, wanted.plain.flatten())
+    wrong = ~same & ~((off <= limit) & near.isfinite())
     if not wrong.any():  # all elements are near enough, their sum is not: the worst one stands for it
         wrong[int(torch.where(same, 0.0, error).argmax())] = True
     return wrong.numpy(), str(comparison)

@@ -1,4 +1,7 @@
-"""Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions."""
+"""Oracles in plain torch, fp64, on any device: the same names and arguments as the public functions.
+
+Where one takes a `dtype` below float64 it says what computing in that dtype may do: results, and gradients through them, are
+one standard deviation of rounding off (`rounding`), in float64."""
 
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
@@ -6,6 +9,7 @@ from .fp8 import attention_fp8
 from .fuse import fuse
 from .lowbit import lowbit_matmul, matmul_w8a8
 from .matmul import bmm, matmul
+from .rounding import deviating
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
@@ -20,6 +24,7 @@ __all__ = [
     "bmm",
     "coarse",
     "compare",
+    "deviating",
     "fuse",
     "gini",
     "lowbit_matmul",

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from .rounding import attended, in_dtype
+
 __all__ = ["attention", "attention_varlen", "philox"]
 
 Mod = Callable[..., torch.Tensor]
 
 
+@in_dtype
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,7 +53,7 @@ def attention(
     i_q, i_k = index(seq_q, device=q.device)[:, None], index(seq_k, device=q.device)[None, :]
     position = i_q + seq_k - seq_q
 
-    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * (1 / math.sqrt(dim) if scale is None else scale)
+    s = (q @ k.mT) * (1 / math.sqrt(dim) if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -94,7 +97,7 @@ def _softmax_times(
         return s.new_zeros(*s.shape[:3], v.shape[3]), s.new_full(s.shape[:3], float("-inf"))
     lse = torch.logsumexp(s, 3)
     p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return torch.einsum("bhqk,bhkd->bhqd", p if factor is None else p * factor, v), lse
+    return attended((p if factor is None else p * factor) @ v, lse), lse
 
 
 def philox(
@@ -129,9 +132,8 @@ def attention_varlen(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) as `tilefold.attention_varlen(..., return_lse=True)`: the dense oracle, sequence by sequence."""
-    dtype = options.get("dtype", torch.float64)
-    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float64, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .rounding import attended, in_dtype, stored
+
 __all__ = ["CoarseOracle", "attend_rows", "coarse", "project"]
 
 
@@ -16,6 +18,7 @@ class CoarseOracle(NamedTuple):
     lse: torch.Tensor | None = None
 
 
+@in_dtype
 def project(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -33,7 +36,7 @@ def project(
     x = torch.where(valid[..., None], x, 0)
     if kind == "dense":
         assert weight is not None
-        rows = torch.einsum("hnt,bhtd->bhnd", weight.to(dtype).expand(x.shape[1], -1, -1), x)
+        rows = stored(weight.to(dtype)).expand(x.shape[1], -1, -1) @ x
     else:
         blocks = -(-seq // block)
         tokens = in_blocks(x, block)
@@ -47,6 +50,7 @@ def project(
     return rows.transpose(1, 2) if layout == "bshd" else rows
 
 
+@in_dtype
 def coarse(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,14 +72,15 @@ def coarse(
     options: dict[str, Any] = {"block": block, "layout": layout, "dtype": dtype}
     own = "dense" if kind == "dense" else "block"
     rows_k, rows_v = (
-        project(x, weight, kind=own, block_sizes=block_sizes, **options) for x, weight in ((k, weight_k), (v, weight_v))
+        stored(project(x, weight, kind=own, block_sizes=block_sizes, **options))
+        for x, weight in ((k, weight_k), (v, weight_v))
     )
     options |= {"reduction": reduction, "scale": scale, "block_sizes": block_sizes, "return_lse": True}
     if kind != "pooled":
         result = attend_rows(q, rows_k, rows_v, query_sizes=query_sizes, **options)
         return result if return_lse else result._replace(lse=None)
     seq = q.shape[1 if layout == "bshd" else 2]
-    pooled = project(q, block_sizes=query_sizes, block=block, layout=layout, dtype=dtype)
+    pooled = stored(project(q, block_sizes=query_sizes, block=block, layout=layout, dtype=dtype))
     live = valid_tokens(query_sizes, seq, block, q.device)
     first = live[..., ::block]  # a block is live if its first token is
     options["block"] = 1
@@ -85,6 +90,7 @@ def coarse(
     return CoarseOracle(out if layout == "bhsd" else out.transpose(1, 2), scores, lse if return_lse else None)
 
 
+@in_dtype
 def attend_rows(
     q: torch.Tensor,
     rows_k: torch.Tensor,
@@ -115,11 +121,11 @@ def attend_rows(
         else torch.ones((), dtype=torch.bool, device=q.device)
     )
     rows_k, rows_v = (torch.where(alive, t, 0).repeat_interleave(group, 1) for t in (rows_k, rows_v))
-    s = torch.einsum("bhqd,bhkd->bhqk", q, rows_k) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    s = (q @ rows_k.mT) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     s = s.masked_fill(~(keep[:, :, None, :] & live[..., None]), -math.inf)
     lse = torch.logsumexp(s, 3) if rows else s.new_full(s.shape[:3], -math.inf)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhqk,bhkd->bhqd", p, rows_v)
+    out = attended(p @ rows_v, lse)
     per_block = in_blocks(p.detach(), block)  # [B, H, Qb, block, rows]
     if reduction == "max":
         scores = per_block.amax(3)

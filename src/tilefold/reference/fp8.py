@@ -6,12 +6,14 @@ from typing import Any
 import torch
 
 from .attention import attention
+from .rounding import in_dtype
 
 __all__ = ["attention_fp8"]
 
 SHIFT = 8  # weights are 2^8 times as large
 
 
+@in_dtype
 def attention_fp8(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,9 +2,12 @@
 
 import torch
 
+from .rounding import in_dtype
+
 __all__ = ["fuse"]
 
 
+@in_dtype
 def fuse(
     coarse: torch.Tensor | None,
     fine: torch.Tensor | None,

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 
+from .rounding import in_dtype
+
 __all__ = ["lowbit_matmul", "matmul_w8a8"]
 
 
+@in_dtype
 def lowbit_matmul(
     x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
@@ -26,6 +29,7 @@ def row_codes(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.T
     return (codes.round() if kind == torch.int8 else codes.to(kind)), scale
 
 
+@in_dtype
 def matmul_w8a8(
     x: torch.Tensor,
     weight: torch.Tensor,

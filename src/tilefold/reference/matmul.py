@@ -1,10 +1,17 @@
 """fp64 oracle of matrix products with bias and activation."""
 
+import functools
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
+
+from .rounding import activated, in_dtype
 
 __all__ = ["bmm", "matmul"]
 
 
+@in_dtype
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -23,15 +30,18 @@ def matmul(
         z = z * scale_b.to(dtype).reshape(1, -1)
     if bias is not None:
         z = z + bias.to(dtype)
-    if activation == "relu":
-        return torch.relu(z)
-    if activation == "silu":
-        return torch.nn.functional.silu(z)
-    if activation in ("gelu", "gelu_tanh"):
-        return torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return z
+    return z if activation is None else activated(ACTIVATIONS[activation], z)
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+@in_dtype
 def bmm(
     a: torch.Tensor,
     b: torch.Tensor,

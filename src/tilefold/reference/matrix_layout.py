@@ -1,13 +1,15 @@
 """Oracles of add, transpose and conv2d in plain torch, fp64."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
+
+from .matmul import ACTIVATIONS
+from .rounding import activated, in_dtype
 
 __all__ = ["add", "conv2d", "transpose"]
 
 
+@in_dtype
 def add(x: torch.Tensor, y: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """x + y, computed in `dtype`."""
     return x.to(dtype) + y.to(dtype)
@@ -18,6 +20,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[:, i] for i in range(x.shape[1])]) if x.shape[1] else x.new_empty((0, x.shape[0]))
 
 
+@in_dtype
 def conv2d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -52,17 +55,8 @@ def conv2d(
     found = out.reshape(n, out_channels, high, wide)
     if bias is not None:
         found = found + bias.to(dtype)[:, None, None]
-    found = ACTIVATIONS[activation](found)
+    found = found if activation is None else activated(ACTIVATIONS[activation], found)
     return found[0] if x.dim() == 3 else found
-
-
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    None: lambda t: t,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-}
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,34 +1,46 @@
 """One function decides whether a result is right.
 
-The error against the fp64 oracle may be at most twice that of plain PyTorch computing the same thing in the same dtype, plus
-rounding: of the result to its dtype, and four times in fp32 (score, exponential, sum, quotient) at the size of the largest
-element.  Both the largest element and the relative L2 norm must hold; infinities and zeros of dead
-rows must be where the oracle has them, and NaN must be where the oracle has NaN.
+A result may be off by what rounding does to the same computation for the same dtype.  How much that is follows from the problem:
+`reference.rounding` gives each element's standard deviation.  No error that anything happened to make is a measure.
 
-The largest of a few hundred rounding errors is a noisy number: it varies by a factor of two between draws.  So plain PyTorch's
-largest error counts as at least four times its root mean square, which is what a few thousand normal errors reach.
+Every element has its own limit: c of its deviation, four roundings in fp32 (exponentials of GPUs are off by 2^-22, and sums are
+rescaled; of a logarithm's unit), and the rounding of the result, half a unit in its last place.  One of n independent normal
+errors exceeds c deviations with a probability of 1e-6.  The deviations come from a few draws, so an element's is at least that
+which its row and its column give (their mean squares' product over the mean square of all), and half of the root mean square.
+
+The relative L2 norm of the errors may be twice that of the deviations, as errors of one row go together (of few elements
+1 + 4.9 n^(-1/2) times), and those roundings' norm.
+
+Infinities and zeros of dead rows must be where the oracle has them, NaN where the oracle has NaN.
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
-__all__ = ["Comparison", "compare"]
+from .rounding import U32, binade
+
+__all__ = ["Comparison", "compare", "errors"]
 
 FACTOR = 2.0
-DEVIATIONS = 4.0
+PROBABILITY = 1e-6
 ROUNDINGS = 4
+TINY = 1e-290
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far `got` is from the oracle, beside the limit that follows from plain PyTorch's own error."""
+    """How far `got` is from the oracle.
+
+    max_error, max_limit: of the element whose error is the largest part of its limit.  l2: of all.  largest_limit: of any."""
 
     max_error: float
     max_limit: float
     l2_error: float
     l2_limit: float
     same_specials: bool
+    largest_limit: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -44,36 +56,59 @@ class Comparison:
 
 
 def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: float = 0.0) -> Comparison:
-    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain` (PyTorch's result in the same dtype), all of one shape.
+    """Judge `got` (storage dtype) by `oracle` (fp64) and `plain`, the oracle one standard deviation off, all of one shape.
 
-    unit: a size below which rounding does not shrink with the result; 1 for logarithms, whose errors act as factors."""
+    plain: from a reference with a narrower `dtype`, or from `deviating`; the oracle, where nothing but the result is rounded.
+    unit: what four roundings in fp32 are roundings of, if not the result; 1 for logarithms, whose errors act as factors."""
     if got.shape != oracle.shape or plain.shape != oracle.shape:
         return Comparison(float("inf"), 0.0, float("inf"), 0.0, False)
-    exact = oracle.detach().double().flatten()
-    g, p = (t.detach().to(exact.device).double().flatten() for t in (got, plain))
-    finite = exact.isfinite()
+    exact = oracle.detach().double()
+    g, finite = got.detach().to(exact.device).double(), exact.isfinite()
     same = torch.equal(g.isfinite(), finite) and _same_specials(g[~finite], exact[~finite])
     if not bool(finite.any()):
         return Comparison(0.0, 0.0, 0.0, 0.0, same)
-    size = exact[finite].abs()
-    rounding = (
-        size * torch.finfo(got.dtype).eps / 2
-        + size.max().clamp_min(unit) * ROUNDINGS * torch.finfo(torch.float32).eps / 2
-    )
-    error = torch.where(g.isfinite(), (g - exact).abs(), 0.0)[finite]
-    base = torch.where(p.isfinite(), (p - exact).abs(), 0.0)[finite]
+    error, base, rounding, limit = errors(got, oracle, plain, unit)
+    worst = (error / limit).argmax()
     norm = exact[finite].norm().clamp_min(torch.finfo(got.dtype).tiny)
+    factor = max(FACTOR, 1 + _tail(1) / int(finite.sum()) ** 0.5)
     return Comparison(
-        max_error=float(error.max()),
-        max_limit=float(
-            FACTOR * torch.maximum(base.max(), DEVIATIONS * base.square().mean().sqrt())
-            + rounding.max()
-            + torch.finfo(got.dtype).tiny
-        ),
+        max_error=float(error.flatten()[worst]),
+        max_limit=float(limit.flatten()[worst]),
         l2_error=float(error.norm() / norm),
-        l2_limit=float((FACTOR * base.norm() + rounding.norm()) / norm + torch.finfo(got.dtype).tiny),
+        l2_limit=float(torch.hypot(factor * base.norm(), rounding.norm()) / norm),
         same_specials=same,
+        largest_limit=float(limit.max()),
     )
+
+
+def errors(
+    got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By element, fp64 on the oracle's device: the error, the deviation, what roundings may add, and the limit; arguments as of
+    `compare`.  An element that is not finite has the error 0."""
+    exact = oracle.detach().double()
+    g, p = (t.detach().to(exact.device).double() for t in (got, plain))
+    finite, limits = exact.isfinite(), torch.finfo(got.dtype)
+    x = torch.where(finite, exact, 0.0)
+    base = torch.where(finite, _pooled(torch.where(finite, p - exact, 0.0), finite), 0.0)
+    spread = _tail(int(finite.sum())) * base
+    small = ROUNDINGS * U32 * (torch.full_like(x, unit) if unit else x.abs())
+    rounding = small + binade(x.abs() + spread + small).clamp_min_(limits.smallest_normal) * limits.eps / 2
+    error = torch.where(g.isfinite() & finite, (g - x).abs(), 0.0)
+    return error, base, torch.where(finite, rounding, 0.0), spread + rounding
+
+
+def _tail(count: int) -> float:
+    """How many deviations the largest of so many normal numbers exceeds with PROBABILITY."""
+    return NormalDist().inv_cdf(1 - PROBABILITY / 2 / max(1, count))
+
+
+def _pooled(off: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """Deviations off [.., C], 0 where not finite, at least what their row and column give, and half of all's root mean square."""
+    squares, live = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (off.square(), finite.double()))
+    row, column, mean = (squares.sum(d, True) / live.sum(d, True).clamp_min(1) for d in (1, 0, (0, 1)))
+    made = torch.maximum(squares, row * column / mean.clamp_min(TINY)).maximum(mean / 4)
+    return made.sqrt().view(off.shape)
 
 
 def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from .coarse import coarse as coarse_oracle
 from .fuse import fuse
+from .rounding import in_dtype, stored
 from .select import select as select_oracle
 from .sparse import sparse_attention
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_video_attention"]
 
 
+@in_dtype
 def sparse_video_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,10 +64,11 @@ def sparse_video_attention(
             )  # fmt: skip
     assert index is not None
     fine, lse = sparse_attention(q, k, v, index, scale=scale, layout=layout, dtype=dtype)
+    fine = stored(fine)
     if rough is None:
         out = fine if gate_fine is None else fuse(None, fine, None, gate_fine, layout=layout, dtype=dtype)
         return (out, Stages(None, None, None, None, None, index, fine, lse)) if return_stages else out
-    out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
+    out = fuse(stored(rough.out), fine, gate_coarse, gate_fine, layout=layout, dtype=dtype)
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, index, fine, lse)

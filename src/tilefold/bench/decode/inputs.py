@@ -115,8 +115,8 @@ def _table(case: DecodeCase, generator: "torch.Generator", device: str) -> "Tens
 
 
 class DecodeJudge:
-    """The reference of one step: `tilefold.reference.attention` in fp64, and the same by plain PyTorch in the queries' dtype,
-    which says how much error that dtype allows.  Every sequence and head; one sequence at a time is in memory."""
+    """The reference of one step: `tilefold.reference.attention` in fp64, and the same one standard deviation off, which
+    says how much error the queries' dtype allows.  Every sequence and head; one sequence at a time is in memory."""
 
     def __init__(self, inputs: DecodeInputs) -> None:
         import torch

@@ -20,7 +20,7 @@ ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class WholeJudge:
-    """All of a result against `compute` in fp64 on the device; the same in the inputs' dtype says how much error that allows.
+    """All of a result against `compute` in fp64 on the device, and against what rounding to `dtype` does to it.
 
     compute: (dtype) -> the result by plain torch, in that dtype."""
 
@@ -32,7 +32,10 @@ class WholeJudge:
 
         from tilefold import reference
 
-        found = reference.compare(out, self.compute(torch.float64), self.compute(self.dtype))
+        def exact() -> "Tensor":
+            return self.compute(torch.float64)
+
+        found = reference.compare(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))
         finite = bool(out.isfinite().all())
         errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
         return Verdict(found.ok and finite, *errors, finite=finite)

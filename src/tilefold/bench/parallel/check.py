@@ -4,7 +4,8 @@ A rank looks at some of its own queries (out and dq) and some of its own keys (d
 tokens of that head, and nothing else in full."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.bench.parallel.loads import Mask
 from tilefold.plan.sharding import Sharding
-from tilefold.reference.tolerance import compare
+from tilefold.reference import compare, deviating
 
 __all__ = ["Inputs", "Results", "inputs_of", "judged"]
 
@@ -64,6 +65,11 @@ def judged(inputs: Inputs, results: Results, sharding: Sharding, rank: int, seen
     return wrong + _keys(inputs, results, whole, sharding, (where, where[chosen], chosen), seen)
 
 
+def _deviating(exact: Callable[[], Any], inputs: Inputs) -> Any:
+    """Parts of results are handed on in the inputs' dtype, and added up."""
+    return deviating(exact, inputs.q.dtype, kept=inputs.q.dtype)
+
+
 def _rows(
     inputs: Inputs,
     results: Results,
@@ -73,17 +79,19 @@ def _rows(
     seen: Mask | None,
 ) -> list[str]:
     """out and dq of some queries of head 0: they depend on no other query."""
-    found = []
-    for dtype in (torch.float64, inputs.q.dtype):
-        q = inputs.q[:, chosen, :1].to(dtype).requires_grad_()
-        k, v = (t.to(dtype)[None, :, None] for t in whole)
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        q = inputs.q[:, chosen, :1].double().requires_grad_()
+        k, v = (t[None, :, None] for t in whole)
         mask = (
             None if seen is None else seen(where[:, None], torch.arange(k.shape[1], device=k.device)[None])[None, None]
         )
-        out, _ = reference.attention(q, k, v, mask=mask, dtype=dtype)
+        out, _ = reference.attention(q, k, v, mask=mask)
         out.backward(inputs.dout[:, chosen, :1].to(out.dtype))
         assert q.grad is not None
-        found.append((out.detach(), q.grad))
+        return out.detach(), q.grad
+
+    found = exact(), _deviating(exact, inputs)
     pairs = [("out", results.out, 0)] + ([("dq", results.dq, 1)] if results.dq is not None else [])
     return _compared([(name, got[:, chosen, :1], found[0][i], found[1][i]) for name, got, i in pairs])
 
@@ -98,19 +106,19 @@ def _keys(
     own = inputs.q[0, :, 0]
     row = (inputs.dout[0, :, 0].double() * results.out[0, :, 0].double()).sum(1)
     exactly = torch.float64 if own.dtype == torch.float32 else torch.float32  # products of 16 bits fit into fp32
-    sums = {dtype: _lse(own, whole[0], positions, scale, seen, dtype) for dtype in {exactly, torch.float32}}
-    every = tp.gather_sequence(torch.stack([sums[exactly], sums[torch.float32], row], 1)[None], sharding)[0].unbind(1)
+    sums = _lse(own, whole[0], positions, scale, seen, exactly)
+    lse, delta = tp.gather_sequence(torch.stack([sums, row], 1)[None], sharding)[0].unbind(1)
     q, dout = (tp.gather_sequence(t[:, :, :1], sharding)[0, :, 0] for t in (inputs.q, inputs.dout))
-    found = []
-    for dtype, lse in zip((torch.float64, inputs.q.dtype), every, strict=False):
-        keys, values = whole[0][where].to(dtype), whole[1][where].to(dtype)
-        between = torch.float64 if dtype == torch.float64 else torch.float32  # scores and weights, as in kernels
-        score = (q.to(dtype) @ keys.mT).to(between) * scale
+
+    def exact() -> tuple[torch.Tensor, torch.Tensor]:
+        score = (q.double() @ whole[0][where].double().mT) * scale
         if seen is not None:
             score = score.masked_fill(~seen(torch.arange(len(q), device=q.device)[:, None], where[None]), float("-inf"))
-        p = torch.exp(score - lse.to(between)[:, None])
-        ds = p * ((dout.to(dtype) @ values.mT).to(between) - every[2].to(between)[:, None]) * scale
-        found.append((ds.to(dtype).mT @ q.to(dtype), p.to(dtype).mT @ dout.to(dtype)))
+        p = torch.exp(score - lse[:, None])
+        ds = p * (dout.double() @ whole[1][where].double().mT - delta[:, None]) * scale
+        return ds.mT @ q.double(), p.mT @ dout.double()
+
+    found = exact(), _deviating(exact, inputs)
     assert results.dk is not None
     assert results.dv is not None
     both = zip(("dk", "dv"), (results.dk, results.dv), *found, strict=True)

@@ -23,7 +23,7 @@ class LayerError:
 
     @property
     def ok(self) -> bool:
-        """Both within the limits that follow from plain PyTorch's own error."""
+        """Both within the limits that follow from the rounding of the layer's dtype."""
         return self.out.ok and self.lse.ok
 
 

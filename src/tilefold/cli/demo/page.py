@@ -36,8 +36,8 @@ def render(report: Report) -> str:
         *_head(report),
         *_similarity(report),
         "<h2>Every layer against fp64</h2>",
-        "<p>The q, k and v that each layer really had, attended by tilefold and written out in fp64. The limit is twice the "
-        "error of plain PyTorch in the same dtype on the same tensors, plus one rounding of the result.</p>",
+        "<p>The q, k and v that each layer really had, attended by tilefold and written out in fp64. The limit is what "
+        "rounding in the same dtype may do to the same tensors: some of each element's deviations, plus its rounding.</p>",
         *(part for variant in report.variants for part in _variant(variant)),
         "<h2>Time</h2>",
         _times(report.stages),

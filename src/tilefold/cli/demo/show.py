@@ -82,7 +82,7 @@ def _layers(variant: Variant) -> Group:
         )
         verdict = Text("ok", style="green") if layer.ok else Text("WRONG", style="bold red")
         table.add_row(str(layer.layer), *(f"{x:.1e}" for x in figures), _ms(layer.seconds), verdict)
-    note = "Limit: twice plain PyTorch's error against fp64 on the same q, k, v, plus one rounding."
+    note = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
     return Group(Text(), table, Text(note, style="dim"))
 
 

@@ -1,0 +1,221 @@
+"""The model of rounding that limits come from: its formula, what it leaves alone, gradients, and that no processor takes part."""
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cases import rand
+from tilefold import reference
+from tilefold.errors import DtypeError
+from tilefold.reference.rounding import Rounding, activated, attended, binade, deviating, in_dtype, stored
+
+pytestmark = pytest.mark.no_poison  # no kernel runs
+U32 = 2.0**-24
+NARROW = [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)]
+
+
+def off(call, dtype, draws=60, **options):
+    """The deviation of an fp64 result, of many draws."""
+    exact, total, mode = call(), 0.0, Rounding(dtype, **options)
+    for seed in range(draws):
+        with mode.again(seed):
+            found = call()
+        total = total + (found - exact).square()
+    return (total / draws).sqrt()
+
+
+def same_norm(found, want, tolerance):
+    assert math.isclose(float(found.norm()), float(want.norm()), rel_tol=tolerance), (found.norm(), want.norm())
+
+
+@pytest.mark.parametrize("n", [8, 64, 1000])
+def test_a_product_deviates_as_the_formula_says(n):
+    """Of inputs, whatever their dtype, by its sum in fp32: of random terms, and of positive ones."""
+    for a, b in ((torch.randn(40, n), torch.randn(n, 30)), (torch.rand(40, n), torch.rand(n, 30))):
+        a, b = a.half().double(), b.half().double()
+        s, q = a @ b, a**2 @ b**2
+        want = U32 * torch.sqrt(0.541 * n * (s**2 / 3 + q / 6) / 3)
+        for dtype in (torch.float32, torch.float16):
+            same_norm(off(lambda a=a, b=b: a @ b, dtype), want, 0.1)
+        assert (want <= U32 * (a.abs() @ b.abs()) * math.sqrt(n / 6)).all()
+
+
+def test_the_mean_significand():
+    """0.541: that of 1 / m^2 over 1 <= m < 2, of evenly spread logarithm, as numbers of many magnitudes have it."""
+    x = torch.exp(torch.linspace(0, 10 * math.log(2), 100001, dtype=torch.float64)[:-1])
+    assert math.isclose(float((binade(x) / x).square().mean()), 0.541, rel_tol=1e-3)
+    assert torch.equal(binade(x), torch.ldexp(torch.tensor(0.5).double(), torch.frexp(x)[1]))
+
+
+def test_sums_run_one_term_after_another_in_fp32():
+    """The model's deviation is that of a sum as processors without wide registers make it: a witness."""
+    t = torch.randn(400, 500)
+    total = torch.zeros(400)
+    for i in range(500):
+        total = total + t[:, i]
+    exact, squares = t.double().sum(1), t.double().square().sum(1)
+    want = U32 * torch.sqrt(0.541 * 500 * (exact**2 / 3 + squares / 6) / 3)
+    same_norm(total - exact, want, 0.2)
+
+
+@pytest.mark.parametrize(("dtype", "u"), NARROW)
+def test_operands_that_were_computed_are_rounded(dtype, u):
+    """Those that a product has from elsewhere are not; one that is used twice is rounded once."""
+    a, b = torch.rand(40, 64).to(dtype).double(), torch.rand(64, 30).to(dtype).double()
+    x = a * 1.1
+    want = u * torch.sqrt(binade(x) ** 2 @ b**2 / 3)
+    same_norm(off(lambda: (a * 1.1) @ b, dtype), want, 0.1)
+    same_norm(off(lambda: stored(a * 1.1) @ b, dtype), want, 0.1)
+    assert float(off(lambda: a @ b, dtype).norm()) < 1e-2 * float(want.norm())
+
+
+@pytest.mark.parametrize(("dtype", "u"), [*NARROW, (torch.float32, U32)])
+def test_an_operation_rounds_once(dtype, u):
+    x, y = rand(50, 40).double(), rand(50, 40).double()
+    for call in (lambda: x * y, lambda: x + y, lambda: torch.exp(x), lambda: x.clone().mul_(y)):
+        same_norm(off(call, dtype), U32 * binade(call()) / 3**0.5, 0.1)
+        same_norm(off(call, dtype, kept=dtype), u * binade(call()) / 3**0.5, 0.1)
+    with Rounding(dtype, kept=dtype):
+        assert ((x * y - (x * y)).abs() <= 2 * u * (x * y).abs()).all()
+
+
+def test_a_sum_over_dimensions():
+    x = torch.rand(30, 500).double()
+    s, q = x.sum(1), (x * x).sum(1)
+    want = U32 * torch.sqrt(0.541 * (16 + 500 / 16) * (s**2 / 3 + q / 6) / 3)
+    same_norm(off(lambda: x.sum(1), torch.float32), want, 0.1)
+    total = torch.zeros(30)
+    for i in range(0, 500, 20):  # a witness
+        total = total + x.float()[:, i : i + 20].sum(1)
+    assert float((total - x.float().double().sum(1)).norm()) < 2 * float(want.norm())
+    same_norm(off(lambda: x.mean(1), torch.float32), want / 500, 0.1)
+
+
+def test_what_moves_numbers_leaves_them_alone():
+    x = torch.cat([rand(3, 8).double(), torch.tensor([[math.inf, -math.inf, 0, 0, 1, 2, 3, math.nan]]).double()])
+    seen = torch.rand(4, 8) < 0.5
+
+    def moved():
+        return (
+            torch.where(seen, x, 0.0)[:, [3, 1]],
+            x.mT.contiguous(),
+            torch.cat([x, x]),
+            x.masked_fill(seen, -1.0),
+            x.relu(),
+            x.float().double(),
+        )
+
+    with Rounding(torch.bfloat16):
+        found, changed = moved(), x * 1.0
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(moved(), found, strict=True))
+    assert torch.equal(changed[3].isfinite(), x[3].isfinite())
+    assert torch.equal(changed[3, :4], x[3, :4])
+    assert not torch.equal(changed[:3], x[:3])
+
+
+def test_float16_has_a_smallest_number():
+    x = torch.full((1000,), 1.1e-6, dtype=torch.float64)
+    same_norm(off(lambda: stored(x), torch.float16), torch.full((1000,), 2.0**-25 / 3**0.5), 0.1)
+
+
+@pytest.mark.parametrize(("dtype", "u"), NARROW)
+def test_what_kernels_hand_on_is_rounded(dtype, u):
+    """A gradient that comes back, sum(out dout), and what an activation's slope is taken of."""
+    x = rand(50, 40).double().requires_grad_()
+    g = rand(50, 40).double()
+
+    def slope(call):
+        return lambda: torch.autograd.grad(call(x), x, g)[0]
+
+    same_norm(off(slope(stored), dtype), u * binade(g) / 3**0.5, 0.1)
+    lse, mode, total = rand(50).double().requires_grad_(), Rounding(dtype), 0.0
+    for seed in range(60):
+        with mode.again(seed):
+            total = total + torch.autograd.grad(attended(x * 1.0, lse), lse, g)[0].square()
+    same_norm((total / 60).sqrt(), u * torch.sqrt((g * binade(x)).square().sum(1) / 3).detach(), 0.1)
+    same_norm(off(slope(lambda t: activated(torch.relu, t)), dtype), u * binade(g * (x > 0)) / 3**0.5, 0.1)
+
+
+def test_a_reference_in_a_narrow_dtype_is_one_deviation_off():
+    q, k, v = (rand(1, 20, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    exact, plain = (reference.attention(q, k, v, dtype=d) for d in (torch.float64, torch.bfloat16))
+    assert [t.dtype for t in plain] == [torch.float64] * 2
+    wanted = deviating(lambda: reference.attention(q, k, v), torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
+    assert all((b >= a).all() and (b > a).any() for a, b in zip(exact, wanted, strict=True))
+
+
+def test_gradients_deviate_too():
+    q, k, v = (rand(1, 20, 2, 16).double().requires_grad_() for _ in range(3))
+    dout = rand(1, 20, 2, 16).double()
+
+    def pulled():
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            return torch.autograd.grad(reference.attention(*leaves)[0], leaves, dout)
+
+    found = torch.autograd.grad(reference.attention(q, k, v, dtype=torch.float32)[0], (q, k, v), dout)
+    for a, b, exact in zip(found, deviating(pulled, torch.float32), pulled(), strict=True):
+        assert torch.equal(a, b)
+        size = float((b - exact).norm() / exact.norm())
+        assert U32 / 2 < size < 20 * U32
+    with pytest.raises(DtypeError, match=r"need inputs in torch\.float64"):
+        reference.attention(q.detach().float().requires_grad_(), k, v, dtype=torch.float32)
+
+
+def test_a_tensor_given_twice_and_one_without_a_gradient():
+    @in_dtype
+    def product(x, y, *, dtype=torch.float64):
+        return x.to(dtype) * y.to(dtype), None, 3
+
+    x, y = rand(5).double().requires_grad_(), rand(5).double()
+    made, nothing, number = product(x, x, dtype=torch.float32)
+    assert (nothing, number) == (None, 3)
+    torch.testing.assert_close(torch.autograd.grad(made.sum(), x)[0], 2 * x.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(product(x, y, dtype=torch.float32)[0].sum(), x)[0], y, rtol=1e-5, atol=0
+    )
+
+
+SHOWN = """
+import torch
+from tilefold import reference
+x = (torch.arange(3 * 24 * 2 * 16) * 37 % 101).double().view(3, 1, 24, 2, 16) / 50 - 1
+q, k, v = (t.float().double().requires_grad_() for t in x)
+out, lse = reference.attention(q, k, v, causal=True, dtype=torch.float32)
+found = [out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))]
+exact = reference.attention(q, k, v, causal=True)
+off = torch.cat([(a - b).flatten() for a, b in zip(found, exact)]).detach()
+print(*(f"{float(t.double().norm()):.6g}" for t in found), f"{float(off.norm()):.2g}")
+"""
+
+
+def test_no_processor_takes_part():
+    """The same deviations from ATen without vectors, from MKL's oldest path, in one thread and in two."""
+    shown = set()
+    for changed in (
+        {},
+        {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"},
+        {"MKL_CBWR": "AVX2"},
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", SHOWN], env={**os.environ, **changed}, capture_output=True, text=True, check=True
+        )
+        shown.add(run.stdout)
+    assert len(shown) == 1, shown
+
+
+def test_the_limit_does_not_know_what_plain_pytorch_made():
+    """Nothing of a dtype narrower than fp64 is computed: the same bits whatever torch's fp32 product does."""
+    a, b = rand(9, 64), rand(64, 7)
+    kept, digests = torch.get_num_threads(), set()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        digests.add(hashlib.sha256(reference.matmul(a, b, dtype=torch.float32).numpy().tobytes()).hexdigest())
+    torch.set_num_threads(kept)
+    assert len(digests) == 1
