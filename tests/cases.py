@@ -11,6 +11,7 @@ from tilefold import reference
 from tilefold.plan import AttentionPlan, DecodePlan, plan_attention
 from tilefold.plan.attention_hopper import hopper_options, hopper_tile
 from tilefold.plan.limits import Tile
+from tilefold.reference.rounding import stored
 
 BOX = "attention_forward_box"
 
@@ -66,10 +67,43 @@ def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPl
     return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
 
 
-def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str) -> None:
-    """`what` begins with "lse" for logarithms."""
-    verdict = reference.compare(got, oracle, plain, unit=1.0 if what.startswith("lse") else 0.0)
+def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:
+    """`what` begins with "lse" for logarithms; unit: of these, as of `reference.compare`."""
+    verdict = reference.compare(got, oracle, plain, unit=unit if what.startswith("lse") else 0.0)
     assert verdict.ok, f"{what}: {verdict}"
+
+
+def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, **_: Any) -> float:
+    """What four fp32 roundings of a logarithm are roundings of in the dense kernel for sm_90, whose errors have one sign in all
+    keys: of 1; of a softcap's cap (1 - 2 / (1 + e^2x)); of ALiBi's distances, differences of slope times up to 128 keys, rounded
+    twice; and a polynomial is right to 1.0e-4."""
+    slope = 0.0 if alibi_slopes is None else float(alibi_slopes.abs().max())
+    polynomial = any(option.startswith("polynomial") for option in plan.options)
+    return 1 + softcap + slope * 64 + (1.0e-4 / (4 * 2.0**-24) if polynomial else 0)
+
+
+def in_two_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The causal oracle, one deviation off: as one call for the first keys makes it, one for the rest, and one that merges."""
+
+    def merged() -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (
+            reference.attention(q, k[:, :first], v[:, :first], **options),
+            reference.attention(q, k[:, first:], v[:, first:], causal=True, sinks=sinks, **options),
+        )
+        both = torch.logaddexp(parts[0][1], parts[1][1])
+        shares = [torch.exp(lse - both).transpose(1, 2)[..., None] * stored(out) for out, lse in parts]
+        return shares[0] + shares[1], both
+
+    made: tuple[torch.Tensor, torch.Tensor] = reference.deviating(merged, dtype)
+    return made
 
 
 def check(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, twins: dict[str, Any] | None = None,

@@ -150,7 +150,7 @@ def make_conflicts(device, sms):
 
 
 def make_serial(device, sms):
-    m, k, turns = 128, 64, 64
+    m, k, turns = 128, 16, 256  # 8 KiB on their way to an SM do not fill DRAM
     a, b = (torch.randn(sms * turns * m * k, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = floats(device, sms * m)
     return lambda: serial_product[(sms,)](a, b, out, turns, m * k, M=m, K=k, num_warps=4, num_stages=1), 3, {}

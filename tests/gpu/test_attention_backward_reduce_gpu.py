@@ -9,6 +9,7 @@ import tilefold
 from cases import judge, qkv, rand
 from gradient_cases import gradients, oracle
 from tilefold.plan.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions
+from tilefold.reference.rounding import Rounding
 
 DEVICE = torch.device("cuda")
 pytestmark = [
@@ -39,11 +40,27 @@ def upstream(q, v, layout="bshd"):
     return dout, rand(q.shape[0], heads, rows, device=DEVICE)
 
 
+class RoundedTwice(torch.autograd.Function):
+    """Scores, whose gradient is rounded once more: a factor of dS, the probabilities, is rounded before they are multiplied."""
+
+    @staticmethod
+    def forward(ctx, s, *_):
+        return s.view_as(s)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Rounding.entered[-1].narrowed(grad) if Rounding.entered else grad, *[None] * 5
+
+
 def held(q, k, v, options=None, **call):
     """Hold the kernel to the oracle; dk and dv have the same bits every run, also with fewer heads at a time."""
     dout, dlse = upstream(q, v, call.get("layout", "bshd"))
-    got = gradients((q, k, v), dout, dlse, backward_plan=forced(q, k, v, options, **call), **call)
-    want, plain = (oracle((q, k, v), dout, dlse, d, **call) for d in (torch.float64, q.dtype))
+    plan = forced(q, k, v, options, **call)
+    got = gradients((q, k, v), dout, dlse, backward_plan=plan, **call)
+    want = oracle((q, k, v), dout, dlse, torch.float64, **call)
+    plain = oracle(
+        (q, k, v), dout, dlse, q.dtype, score_mod=RoundedTwice.apply if plan.options.rounded else None, **call
+    )
     note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {options} {call}"
     for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
         judge(a, b, c, f"{name} {note}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import hopper_plan, judge, packed, qkv, rand
+from cases import hopper_plan, hopper_unit, judge, packed, qkv, rand
 from tilefold import reference
 
 DEVICE = torch.device("cuda")
@@ -40,7 +40,7 @@ def held(q, k, v, changes=None, **options):
     tensors = {name: (tuple(t.shape), t.dtype) for name, t in options.items() if isinstance(t, torch.Tensor)}
     note = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {q.dtype} {tensors} {changes}"
     judge(out, oracle[0], plain[0], f"out {note}")
-    judge(lse, oracle[1], plain[1], f"lse {note}")
+    judge(lse, oracle[1], plain[1], f"lse {note}", hopper_unit(plan, **options))
     return out
 
 
@@ -189,7 +189,7 @@ def test_packed_sequences(options):
         oracle = reference.attention_varlen(q, k, v, *batch, **mods)
         plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **mods)
         judge(out, oracle[0], plain[0], f"out {sorted(mods)}")
-        judge(lse, oracle[1], plain[1], f"lse {sorted(mods)}")
+        judge(lse, oracle[1], plain[1], f"lse {sorted(mods)}", hopper_unit(plan, **mods))
 
 
 def test_gradients_from_its_out_and_lse():

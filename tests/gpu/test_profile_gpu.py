@@ -1,5 +1,6 @@
 """Profiles on a GPU: the planted faults are found, roofs are plausible, machine code and counters are read where they can be."""
 
+import dataclasses
 import os
 import statistics
 
@@ -35,7 +36,9 @@ def device():
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_faults_without_counters(fault):
+def test_faults_without_counters(fault, device):
+    if fault.without == "L2-to-SM path" and device.measured_l2_bytes_per_s is None:  # no roof is on record for this GPU
+        fault = dataclasses.replace(fault, without="unknown")
     hit = hit_of(fault, watch(fault, torch.device("cuda", 0)), ())
     assert hit.ok, hit.sentence
 

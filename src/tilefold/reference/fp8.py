@@ -1,19 +1,15 @@
-"""Plain PyTorch's attention of e4m3 tensors: dequantised, the weights rounded to e4m3 as FP8 kernels round them."""
+"""The oracle of attention of e4m3 tensors: what they mean, times their factors."""
 
-import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .attention import attention
-from .rounding import in_dtype
+from .rounding import deviating
 
 __all__ = ["attention_fp8"]
 
-SHIFT = 8  # weights are 2^8 times as large
 
-
-@in_dtype
 def attention_fp8(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -23,56 +19,47 @@ def attention_fp8(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     layout: str = "bshd",
-    weights: torch.dtype | None = torch.float8_e4m3fn,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as `tilefold.attention` of e4m3 tensors, computed in `dtype`.
+    """(out, lse) as `tilefold.attention` of e4m3 tensors, in fp64.  options: causal, window, scale.
 
-    The weights exp(s - largest score of the row) are rounded to `weights`, 2^8 times as large; their sum is of unrounded ones.
-    With weights None and dtype float64 it is the oracle: nothing is rounded.  options: causal, window, scale."""
+    dtype: torch.float8_e4m3fn gives them one standard deviation off, as weights that are rounded to e4m3 make them;
+    torch.bfloat16 as inputs that are, times their factors, and weights that are rounded to bfloat16."""
     heads = q.shape[2 if layout == "bshd" else 1]
-    wide = [
-        t.to(dtype) if f is None else (t.double() * _spread(f, t, layout)).to(dtype)
+    descales = [
+        None if f is None else f.double().repeat_interleave(t.shape[2 if layout == "bshd" else 1] // f.shape[1], 1)
         for t, f in ((q, q_descale), (k, k_descale), (v, v_descale))
     ]
-    out, lse = attention(*wide, layout=layout, dtype=dtype, **options)
-    if weights is None:
-        return out, lse
-    values = wide[2].transpose(1, 2) if layout == "bshd" else wide[2]
-    values = values.repeat_interleave(heads // max(1, values.shape[1]), 1)
-    p, total = _weights(wide[0], wide[1], layout, dtype, options)
-    rounded = (p.float() * 2**SHIFT).to(weights).to(dtype) / 2**SHIFT
-    made = torch.einsum("bhqk,bhkd->bhqd", rounded, values) / torch.where(total == 0, 1.0, total)
-    made = made.transpose(1, 2) if layout == "bshd" else made
-    return made, lse
+
+    def multiplied() -> tuple[torch.Tensor, torch.Tensor]:
+        """Eight bits are multiplied; the products get the factors."""
+        of_q, of_k, of_v = (None if f is None else f.repeat_interleave(heads // f.shape[1], 1) for f in descales)
+
+        def scaled(s: torch.Tensor, *_: Any) -> torch.Tensor:
+            for f in (of_q, of_k):
+                s = s if f is None else s * f[:, :, None, None]
+            return s
+
+        wide = (t.double() for t in (q, k, v))
+        out, lse = attention(*wide, layout=layout, score_mod=scaled, **options)
+        return out if of_v is None else out * _spread(of_v, layout), lse
+
+    def dequantised() -> tuple[torch.Tensor, torch.Tensor]:
+        wide = (
+            t.double() if f is None else t.double() * _spread(f, layout)
+            for t, f in zip((q, k, v), descales, strict=True)
+        )
+        return attention(*wide, layout=layout, **options)
+
+    if dtype == torch.float64:
+        return multiplied()
+    return cast(
+        tuple[torch.Tensor, torch.Tensor],
+        deviating(multiplied if dtype == torch.float8_e4m3fn else dequantised, dtype),
+    )
 
 
-def _weights(
-    q: torch.Tensor, k: torch.Tensor, layout: str, dtype: torch.dtype, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(s - largest) [B, H, Sq, Sk] and its sums [B, H, Sq, 1], 0 in rows without a live key."""
-    if layout == "bshd":
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    k = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
-    scale = options.get("scale")
-    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    seq_q, seq_k = s.shape[2:]
-    i, j = torch.arange(seq_q, device=q.device)[:, None] + seq_k - seq_q, torch.arange(seq_k, device=q.device)[None]
-    left, right = (None if w in (None, -1) else w for w in (options.get("window") or (None, None)))
-    right = 0 if options.get("causal") else right
-    keep = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device)
-    if left is not None:
-        keep &= j >= i - left
-    if right is not None:
-        keep &= j <= i + right
-    s = s.masked_fill(~keep, float("-inf"))
-    largest = s.amax(3, keepdim=True) if seq_k else s.new_zeros(*s.shape[:3], 1)
-    p = torch.exp(s - torch.where(largest == float("-inf"), 0.0, largest))
-    return p, p.sum(3, keepdim=True)
-
-
-def _spread(factor: torch.Tensor, t: torch.Tensor, layout: str) -> torch.Tensor:
-    """factor [B, heads, or fewer that divide them] for each number of t."""
-    factor = factor.repeat_interleave(t.shape[2 if layout == "bshd" else 1] // factor.shape[1], 1)
+def _spread(factor: torch.Tensor, layout: str) -> torch.Tensor:
+    """factor [B, H] beside a tensor."""
     return factor[:, None, :, None] if layout == "bshd" else factor[:, :, None, None]

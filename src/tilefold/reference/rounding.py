@@ -7,8 +7,12 @@ A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives the
 * A sum of n terms in fp32, as of a product, is off by u32 (0.541 n (s^2 / 3 + q / 6) / 3)^(1/2), one standard deviation: s is the
   sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.  A
   reduction that is no product is one of tiles of 16 terms or more: n is at most 16 + n / 16.
+* A matrix unit that multiplies narrower numbers cuts its sums off instead of rounding them, at each step of 16 terms: an error of
+  one sign, `_of_cutting`.
 * Kernels keep scores, probabilities and sums in fp32.  Of what they compute they round only operands of products to a narrower
-  dtype; what that dtype holds exactly, as inputs, is not off.
+  dtype, by at most u of their size: the reference does not know the factor that a kernel keeps them with.  Tensors that the dtype
+  holds exactly, as inputs, are not off.
+* tanh is off by 4 u32 of 1, as 1 - 2 / (1 + e^2x) is; for bf16 by 2^-11 of its size, as the instruction of NVIDIA's GPUs is.
 
 An error reaches the result multiplied by a derivative that nobody writes down.  The mean square of what the results of a few
 runs are off by is their variance.  Nothing is computed in the dtype itself, so it is the same on every processor.
@@ -39,8 +43,19 @@ LARGEST = 1 << 22
 """Elements of a tensor whose errors' sizes are kept from one run to the next."""
 U32 = 2.0**-24
 SIGNIFICAND = 0.541
+MEAN = 2 * math.log(2)
+"""One over the mean of 1 / m."""
 TILE = 16
 """Terms that a reduction adds up, at least, before it adds to what earlier tiles gave; no tile is smaller."""
+
+STEP = 16
+"""Terms that a matrix unit adds at once."""
+SPARE = 4
+"""By how much finer than the sum's last place it cuts off each of them: two bits, as measured on Hopper GPUs."""
+SMALLEST = 2.0**-14
+"""The smallest normal number of eight bits, in units of a row's largest one: kernels put that at 2^8."""
+CODED = {torch.float8_e4m3fn: (2.0**-14, 32, 1, 128), torch.float8_e5m2: (2.0**-14, 32, 1, 128)}
+"""Of operands of eight bits on Hopper GPUs: roundoff of the sums, STEP, SPARE, and terms after which kernels add to fp32."""
 
 PRODUCTS: dict[str, tuple[int, ...]] = {
     "mm": (0, 1),
@@ -102,7 +117,7 @@ class Rounding(TorchDispatchMode):
             with self:
                 return PARTS[name](*args, **kwargs)
         if name in PRODUCTS and self.dtype not in (torch.float32, self.kept):
-            args = [self.narrowed(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
+            args = [self._operand(a) if i in PRODUCTS[name] and _counts(a) else a for i, a in enumerate(args)]
         out = func(*args, **kwargs)
         sums: list[Any] = []
         for i, x in enumerate(tree_leaves(out)):
@@ -110,10 +125,13 @@ class Rounding(TorchDispatchMode):
 
                 def size(i: int = i, x: torch.Tensor = x) -> torch.Tensor:
                     sums[:] = sums or _sums(func, name, args, kwargs)
-                    own = self._half(x, self.kept)
+                    own = self._of_tanh(x) if name == "tanh" else self._half(x, self.kept)
                     if not sums:
                         return own
-                    of_sum = _of_sum(x, *sums[i])
+                    squares, terms = sums[i]
+                    of_sum = _of_sum(x, squares, terms)
+                    if name in PRODUCTS and self.dtype != torch.float32:
+                        of_sum = torch.hypot(of_sum, _of_cutting(x, squares, terms, self.dtype))
                     return of_sum if self.kept == torch.float32 else torch.hypot(of_sum, own)
 
                 self._off(x, size)
@@ -136,9 +154,27 @@ class Rounding(TorchDispatchMode):
         """x rounded to the dtype; itself where the dtype holds it, or an earlier call made it."""
         if x.untyped_storage().data_ptr() in self.held:
             return x
-        made = self._off(x.clone(), lambda: torch.where(x.to(self.dtype) == x, 0.0, self._half(x, self.dtype)))
+        return self._narrowed(x, lambda: torch.where(x.to(self.dtype) == x, 0.0, self._half(x, self.dtype)))
+
+    def _operand(self, x: torch.Tensor) -> torch.Tensor:
+        """x rounded to the dtype after a factor that is not known; itself where the dtype holds it, or `narrowed` made it."""
+        if x.untyped_storage().data_ptr() in self.held or torch.equal(x.to(self.dtype).double(), x):
+            return x
+        limits = torch.finfo(self.dtype)
+
+        def size() -> torch.Tensor:
+            least = x.abs().amax(-1, True) * SMALLEST if self.dtype in CODED else limits.smallest_normal
+            return torch.where(x == 0, 0.0, torch.maximum(x.abs(), torch.as_tensor(least)) * (limits.eps / 2))
+
+        return self._narrowed(x, size)
+
+    def _narrowed(self, x: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
+        made = self._off(x.clone(), size)
         self.held[made.untyped_storage().data_ptr()] = made
         return made
+
+    def _of_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs() * 2.0**-11 if self.dtype == torch.bfloat16 else torch.full_like(x, 4 * U32)
 
     @staticmethod
     def _half(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -169,6 +205,17 @@ def _counts(x: Any) -> bool:
 def _of_sum(x: torch.Tensor, squares: Any, terms: float) -> torch.Tensor:
     size: torch.Tensor = (x * x / 3 + squares / 6).mul_(terms * SIGNIFICAND)
     return size.sqrt_().mul_(U32)
+
+
+def _of_cutting(x: torch.Tensor, squares: Any, terms: float, dtype: torch.dtype) -> torch.Tensor:
+    """What a matrix unit takes away from sums of `terms` products (Fasi, Higham, Mikaitis and Pranesh, PeerJ CS 7, 2021, e330):
+    from each partial sum after STEP terms, and from each term, on average half of what the last place that is kept counts."""
+    u, step, spare, most = CODED.get(dtype, (U32, STEP, SPARE, terms))
+    added = min(terms, most)
+    partial = (x * x / 4 + squares / 12).sqrt_()
+    one_sign = x.abs() * (added / math.sqrt(terms)) / squares.sqrt().clamp_min(1e-290)
+    size: torch.Tensor = (one_sign / spare + added / step).mul_(partial).mul_(math.sqrt(3) / MEAN * u)
+    return size
 
 
 def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
