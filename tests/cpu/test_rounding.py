@@ -41,7 +41,7 @@ def test_a_product_deviates_as_the_formula_says(n):
         s, q = a @ b, a**2 @ b**2
         want = U32 * torch.sqrt(0.541 * n * (s**2 / 3 + q / 6) / 3)
         same_norm(off(lambda a=a, b=b: a @ b, torch.float32), want, 0.1)
-        cut = torch.sqrt(s**2 / 4 + q / 12) * (n / 16 + s.abs() * n / (n * q).sqrt() / 4) * U32 / (2 * math.log(2))
+        cut = torch.sqrt(s**2 / 4 + q / 12) * (n / 8 + s.abs() * n / (n * q).sqrt() / 4) * U32 / (2 * math.log(2))
         same_norm(off(lambda a=a, b=b: a @ b, torch.float16), torch.hypot(want, cut), 0.1)
         assert (want <= U32 * (a.abs() @ b.abs()) * math.sqrt(n / 6)).all()
 
@@ -54,7 +54,7 @@ def test_a_matrix_unit_cuts_its_sums_off(mean):
     t = t.abs() if mean else t
     t = t.float().double()  # a product of two fp16 numbers has 22 bits
     total = torch.zeros(300, 1).double()
-    for step in t.view(300, n // 16, 16).unbind(1):
+    for step in t.view(300, n // 8, 8).unbind(1):
         terms = torch.cat([total, step], 1)
         place = binade(terms.abs().amax(1, True)) * 2.0**-25
         total = ((terms / place).trunc() * place).sum(1, True)

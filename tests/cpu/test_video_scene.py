@@ -12,13 +12,15 @@ from tilefold.bench.video.next_frame import PlainVideoAttention, Training, train
 from tilefold.bench.video.reconstruction import block_mass, reconstruct
 from tilefold.bench.video.scene import Scene, patches, project, render, scene_qkv
 from tilefold.errors import ShapeError, ValueRangeError
+from tilefold.reference.rounding import plain
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
 
 CUBE = (2, 2, 4)
 
 
 def by_reference(q, k, v, index):
-    return reference.sparse_attention(q, k, v, index, dtype=torch.float32)[0]
+    with plain():
+        return reference.sparse_attention(q, k, v, index, dtype=torch.float32)[0]
 
 
 # ---------------------------------------------------------------- the scene

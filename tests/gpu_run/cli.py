@@ -113,10 +113,9 @@ def environment() -> dict[str, str]:
     """Of the processes: the checkout's sources, and caches inside it, which all share."""
     cache, given = ROOT / ".cache", dict(os.environ)
     paths = [str(ROOT / "src"), str(ROOT / "tests"), *given.get("PYTHONPATH", "").split(os.pathsep)]
-    kept: dict[str, Any] = {"TRITON_CACHE_DIR": cache / "triton", "TRITON_HOME": cache, "XDG_CACHE_HOME": cache,
+    kept = {"TRITON_CACHE_DIR": cache / "triton", "TRITON_HOME": cache, "XDG_CACHE_HOME": cache,
             "CUDA_CACHE_PATH": cache / "nv", "TORCHINDUCTOR_CACHE_DIR": cache / "inductor"}  # fmt: skip
     given.pop("TRITON_INTERPRET", None)
-    kept["TRITON_DISABLE_LINE_INFO"] = "1"  # half of what is compiled, and never read here
     return {
         **{name: str(path) for name, path in kept.items()},
         **given,

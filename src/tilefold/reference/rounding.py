@@ -7,8 +7,8 @@ A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives the
 * A sum of n terms in fp32, as of a product, is off by u32 (0.541 n (s^2 / 3 + q / 6) / 3)^(1/2), one standard deviation: s is the
   sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.  A
   reduction that is no product is one of tiles of 16 terms or more: n is at most 16 + n / 16.
-* A matrix unit that multiplies narrower numbers cuts its sums off instead of rounding them, at each step of 16 terms: an error of
-  one sign, `_of_cutting`.
+* A matrix unit that multiplies narrower numbers cuts its sums off instead of rounding them, after every 8 terms or more: an
+  error of one sign, `_of_cutting`.
 * Kernels keep scores, probabilities and sums in fp32.  Of what they compute they round only operands of products to a narrower
   dtype, by at most u of their size: the reference does not know the factor that a kernel keeps them with.  Tensors that the dtype
   holds exactly, as inputs, are not off.
@@ -18,11 +18,13 @@ An error reaches the result multiplied by a derivative that nobody writes down. 
 runs are off by is their variance.  Nothing is computed in the dtype itself, so it is the same on every processor.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import DtypeError
 
-__all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "stored"]
+__all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "plain", "stored"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 DRAWS = (8, 12)
@@ -48,13 +50,13 @@ MEAN = 2 * math.log(2)
 TILE = 16
 """Terms that a reduction adds up, at least, before it adds to what earlier tiles gave; no tile is smaller."""
 
-STEP = 16
-"""Terms that a matrix unit adds at once."""
+STEP = 8
+"""Terms that a matrix unit adds at once, at least."""
 SPARE = 4
 """By how much finer than the sum's last place it cuts off each of them: two bits, as measured on Hopper GPUs."""
 SMALLEST = 2.0**-14
 """The smallest normal number of eight bits, in units of a row's largest one: kernels put that at 2^8."""
-CODED = {torch.float8_e4m3fn: (2.0**-14, 32, 1, 128), torch.float8_e5m2: (2.0**-14, 32, 1, 128)}
+CODED = {torch.float8_e4m3fn: (2.0**-13, 32, 1, 128), torch.float8_e5m2: (2.0**-13, 32, 1, 128)}
 """Of operands of eight bits on Hopper GPUs: roundoff of the sums, STEP, SPARE, and terms after which kernels add to fp32."""
 
 PRODUCTS: dict[str, tuple[int, ...]] = {
@@ -156,6 +158,15 @@ class Rounding(TorchDispatchMode):
             return x
         return self._narrowed(x, lambda: torch.where(x.to(self.dtype) == x, 0.0, self._half(x, self.dtype)))
 
+    def row_off(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """By how much sum(x factors) of a row is off where x is rounded to the dtype: one error, of known deviation."""
+
+        def size() -> torch.Tensor:
+            half = torch.where(x.to(self.dtype) == x, 0.0, self._half(x, self.dtype))
+            return (half * factors).square_().sum(-1).sqrt_()
+
+        return self._off(torch.zeros_like(x[..., 0]), size)
+
     def _operand(self, x: torch.Tensor) -> torch.Tensor:
         """x rounded to the dtype after a factor that is not known; itself where the dtype holds it, or `narrowed` made it."""
         if x.untyped_storage().data_ptr() in self.held or torch.equal(x.to(self.dtype).double(), x):
@@ -188,8 +199,10 @@ class Rounding(TorchDispatchMode):
 
 @functools.lru_cache
 def _table(device: torch.device) -> torch.Tensor:
-    numbers = torch.empty(NUMBERS, dtype=torch.float64).uniform_(-1, 1, generator=torch.Generator().manual_seed(2019))
-    return numbers.to(device)
+    """1 or -1, over the root of 3: the deviation of numbers spread evenly from -1 to 1.  Where one error decides a result every
+    draw gives its deviation, which few evenly spread ones would miss."""
+    numbers = torch.randint(0, 2, (NUMBERS,), generator=torch.Generator().manual_seed(2019)).double()
+    return numbers.mul_(2).sub_(1).div_(math.sqrt(3)).to(device)
 
 
 def binade(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +226,7 @@ def _of_cutting(x: torch.Tensor, squares: Any, terms: float, dtype: torch.dtype)
     u, step, spare, most = CODED.get(dtype, (U32, STEP, SPARE, terms))
     added = min(terms, most)
     partial = (x * x / 4 + squares / 12).sqrt_()
-    one_sign = x.abs() * (added / math.sqrt(terms)) / squares.sqrt().clamp_min(1e-290)
+    one_sign = x.abs() * (added / math.sqrt(max(1, terms))) / squares.sqrt().clamp_min(1e-290)
     size: torch.Tensor = (one_sign / spare + added / step).mul_(partial).mul_(math.sqrt(3) / MEAN * u)
     return size
 
@@ -324,9 +337,9 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
-        found = (grad * Rounding.entered[-1].narrowed(out)).sum(-1)
+        mode = Rounding.entered[-1]
         with _disable_current_modes():
-            return grad, (grad * out).sum(-1) - found
+            return grad, mode.row_off(out, grad)
 
 
 class _Activated(torch.autograd.Function):
@@ -367,6 +380,19 @@ def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = t
     return tree_unflatten(made, form)
 
 
+PLAIN = contextvars.ContextVar("PLAIN", default=False)
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """While it is entered, a reference computes in the `dtype` that it is given, as plain PyTorch does."""
+    before = PLAIN.set(True)
+    try:
+        yield
+    finally:
+        PLAIN.reset(before)
+
+
 def in_dtype(function: F) -> F:
     """A reference whose argument `dtype` says what it is computed for: fp64, or a narrower dtype, for which its results and its
     gradients are those of `deviating`, in fp64."""
@@ -377,7 +403,7 @@ def in_dtype(function: F) -> F:
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
         dtype = bound.arguments["dtype"]
-        if dtype == torch.float64:
+        if dtype == torch.float64 or PLAIN.get():
             return function(*args, **options)
         bound.arguments["dtype"] = torch.float64
         flat, form = tree_flatten((bound.args, bound.kwargs))

@@ -9,6 +9,7 @@ from torch import nn
 
 from tilefold import reference
 from tilefold.nn import Rotary3D, SparseVideoAttention
+from tilefold.reference.rounding import plain
 from tilefold.sparse import BlockIndex
 
 from .scene import COLOURS, Scene, patches, render
@@ -59,6 +60,10 @@ class PlainVideoAttention(SparseVideoAttention):
     interpreter is slower, and for comparison.  A top_k is taken by `BlockIndex.from_topk`: the reference goes row by row."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        with plain():
+            return self.computed(q, k, v, options)
+
+    def computed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
         coarse, select = options["coarse"], options.get("select")
         if coarse is not None and select is not None and isinstance(select.top_k, int):
             names = ("weight_k", "weight_v", "scale", "block", "block_sizes", "query_sizes")
