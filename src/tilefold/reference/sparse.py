@@ -98,13 +98,11 @@ def sparse_attention_paged(
 def element_mask(index: "BlockIndex", batch: int, heads: int) -> torch.Tensor:
     """bool [batch, heads, seq_q, seq_k] on the CPU: true where the query's block lists the key's block and both are
     valid tokens."""
-    lists = index.indices.cpu().expand(batch, heads, -1, -1)
-    counts = index.counts.cpu().expand(batch, heads, -1).tolist()
-    blocks = torch.zeros(batch, heads, lists.shape[2], -(-index.seq_k // index.block_k), dtype=torch.bool)
-    for b in range(batch):
-        for h in range(heads):
-            for row, count in enumerate(counts[b][h]):
-                blocks[b, h, row, lists[b, h, row, :count].long()] = True
+    lists, counts = index.indices.cpu(), index.counts.cpu()
+    many = -(-index.seq_k // index.block_k)
+    listed = torch.arange(lists.shape[-1]) < counts[..., None]
+    blocks = torch.zeros(*counts.shape, many + 1, dtype=torch.bool)  # the last one: what is not listed
+    blocks = blocks.scatter(-1, torch.where(listed, lists.long(), many), True)[..., :many].expand(batch, heads, -1, -1)
     i, j = torch.arange(index.seq_q), torch.arange(index.seq_k)
     keep = blocks[:, :, i // index.block_q][:, :, :, j // index.block_k]
     valid_q = _valid(index.query_sizes, i, index.block_q)
