@@ -71,3 +71,27 @@ def test_each_rung_is_faster_than_the_one_before():
 def test_splits_are_faster_than_flash_for_one_query():
     found = times(("flash", "split"), 1, 4096)
     assert found["split"] < found["flash"], found
+
+
+def test_the_command_with_its_sweeps_and_its_page(tmp_path):
+    """Torch's rows, tiles, the softmax's scores at a time and each number of a tile alone: everything right, most of it timed."""
+    import json
+
+    from typer.testing import CliRunner
+
+    from tilefold.cli.app import app
+
+    files = {kind: tmp_path / f"ladder.{kind}" for kind in ("json", "markdown")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    given = ["ladder", "--rung", "profile", "--seq", "512,1000", "--dtype", "bf16,fp16", "--heads", "4", "--causal"]
+    result = CliRunner().invoke(app, [*given, "--sweep", "--vary", *options], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    found = json.loads(files["json"].read_text())
+    assert len(found["results"]) == 4 and len(found["sweeps"]) == 12
+    for each in found["results"]:
+        assert [line["name"] for line in each["lines"]] == ["naive", "profile", "torch math", "torch SDPA", "tilefold"]
+        assert all(line["over_torch"] > 0 for line in each["lines"])
+    for each in found["sweeps"]:
+        timed = [cell for cell in each["cells"].values() if isinstance(cell, float)]
+        assert each["unit"] == "ms" and len(timed) >= len(each["cells"]) / 2 and min(timed) > 0, each
+    assert "over SDPA" in files["markdown"].read_text()
