@@ -129,7 +129,7 @@ def test_the_softmaxs_scores_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [("--rung", "split", "--queries", 0, "--sweep", "--vary"), ("--rung", "profile", "--sweep")]
+    "given", [("--rung", "split", "--queries", 0, "--sweep", "--vary"), ("--rung", "profile", "--sweep", "--quick")]
 )
 def test_tables_fit_80_columns(given):
     """What 80 columns show is what 300 show: nothing is folded or cut."""

@@ -93,7 +93,7 @@ def ladder(
     sweep: Annotated[
         bool | None,
         typer.Option(
-            "--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, but with --quick"
+            "--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"
         ),
     ] = None,
     vary: Annotated[
