@@ -20,9 +20,11 @@ def rung(name: str, q, k, v, causal=False, tile=None, block=5, **options):
 
 
 def example_launch(
-    name: str, kernel: str, dtype: str = "bfloat16", causal: bool = True, masks: bool = False, dim: int = 128
-):
-    """(kernel, args, kwargs) of what a rung launches for 2 x 1024 tokens as on an H200, caught before it runs."""
+    name: str, kernel: str, dtype: str = "bfloat16", causal: bool = True, masks: bool = False, dim: int = 128,
+    tile: tuple[int, int, int, int] | None = None,
+):  # fmt: skip
+    """(kernel, args, kwargs) of what a rung launches for 2 x 1024 tokens as on an H200, caught before it runs.  tile: queries,
+    keys, warps, stages."""
     from tilefold import ladder
     from tilefold.ladder import inputs
     from tilefold.plan.device import device_named
@@ -52,12 +54,31 @@ def example_launch(
     options = (
         {"bias": torch.zeros(1, 4, 1024, 1024), "padding_mask": torch.ones(2, 1024, dtype=torch.bool)} if masks else {}
     )
+    given = None if tile is None else ladder.Tile(*tile)
     try:
         if name == "paged":
-            program.attention(q, ladder.paged_cache(k, v), causal)
+            program.attention(q, ladder.paged_cache(k, v), causal, tile=given)
         else:
-            program.attention(q, k, v, causal, **options)
+            program.attention(q, k, v, causal, tile=given, **options)
     finally:
         for title, fn in kept.items():
             setattr(owner, title, fn)
     return caught[kernel]
+
+
+TILE_HEAD = (
+    "tile", "warps", "stages", "registers", "spilled, B", "in the loop", "shared, KiB", "programs an SM", "warps an SM",
+    "wgmma", "barriers", "FLOP/B of L2",
+)  # fmt: skip
+
+
+def tile_cells(tile, report, flops_a_byte: float) -> tuple[str, ...]:
+    """What the compiler made of flash with a tile, under TILE_HEAD; flops_a_byte: of L2, as the rung declares it."""
+    (loop,) = report.loops
+    fit = report.occupancy
+    counts = (str(loop.opcodes.get(name, 0)) for name in ("HGMMA", "BAR.SYNC"))
+    return (
+        f"{tile.block_m} x {tile.block_n}", str(tile.warps), str(tile.stages), str(report.registers), str(report.spills),
+        str(loop.spills), f"{report.shared_bytes / 1024:g}", f"{fit.programs}", f"{fit.programs * tile.warps}", *counts,
+        f"{flops_a_byte:.0f}",
+    )  # fmt: skip

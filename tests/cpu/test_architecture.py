@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debug": {"reference"} | LEAVES,
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant", "parallel"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
-    "profiling": WORK | {"bench", "aot"},
+    "profiling": WORK | {"bench", "aot", "ladder"},  # whose rungs are cases to profile
     "cli": WORK
     | {
         "reference",

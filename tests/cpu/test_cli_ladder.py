@@ -41,8 +41,8 @@ def attention(q, k, v, causal=False):
 """
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["ladder", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+def run(*arguments, columns=150):
+    return CliRunner().invoke(app, ["ladder", *map(str, arguments)], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
 def new(tmp_path, text, *arguments, rung="naive"):
@@ -54,8 +54,10 @@ def new(tmp_path, text, *arguments, rung="naive"):
 def test_the_list_has_every_rung_and_its_lesson():
     result = run()
     assert result.exit_code == 0
+    assert max(map(len, run(columns=80).output.splitlines())) <= 80
+    wide = run(columns=400).output
     for each in RUNGS.values():
-        assert each.name in result.output and each.lesson[:40] in result.output
+        assert each.name in wide and each.lesson in wide and each.best_use in wide
 
 
 def test_the_table_and_its_json(tmp_path):
@@ -66,16 +68,137 @@ def test_the_table_and_its_json(tmp_path):
     document = json.loads(path.read_text())
     for found, n in zip(document["results"], (16, 24), strict=True):
         assert found["problem"]["seq_q"] == found["problem"]["seq_k"] == n and found["problem"]["causal"]
-        assert [line["name"] for line in found["lines"]] == [*RUNGS, "tilefold"]
+        assert [line["name"] for line in found["lines"]] == [*RUNGS, "torch math", "torch SDPA", "tilefold"]
         for name in RUNGS:
             counts, cost = found["counts"][name], found["costs"][name]
             assert counts["loaded"] + counts["stored"] == cost["l2_bytes"] and counts["flops"] == cost["flops"]
-    assert document["sweep"] == {}
+        for line in found["lines"]:
+            assert line["over_torch"] == pytest.approx(found["lines"][-2]["ms"] / line["ms"])
+        check_errors(found)
+    assert document["sweeps"] == []
+    assert document["command"].startswith("tilefold ladder --rung split") and document["setting"]["triton"]
+
+
+def check_errors(found):
+    """Mean <= RMSE <= largest error, which no row escapes; the RMSE is what the relative L2 error says of the same result."""
+    size = None
+    for name, verdict in found["verdicts"].items():
+        deviation = found["deviations"][name]
+        assert 0 < deviation["mean"] <= deviation["rmse"] <= verdict["max_error"], name
+        size = size or deviation["rmse"] / verdict["l2_error"]
+        assert deviation["rmse"] / verdict["l2_error"] == pytest.approx(size), name
+
+
+def test_dtypes_splits_and_files(tmp_path):
+    """Several dtypes, several numbers of parts, every sweep, a page and a picture, in one call."""
+    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "markdown", "png")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    given = ("--rung", "split", "--seq", 40, "--dtype", "fp16,fp32", "--splits", "1,3", "--sweep", "--vary", "--quick")
+    result = run(*given, *TINY[2:], *options)
+    assert result.exit_code == 0, result.output
+    document = json.loads(files["json"].read_text())
+    assert [found["problem"]["dtype"] for found in document["results"]] == ["float16", "float32"]
+    for found in document["results"]:
+        assert [name for name in found["counts"] if name.startswith("split")] == ["split 1", "split 3"]
+        for name in ("split 1", "split 3"):
+            counts, cost = found["counts"][name], found["costs"][name]
+            assert counts["loaded"] + counts["stored"] == cost["l2_bytes"] and counts["flops"] == cost["flops"]
+        assert found["counts"]["split 3"]["stored"] > found["counts"]["split 1"]["stored"]
+    kinds = [(each["kind"], each["problem"]["dtype"]) for each in document["sweeps"]]
+    assert kinds == [(kind, dtype) for kind in ("tiles", "vary") for dtype in ("float16", "float32")]
+    page = files["markdown"].read_text()
+    assert "| split 3 |" in page and "**split, float16: kB by tile, [least]**" in page
+    assert document["command"] in page and document["setting"]["date"] in page
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_softmaxs_scores_at_a_time(tmp_path):
+    """Twice the scores at a time, half the loads and stores of the softmax; the same bytes of matrix products."""
+    result = run(
+        "--rung", "naive", "--seq", 300, "--queries", 2, *TINY[2:], "--sweep", "--json", tmp_path / "rows.json"
+    )
+    assert result.exit_code == 0, result.output
+    (found,) = (
+        each for each in json.loads((tmp_path / "rows.json").read_text())["sweeps"] if each["kind"] == "softmax"
+    )
+    cells = {int(name): count for name, count in found["cells"].items()}
+    passes = {row: -(-300 // row) for row in cells}
+    assert passes[128] == 3 and passes[256] == 2 and passes[512] == 1
+    others = cells[128] - 2 * 4 * passes[128]  # two rows, three loads and a store a piece
+    assert cells == {row: others + 2 * 4 * passes[row] for row in cells}
+
+
+@pytest.mark.parametrize(
+    "given", [("--rung", "split", "--queries", 0, "--sweep", "--vary"), ("--rung", "profile", "--sweep", "--quick")]
+)
+def test_tables_fit_80_columns(given):
+    """What 80 columns show is what 300 show: nothing is folded or cut."""
+    shown = [
+        [line.rstrip() for line in run(*given, *TINY, columns=columns).output.splitlines()] for columns in (80, 300)
+    ]
+    assert shown[0] == shown[1]
+    assert max(map(len, shown[0][1:])) <= 80  # the first line says where kernels run
+
+
+def test_large_figures_fit_80_columns(capsys):
+    """A GPU's tables with the widest figures that they have to hold: five lengths, seconds, five-digit counts."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from tilefold.bench.judge import Verdict
+    from tilefold.cli import ladder_report
+    from tilefold.ladder import Tile, profile
+    from tilefold.ladder.course import Deviation, Result, Swept
+
+    device = device_named("h200")
+    p = AttentionProblem(1, 8192, 8192, 16, 16, 128, 128)
+    costs = {name: each.cost(p) for name, each in RUNGS.items()}
+    times = {"naive": 1234.567, "profile": 999.9, "flash": 0.001, "torch math": 55.5, "torch SDPA": 888.888}
+    result = Result(p, profile.table(times, costs, p, device), costs=costs)
+    result.verdicts = {name: Verdict(True, 1.5e-11, 2.5e-11, 1.1e-11, 2.2e-11) for name in times}
+    result.deviations = {name: Deviation(1.1e-11, 2.2e-11) for name in times}
+    cells = {str(tile): 1234.567 for tile in Tile(128, 128, 16, 4).around()}
+    cells["128 x 256, 16 warps, 4 stages"] = "OutOfResources: shared memory"
+    swept = [Swept("vary", replace(p, seq_k=n), "ms", cells) for n in (512, 1024, 2048, 4096, 8192)]
+    parts = ladder_report.parts_of("flash", [result], swept, True)
+    shown = []
+    for width in (80, 300):
+        ladder_report.show(Console(width=width), [one for one in parts if "needs" not in getattr(one.what, "text", "")])
+        shown.append([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+    assert shown[0] == shown[1] and any("[1235]" in line for line in shown[0])
+    tables = [line for line in shown[0] if "at least" not in line]
+    assert max(map(len, tables)) <= 80
+    assert any(line.startswith("128 x 256, 16 warps, 4 stages: OutOfResources") for line in shown[0])
 
 
 def test_one_query_is_the_split_rungs_default(tmp_path):
     result = run("--rung", "split", "--seq", "40", *TINY[2:])
     assert result.exit_code == 0 and "1 queries, 40 keys" in result.output
+
+
+def test_torch_has_the_same_mask(tmp_path):
+    """Fewer queries than keys, grouped heads, causal at the bottom right: torch's rows are judged as all others."""
+    path = tmp_path / "few.json"
+    given = (
+        "--queries",
+        5,
+        "--seq",
+        24,
+        "--causal",
+        "--heads",
+        4,
+        "--kv-heads",
+        2,
+        "--dim",
+        16,
+        "--dtype",
+        "fp32,bf16",
+    )
+    result = run("--rung", "naive", *given, "--json", path)
+    assert result.exit_code == 0, result.output
+    for found in json.loads(path.read_text())["results"]:
+        assert all(found["verdicts"][name]["ok"] for name in ("torch math", "torch SDPA"))
 
 
 def test_an_own_kernel_that_is_right(tmp_path):
@@ -121,7 +244,17 @@ def test_refusals(tmp_path):
         (("--rung", "flash", "--seq", "1024,x"), "--seq must be integers of at least 1, comma-separated, got '1024,x'"),
         (("--rung", "flash", "--queries", 9, "--seq", 8, "--causal"), "--queries must be at most --seq under --causal"),
         (("--rung", "flash", "--heads", 3, "--kv-heads", 2), "kv_heads must divide heads"),
-        (("--rung", "flash", "--dtype", "fp4"), "dtype must be bf16, fp16 or fp32"),
+        (
+            ("--rung", "flash", "--dtype", "fp16,fp4"),
+            "dtype must be bf16, fp16 or fp32 (or their full names), got 'fp4'",
+        ),
+        (("--rung", "flash", "--splits", "2"), "--splits needs --rung split, got --rung flash"),
+        (("--rung", "split", "--splits", "2,x"), "--splits must be integers of at least 1, comma-separated, got '2,x'"),
+        (("--rung", "split", "--splits", "65"), "--splits must be integers from 1 to 64, comma-separated, got '65'"),
+        (
+            ("--rung", "flash", "--markdown", tmp_path / "no" / "page.md"),
+            "--markdown must be a file that can be written",
+        ),
         (("--new", tmp_path / "none.py"), "--new must be a Python file that defines attention(q, k, v, causal=False)"),
     ):
         result = run(*arguments)
@@ -154,25 +287,59 @@ def test_what_a_table_says_of_measured_times():
     assert "latency" in profile.why(naive) and "tensor pipe" in profile.why(flash)
 
 
-def test_the_sweeps_table(capsys):
-    from rich.console import Console
-
-    from tilefold.cli.ladder import _show_sweep
+def test_the_sweeps_table():
+    """The least of each length in brackets, and why a cell is empty below."""
+    from tilefold.cli.ladder_report import parts_of
     from tilefold.ladder import Tile
+    from tilefold.ladder.course import Swept
 
-    a, b = Tile(16, 16), Tile(32, 64)
-    _show_sweep(Console(width=100), "flash", {64: {a: 2.0, b: 1.0}, 128: {a: "OutOfResources: shared memory", b: 3.0}})
-    lines = capsys.readouterr().out.splitlines()
-    assert "[1.000]" in lines[-1] and "[3.000]" in lines[-1] and "OutOfResources" in lines[-2]
+    a, b = str(Tile(16, 16)), str(Tile(32, 64))
+    problems = [AttentionProblem(1, n, n, 2, 2, 32, 32) for n in (64, 128)]
+    cells = ({a: 2.0, b: 1.0}, {a: "OutOfResources: shared memory", b: 30.0})
+    swept = [Swept("tiles", p, "ms", each) for p, each in zip(problems, cells, strict=True)]
+    title, table, why = parts_of("flash", [], swept, True)
+    assert title.what.text == "flash, bfloat16: ms by tile, [least]"
+    assert table.what.head == ("tile", "warps", "stages", "N=64", "N=128")
+    assert table.what.rows == (("16 x 16", "4", "2", "2.000", "-"), ("32 x 64", "4", "2", "[1.000]", "[30.00]"))
+    assert why.what.text == f"{a}: OutOfResources: shared memory"
 
 
 def test_a_sweep_keeps_what_cannot_run():
-    from tilefold.ladder import Tile, profile
+    from tilefold.ladder import profile
 
-    def made(tile):
-        if tile.block_m == 32:
-            raise RuntimeError("out of shared memory")
-        return lambda: None
+    def refused():
+        raise RuntimeError("out of shared memory")
 
-    found = profile.sweep(made, (Tile(16, 16), Tile(32, 16)), False, lambda tile: None)
-    assert isinstance(found[Tile(16, 16)], float) and found[Tile(32, 16)] == "RuntimeError: out of shared memory"
+    found = profile.sweep(
+        {"fits": lambda: lambda: None, "too large": refused}, lambda calls: dict.fromkeys(calls, 2.0), str
+    )
+    assert found == {"fits": 2.0, "too large": "RuntimeError: out of shared memory"}
+
+
+def test_a_setting_with_a_wrong_result_is_said_and_not_measured(monkeypatch):
+    from tilefold.ladder import course, flash
+
+    right = flash.attention
+    monkeypatch.setattr(
+        flash, "attention", lambda q, k, v, causal, tile: right(q, k, v, causal) * (1.1 if tile.block_m == 128 else 1)
+    )
+    p = AttentionProblem(1, 24, 24, 1, 1, 16, 16, dtype="float16")
+    found = course.sweep(p, RUNGS["flash"], False, lambda case, what: None)
+    assert not found.ok
+    for name, cell in found.cells.items():
+        assert cell.startswith("WrongError: max error") if name.startswith("128") else cell > 0
+
+
+def test_a_row_that_finds_too_little_memory_is_left_out(monkeypatch):
+    import torch
+
+    from tilefold.ladder import course, naive
+
+    def full(*given, **options):
+        raise torch.OutOfMemoryError("tried to allocate 64 GiB")
+
+    monkeypatch.setattr(naive, "attention", full)
+    p = AttentionProblem(1, 20, 20, 1, 1, 16, 16, dtype="float16")
+    found = course.run(p, "naive", False, lambda case, what: None)
+    assert found.ok and found.notes == {"naive": "too little memory: tried to allocate 64 GiB"}
+    assert [line.name for line in found.lines] == ["torch math", "torch SDPA", "tilefold"]

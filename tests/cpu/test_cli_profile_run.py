@@ -29,6 +29,34 @@ def run(*arguments):
     return CliRunner().invoke(app, ["profile", *map(str, arguments)], env={"COLUMNS": "250", "NO_COLOR": "1"})
 
 
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+
+
+def test_the_pages_table_of_counters(tmp_path):
+    """DRAM, occupancy and what warps wait for, a row a kernel; being ready is no waiting; what was not read is empty."""
+    names = ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "sm__warps_active.avg.pct_of_peak_sustained_active")
+    stalls = {"long_scoreboard": 3.0, "wait": 2.0, "barrier": 4.0, "selected": 1.0, "not_selected": 9.0, "gmma": 1.0}
+    head = [
+        "ID",
+        "Kernel Name",
+        "Block Size",
+        "Grid Size",
+        "gpu__time_duration.sum",
+        *names,
+        *map(STALLED.format, stalls),
+    ]
+    unit = ["", "", "", "", "ns", "%", "%", *("inst" for _ in stalls)]
+    row = ["0", "flash_kernel", "(256, 1, 1)", "(512, 1, 1)", "330,000", "12.4", "24.6", *map(str, stalls.values())]
+    text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in (head, unit, row))
+    (tmp_path / "report.csv").write_text(text)
+    result = run("import", tmp_path / "report.csv", "--markdown", tmp_path / "out.md")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out.md").read_text().splitlines()
+    at = page.index("| kernel | DRAM | L2 | L2 to SM | L1 | tensor | exp | warps | waits for |")
+    waits = "barrier 40%, long_scoreboard 30%, wait 20%"
+    assert page[at + 2] == f"| flash_kernel | 12 % |  |  |  |  |  | 25 % | {waits} |"
+
+
 def test_a_report_of_counters(tmp_path):
     (tmp_path / "report.csv").write_text(REPORT)
     result = run("import", tmp_path / "report.csv", "--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md")
@@ -92,6 +120,7 @@ def test_every_family_gives_a_call(family):
     with made.context():
         assert made.call() is not None
     assert made.name == case.name and made.flops > 0 and made.bytes > 0
+    assert (made.l2_bytes or 0) > 0 or family != "ladder"
     assert device_named("h200").matmul_rate(made.dtype) > 0
 
 
@@ -116,3 +145,47 @@ def test_the_work_of_a_call_goes_to_its_one_kernel():
     made = session.with_declared(session.profile_of({"traceEvents": [*events, other]}, h200), work, 2, h200)
     assert all(row.evidence.flops is None for row in made.rows)
     assert any("of declared work" in note for note in made.notes)
+
+
+def test_every_rung_is_a_case():
+    """At each length plain and causal, split and flash with one query too; a filter finds the plain one first."""
+    from tilefold.bench.choice import select_cases
+    from tilefold.ladder import RUNGS
+
+    cases = cases_in("ladder", "full")
+    assert len({case.name for case in cases}) == len(cases)
+    for n in (512, 1024, 2048, 4096, 8192):
+        for rung in RUNGS:
+            for suffix in ("", "_causal"):
+                (case,) = (one for one in cases if one.name == f"{rung}_n{n}{suffix}")
+                assert case.problem.causal == bool(suffix) and case.problem.seq_q == case.problem.seq_k == n
+            assert select_cases(cases, f"{rung}_n{n}")[0].name == f"{rung}_n{n}"
+    for rung in ("flash", "split"):
+        (case,) = (one for one in cases if one.name == f"{rung}_q1_n4096")
+        assert case.problem.seq_q == 1
+    assert {case.name for case in cases_in("ladder", "quick")} <= {case.name for case in cases}
+    with pytest.raises(profile_run.ValueRangeError, match="size must be one of full, quick, tiny, got 'huge'"):
+        cases_in("ladder", "huge")
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+@pytest.mark.parametrize("place", range(12))
+def test_every_case_of_the_ladder_runs_and_declares_what_it_loads(place):
+    """The call that is profiled is counted: what it declares of the L2 cache and of products is what it does."""
+    from tilefold import ladder
+
+    case = cases_in("ladder", "tiny")[place]
+    made = prepare_case("ladder", case, "cpu")
+    with ladder.counting() as counts:
+        made.call()
+    assert (counts.bytes, counts.flops) == (made.l2_bytes, made.flops)
+
+
+def test_the_work_of_a_rung_is_drawn_from_l2_too():
+    args = {"grid": [512, 1, 1], "block": [256, 1, 1], "registers per thread": 168, "shared memory": 65536}
+    events = [{"ph": "X", "cat": "kernel", "name": "flash_kernel", "ts": 0, "dur": 330, "args": args}]
+    h200 = device_named("h200")
+    work = session.Declared(flops=1.4e11, bytes=6.7e7, l2_bytes=1.1e9)
+    made = session.with_declared(session.profile_of({"traceEvents": events}, h200), work, 1, h200)
+    assert made.rows[0].evidence.l2_bytes == 1.1e9

@@ -119,6 +119,30 @@ def test_a_command_that_is_not_there_is_seen(text: str, expected: str) -> None:
     assert expected in problem(text) if expected else not problem(text)
 
 
+PLACE = re.compile(r"`(\w+)`\s+in\s+`(src/tilefold/[\w/]+\.py)`")
+
+
+def misplaced(text: str) -> list[str]:
+    """The functions that a text says are in a file and are not."""
+    return [
+        f"{name} in {path}"
+        for name, path in PLACE.findall(text)
+        if not (ROOT / path).is_file()
+        or not re.search(
+            rf"^(def|class) {name}\b|^{name}\b.*=", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+
+
+def test_functions_are_where_pages_say() -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    assert len(PLACE.findall(texts["backward.md"])) > 15
+    wrong = [f"{name}: {one}" for name, text in texts.items() for one in misplaced(text)]
+    assert not wrong, "\n".join(wrong)
+    moved = "`state_step` in `src/tilefold/device/fold.py`, `state_step`\nin `src/tilefold/device/state.py`"
+    assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """What the source says, read without importing it, is what a user gets, and each name has its place on one page."""
     pytest.importorskip("griffe")

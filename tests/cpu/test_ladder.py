@@ -70,14 +70,25 @@ def test_additive_and_padding_masks(name, device):
     q, k, v = qkv(2, 18, 21, 2, 1, 16, device=device)
     there = torch.ones(2, 21, dtype=torch.bool, device=device)
     there[0, :9], there[1] = False, False  # left padding, and a sequence without any key
-    for shape in ((2, 2, 18, 21), (1, 2, 1, 21)):
+    for shape in ((2, 2, 18, 21), (1, 2, 1, 21), (2, 18, 21), (1, 18, 21), (2, 1, 21), (18, 21), (1, 21)):
         bias = rand(*shape, device=device)
         got = held(name, q, k, v, True, {"causal": True, "bias": bias, "mask": there[:, None, None]}, tile=SMALL, bias=bias,
                    padding_mask=there)  # fmt: skip
         assert not got[1].any()
-    bias = torch.full((1, 1, 18, 21), float("-inf"), device=device)  # an additive mask is one, too
+    bias = torch.full((18, 21), float("-inf"), device=device)  # an additive mask is one, too
     bias[..., :4] = 0.0
     held(name, q, k, v, False, {"bias": bias}, tile=SMALL, bias=bias)
+    bias = rand(21, 2, 18, device=device).permute(
+        1, 2, 0
+    )  # three dimensions are heads, queries and keys, of any strides
+    held(name, q, k, v, False, {"bias": bias}, tile=SMALL, bias=bias)
+
+
+@pytest.mark.parametrize("row", [16, 256, 512])
+@pytest.mark.parametrize("name", ["naive", "profile"])
+def test_scores_that_the_softmax_takes_at_a_time(name, row, device):
+    """Fewer than a row, one more than a row, a whole row at once."""
+    held(name, *qkv(1, 3, 257, 2, 1, 16, dtype=torch.float16, device=device), causal=True, row=row)
 
 
 @pytest.mark.parametrize("name", ["paged", "split"])
@@ -214,6 +225,21 @@ def refused(device):
         ),
         ("split", (q, k, v), {"lengths": torch.ones(1, device=device)}, DtypeError, "lengths has dtype float32"),
         ("split", (q, k, v), {"splits": 0}, ValueRangeError, "splits must be an integer from 1 to 64 or None, got 0"),
+        (
+            "flash",
+            (q, k, v),
+            {"bias": torch.zeros(2, 8, 8, device=device)},
+            ShapeError,
+            "bias has shape (2, 8, 8), expected [heads|1, seq_q|1, seq_k]: dimension 0 (heads) is 2, should be 4 or 1",
+        ),
+        ("naive", (q, k, v), {"bias": torch.zeros(8, device=device)}, ShapeError, "bias has 1 dimensions, shape (8,)"),
+        (
+            "naive",
+            (q, k, v),
+            {"row": 24},
+            ValueRangeError,
+            "row must be a power of two from 16 to 65536 or None, got 24",
+        ),
         ("profile", (q, k, v), {"tile": (16, 16)}, DtypeError, "tile must be a ladder.Tile or None, got tuple"),
         ("flash", (q, k, v), {"causal": 1}, DtypeError, "causal must be True or False, got 1"),
         ("flash", (q.clone().requires_grad_(), k, v), {}, Unsupported, "q requires a gradient"),
@@ -221,7 +247,7 @@ def refused(device):
     ]
 
 
-@pytest.mark.parametrize("i", range(12))
+@pytest.mark.parametrize("i", range(15))
 def test_refusals(i, device):
     name, given, options, error, text = refused(device)[i]
     with pytest.raises(error) as caught:
@@ -260,5 +286,10 @@ def test_transforms_and_tensors_without_values_are_refused(name, device):
 def test_tiles_and_names_are_checked():
     with pytest.raises(ValueRangeError, match="tile.block_n must be a power of two of at least 16, got 24"):
         Tile(16, 24)
+    tiles = Tile(128, 64, 8, 3).around()
+    assert tiles[0] == Tile(128, 64, 8, 3) and len(set(tiles)) == len(tiles) == 10
+    for tile in tiles[1:]:
+        names = ("block_m", "block_n", "warps", "stages")
+        assert sum(getattr(tile, name) != getattr(tiles[0], name) for name in names) == 1
     with pytest.raises(ValueRangeError, match="rung must be one of naive, profile, paged, flash, split, got 'fast'"):
         ladder.rung_named("fast")

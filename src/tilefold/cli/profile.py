@@ -53,6 +53,8 @@ GROUP_EPILOG = """
 
     tilefold profile case dense d128,n16384x1,causal --ncu
 
+    tilefold profile case ladder flash_n4096 --ncu --markdown flash.md
+
     tilefold profile import report.ncu-rep
 
     tilefold profile video

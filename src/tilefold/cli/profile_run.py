@@ -58,7 +58,9 @@ def script(
 
 @user_errors
 def case(
-    family: Annotated[str, typer.Argument(help="dense, sparse, decode, gemm, conv or lowbit: as `tilefold bench`.")],
+    family: Annotated[
+        str, typer.Argument(help="dense, sparse, decode, gemm, conv or lowbit, as `tilefold bench`, or ladder.")
+    ],
     name: Annotated[
         str, typer.Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")
     ],
@@ -95,7 +97,7 @@ def case(
     if _watched():
         return
     machine = with_roofs(device_of(torch.device("cuda")), load_roofs())
-    found = with_declared(session.profile, Declared(made.flops, made.bytes, dtype=made.dtype), calls, machine)
+    found = with_declared(session.profile, Declared(made.flops, made.bytes, made.l2_bytes, made.dtype), calls, machine)
     Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
     again = [
         sys.executable,

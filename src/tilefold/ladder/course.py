@@ -1,36 +1,58 @@
 """One problem measured by every rung up to one: judged against fp64, timed in turns, and in the interpreter counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import tilefold
+from tilefold.bench.accuracy import difference_of
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, make_inputs
 from tilefold.bench.judge import Judge, Verdict
+from tilefold.bench.loop import complaint, first_line
 from tilefold.ladder import profile, student
 from tilefold.ladder.count import Counts, counting
-from tilefold.ladder.inputs import Tile, here
+from tilefold.ladder.inputs import here
 from tilefold.ladder.rungs import RUNGS, Rung, up_to
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["LIBRARY", "Result", "declared", "run", "sweep"]
+__all__ = ["KINDS", "LIBRARY", "TORCH", "Deviation", "Result", "Swept", "kinds_of", "run", "sweep"]
 
 LIBRARY = "tilefold"
+TORCH = ("torch math", profile.SDPA)
+KINDS = {
+    "tiles": "by tile",
+    "softmax": "by the softmax's scores at a time",
+    "vary": "with one number of the tile changed",
+}
+ROWS = (128, 256, 512, 1024, 2048, 4096)  # scores at a time, of the kind "softmax"
 Step = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """From the fp64 result, over the rows that are judged: mean of the absolute differences, root of their mean square."""
+
+    mean: float
+    rmse: float
 
 
 @dataclass
 class Result:
-    """A problem's rows.  verdicts, counts (interpreter only) and notes by implementation; lines: of those that are right."""
+    """A problem's rows.  verdicts, deviations and counts (interpreter only, not of torch) by implementation; notes: why one did
+    not run; lines: of those that are right."""
 
     problem: AttentionProblem
     lines: list[profile.Line] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    deviations: dict[str, Deviation] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -38,16 +60,26 @@ class Result:
     @property
     def ok(self) -> bool:
         """Whether everything that ran is right."""
-        return not self.notes and all(verdict.ok for verdict in self.verdicts.values())
+        return all(verdict.ok for verdict in self.verdicts.values())
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def declared(rungs: tuple[Rung, ...], p: AttentionProblem) -> dict[str, Cost]:
-    """What each rung declares of a problem."""
-    return {rung.name: rung.cost(p) for rung in rungs}
+@dataclass
+class Swept:
+    """One rung on one problem with other settings, of a kind of KINDS.  cells: in `unit` by setting, or why there is none."""
+
+    kind: str
+    problem: AttentionProblem
+    unit: str
+    cells: dict[str, float | str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no setting gave a wrong result."""
+        return not any(isinstance(cell, str) and cell.startswith(WrongError.__name__) for cell in self.cells.values())
 
 
 def _library(inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -59,43 +91,131 @@ def _library(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: tilefold.attention(q, k, v, causal=p.causal)
 
 
-def run(p: AttentionProblem, name: str, gpu: bool, step: Step, new: Path | None = None) -> Result:
-    """Check and time the rungs up to `name`, the library and, if there is one, the student's file.
+def _torch(inputs: Inputs, backend: SDPBackend | None) -> Callable[[], torch.Tensor]:
+    """torch's scaled_dot_product_attention by one backend, or by the one that it chooses itself."""
+    p, (q, k, v) = inputs.problem, (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    square, mask = p.seq_q == p.seq_k, None
+    if p.causal and 1 < p.seq_q != p.seq_k:
+        from torch.nn.attention.bias import causal_lower_right  # loads Dynamo, which takes seconds
 
-    student.StudentError and errors.py's if the student's file cannot run; what is wrong is never timed."""
-    case = Case("dense", p)
-    inputs = make_inputs(case, "cuda" if gpu else "cpu")
-    judge, found, rungs = Judge(inputs), Result(p), up_to(name)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    calls: dict[str, Callable[[], Any]] = {rung.name: rung.prepare(q, k, v, p.causal) for rung in rungs}
+        mask = causal_lower_right(p.seq_q, p.seq_k)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=p.causal and square, enable_gqa=p.group > 1
+        )
+        return out.transpose(1, 2)
+
+    def alone() -> torch.Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return call()
+
+    return alone
+
+
+def _rows(
+    inputs: Inputs, rungs: tuple[Rung, ...], splits: Sequence[int]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Cost]]:
+    """The calls of all rows by name, the slowest rung first, and what the rungs among them declare."""
+    q, k, v, p = inputs.q, inputs.k, inputs.v, inputs.problem
+    calls: dict[str, Callable[[], Any]] = {}
+    costs: dict[str, Cost] = {}
+    for rung in rungs:
+        for count in splits if rung.name == "split" and splits else (None,):
+            options: dict[str, Any] = {} if count is None else {"splits": count}
+            name = rung.name if count is None else f"{rung.name} {count}"
+            calls[name] = rung.prepare(q, k, v, p.causal, **options)
+            costs[name] = rung.cost(p, **options)
+    for name, backend in zip(TORCH, (SDPBackend.MATH, None), strict=True):
+        calls[name] = _torch(inputs, backend)
     calls[LIBRARY] = _library(inputs)
+    return calls, costs
+
+
+def run(
+    p: AttentionProblem, name: str, gpu: bool, step: Step, new: Path | None = None, splits: Sequence[int] = ()
+) -> Result:
+    """Check and time the rungs up to `name`, torch, the library and, if there is one, the student's file; what is wrong is
+    never timed.  splits: parts of the keys, a row of split for each; none: as many as it plans.
+
+    student.StudentError and errors.py's if the student's file cannot run."""
+    inputs = make_inputs(Case("dense", p), "cuda" if gpu else "cpu")
+    judge, found = Judge(inputs), Result(p)
+    calls, found.costs = _rows(inputs, up_to(name), splits)
     if new is not None:
         function, file = student.load(new), new
+        q, k, v = inputs.q, inputs.k, inputs.v
         calls[new.name] = lambda: student.called(function, file, q, k, v, p.causal)
     for each, call in calls.items():
         step(f"N={p.seq_k}", each)
-        if gpu:
-            found.verdicts[each] = judge.verdict(call())
-        else:
-            with counting() as counts:
-                out = call()
-            found.verdicts[each], found.counts[each] = judge.verdict(out), counts
-    found.costs = declared(rungs, p)
-    right = {each: call for each, call in calls.items() if found.verdicts[each].ok}
+        try:
+            out, counts = _counted(call, gpu)
+        except torch.OutOfMemoryError as error:
+            found.notes[each] = f"too little memory: {first_line(error)}"
+            continue
+        found.verdicts[each] = judge.verdict(out)
+        if not gpu and each not in TORCH:
+            found.counts[each] = counts
+        one = difference_of(each, out[:, judge.rows], judge.want[0])
+        found.deviations[each] = Deviation(one.mean_abs, one.rmse)
+        del out
+    right = {each: call for each, call in calls.items() if each in found.verdicts and found.verdicts[each].ok}
     if new is not None and new.name in right:  # timed as it is, without the checks of its result
         right[new.name] = lambda: function(q, k, v, causal=p.causal)
     step(f"N={p.seq_k}", "timing")
-    times = profile.measure(right, gpu)
-    found.lines = profile.table({each: times[each] for each in right}, found.costs, p, here())
+    found.lines = profile.table(profile.measure(right, gpu), found.costs, p, here()) if right else []
     return found
 
 
-def sweep(p: AttentionProblem, rung: Rung, gpu: bool, step: Step) -> dict[Tile, float | str]:
-    """The rung with each of its tiles, on one problem."""
+def _counted(call: Callable[[], Any], gpu: bool) -> tuple[Any, Counts]:
+    """Its result, and what the interpreter counts; on a GPU nothing."""
+    if gpu:
+        return call(), Counts()
+    with counting() as counts:
+        return call(), counts
+
+
+def kinds_of(rung: Rung, sweep: bool, vary: bool) -> tuple[str, ...]:
+    """The kinds of sweeps that are asked for and that a rung has."""
+    softmax = ("softmax",) if hasattr(rung.program, "ROW") else ()
+    return (*(("tiles", *softmax) if sweep else ()), *(("vary",) if vary else ()))
+
+
+def settings_of(rung: Rung, p: AttentionProblem, kind: str) -> dict[str, dict[str, Any]]:
+    """Setting by name -> options of the rung's call."""
+    if kind == "softmax":
+        return {str(row): {"row": row} for row in ROWS}
+    program = rung.program
+    tiles = program.tile_for(p).around() if kind == "vary" else getattr(program, "TILES", (program.TILE,))
+    return {str(tile): {"tile": tile} for tile in tiles}
+
+
+def sweep(p: AttentionProblem, rung: Rung, gpu: bool, step: Step, kind: str = "tiles") -> Swept:
+    """The rung with other settings on one problem, each checked before it is measured: milliseconds on a GPU; in the
+    interpreter, which times say nothing of, kB that are loaded and stored, of the kind "softmax" loads and stores by number."""
     inputs = make_inputs(Case("dense", p), "cuda" if gpu else "cpu")
-    tiles = rung.program.TILES if hasattr(rung.program, "TILES") else (rung.program.TILE,)
+    judge = Judge(inputs)
 
-    def made(tile: Tile) -> Callable[[], Any]:
-        return rung.prepare(inputs.q, inputs.k, inputs.v, p.causal, tile)
+    def prepared(options: dict[str, Any]) -> Callable[[], Callable[[], Any]]:
+        def prepare() -> Callable[[], Any]:
+            call = rung.prepare(inputs.q, inputs.k, inputs.v, p.causal, **options)
+            verdict = judge.verdict(call())
+            if not verdict.ok:
+                raise WrongError(complaint(verdict))
+            return call
 
-    return profile.sweep(made, tiles, gpu, lambda tile: step(f"N={p.seq_k}", str(tile)))
+        return prepare
+
+    def measured(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        if gpu:
+            return profile.measure(calls, gpu)
+        counts = {name: _counted(call, gpu)[1] for name, call in calls.items()}
+        return {name: float(one.accesses) if kind == "softmax" else one.bytes / 1e3 for name, one in counts.items()}
+
+    unit = "ms" if gpu else "loads and stores" if kind == "softmax" else "kB"
+    settings = {name: prepared(options) for name, options in settings_of(rung, p, kind).items()}
+    return Swept(kind, p, unit, profile.sweep(settings, measured, lambda name: step(f"N={p.seq_k}", name)))
+
+
+class WrongError(Exception):
+    """A setting whose result is not within the tolerance: its cell says so."""

@@ -12,13 +12,13 @@ from tilefold.ops.watch import refuse_tangents, refuse_transforms
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_two
 
-__all__ = ["Tile", "checked", "emulated", "fitted", "here", "is_there", "keys_read", "problem_of", "strides"]
+__all__ = ["Tile", "checked", "emulated", "fitted", "here", "is_there", "keys_read", "problem_of", "row_of", "strides"]
 
 SPECS = (
     TensorSpec("q", "batch seq_q heads dim", FLOATS, contiguous_last=True),
     TensorSpec("k", "batch seq_k kv_heads dim", FLOATS, same_dtype_as="q", contiguous_last=True),
     TensorSpec("v", "batch seq_k kv_heads dim", FLOATS, same_dtype_as="q", contiguous_last=True),
-    TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
+    TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k / heads|1 seq_q|1 seq_k / seq_q|1 seq_k", FLOATS, optional=True),
     TensorSpec("padding_mask", "batch|1 seq_k", (torch.bool,), optional=True),
     TensorSpec("lengths", "batch", (torch.int32,), optional=True),
 )
@@ -45,6 +45,24 @@ class Tile:
 
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages"
+
+    def around(self) -> "tuple[Tile, ...]":
+        """This one, then those that differ from it in one number: half and twice the queries, the keys and the warps, up to 256,
+        256 and 16; 1 to 4 stages."""
+        sizes = {"block_m": (16, 256), "block_n": (16, 256), "warps": (1, 16)}
+        found = [self]
+        for name, (low, high) in sizes.items():
+            own = getattr(self, name)
+            found += [replace(self, **{name: size}) for size in (own // 2, own * 2) if low <= size <= high]
+        found += [replace(self, stages=count) for count in range(1, 5) if count != self.stages]
+        return tuple(found)
+
+
+def row_of(row: int | None, own: int) -> int:
+    """Scores that a softmax takes at a time: as asked, or its own.  ValueRangeError unless a power of two from 16 to 65536."""
+    if row is not None and (type(row) is not int or not 16 <= row <= 65536 or row & (row - 1)):
+        raise ValueRangeError(f"row must be a power of two from 16 to 65536 or None, got {row!r}")
+    return row or own
 
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, causal: bool) -> AttentionProblem:

@@ -27,10 +27,12 @@ def masked(s, i_b, i_h, rows, cols, seq_q, seq_k, bias, padding, CAUSAL: tl.cons
 
 
 def mask_arguments(bias: torch.Tensor | None, padding_mask: torch.Tensor | None) -> tuple[tuple, tuple]:
-    """(bias, padding) as `masked` takes them; a dimension of 1 is read again and again, with stride 0."""
+    """(bias, padding) as `masked` takes them; a dimension of 1, or one that bias lacks in front, is read again and again, with
+    stride 0."""
 
-    def given(t):
-        return (t, *(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)))
+    def given(t, dims):
+        strides = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return (t, *(0,) * (dims - t.dim()), *strides)
 
-    padding = () if padding_mask is None else given(padding_mask.view(torch.uint8))
-    return (() if bias is None else given(bias)), padding
+    padding = () if padding_mask is None else given(padding_mask.view(torch.uint8), 2)
+    return (() if bias is None else given(bias, 4)), padding

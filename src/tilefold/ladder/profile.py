@@ -9,15 +9,16 @@ them and bytes over the rate of memory, and not to optimise what is not the boun
     python -m tilefold.ladder.profile
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from tilefold.bench import timers
+from tilefold.bench.loop import first_line
 from tilefold.ladder import naive
-from tilefold.ladder.inputs import Tile, checked, fitted
+from tilefold.ladder.inputs import Tile, checked, fitted, row_of
 from tilefold.ladder.masks import mask_arguments
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.device import Device
@@ -27,16 +28,17 @@ TILE = Tile(128, 128, 8, 2)
 TILES = (Tile(16, 16, 4, 1), Tile(32, 32, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), TILE)
 ROW = 2048  # a row of the softmax in fewer, longer pieces
 GRAPH_MS = 4.0  # of work in a replay
+SDPA = "torch SDPA"  # the row of torch's own choice of kernel
 
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, *, bias: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None, tile: Tile | None = None,
+    padding_mask: torch.Tensor | None = None, tile: Tile | None = None, row: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`ladder.naive.attention` by the same kernels, on tensor cores, with larger tiles and P in q's dtype."""
     p = checked(q, k, v, causal, tile, bias=bias, padding_mask=padding_mask)
     masks, kernels = mask_arguments(bias, padding_mask), cast("Any", naive)
-    return cast("torch.Tensor", kernels.run(q, k, v, p, masks, tile or tile_for(p), ROW, q.dtype))
+    return cast("torch.Tensor", kernels.run(q, k, v, p, masks, tile or tile_for(p), row_of(row, ROW), q.dtype))
 
 
 def tile_for(p: AttentionProblem) -> Tile:
@@ -54,14 +56,15 @@ class Line:
     """One row of the table.
 
     ms: median of a call. gbs: bytes that have to move, once a kernel, over the time. tflops: those of the formula, the same for
-    every implementation, over the time. speedup: over the first row. bound: what is busy longest, and how long at least;
-    of_bound: the share of the time that it explains. intensity: FLOPs a byte of memory; intensity_l2: a byte from the L2 cache.
-    None where the implementation has declared nothing (the library's plan, a student's kernel)."""
+    every implementation, over the time. speedup: over the first row; over_torch: over torch's SDPA, if that is a row. bound: what
+    is busy longest, and how long at least; of_bound: the share of the time that it explains. intensity: FLOPs a byte of memory;
+    intensity_l2: a byte from the L2 cache. None where nothing is declared (torch, the library's plan, a student's kernel)."""
 
     name: str
     ms: float
     tflops: float
     speedup: float
+    over_torch: float | None = None
     gbs: float | None = None
     bound: Bound | None = None
     of_bound: float | None = None
@@ -88,15 +91,15 @@ def _sampler(call: Callable[[], Any], gpu: bool) -> timers.Sampler:
 
 def table(times: Mapping[str, float], costs: Mapping[str, Cost], p: AttentionProblem, device: Device) -> list[Line]:
     """The table's rows: of measured times, and of declared costs where there are some."""
-    first, useful = next(iter(times.values())), attention_cost(p).flops
+    first, useful, sdpa = next(iter(times.values())), attention_cost(p).flops, times.get(SDPA)
     lines = []
     for name, ms in times.items():
-        line = Line(name, ms, useful / ms * 1e-9, first / ms)
+        line = Line(name, ms, useful / ms * 1e-9, first / ms, sdpa and sdpa / ms)
         if name in costs:
             c = costs[name]
             least = bound(c, device, "float32" if name == "naive" else p.dtype)  # naive turns everything to fp32
-            line = Line(name, ms, line.tflops, line.speedup, c.bytes / ms * 1e-6, least, least.seconds * 1e3 / ms,
-                        c.flops / c.bytes, c.flops / c.l2_bytes)  # fmt: skip
+            line = replace(line, gbs=c.bytes / ms * 1e-6, bound=least, of_bound=least.seconds * 1e3 / ms,
+                           intensity=c.flops / c.bytes, intensity_l2=c.flops / c.l2_bytes)  # fmt: skip
         lines.append(line)
     return lines
 
@@ -116,23 +119,23 @@ def why(line: Line) -> str:
 
 
 def sweep(
-    run: Callable[[Tile], Callable[[], Any]], tiles: Sequence[Tile], gpu: bool, step: Callable[[Tile], None]
-) -> dict[Tile, float | str]:
-    """Milliseconds for each tile, or in words why there are none: a tile may need more shared memory than there is."""
-    calls: dict[Tile, Callable[[], Any]] = {}
-    found: dict[Tile, float | str] = {}
-    for tile in dict.fromkeys(tiles):
-        step(tile)
+    settings: Mapping[str, Callable[[], Callable[[], Any]]],
+    measured: Callable[[Mapping[str, Callable[[], Any]]], Mapping[str, float]],
+    step: Callable[[str], None],
+) -> dict[str, float | str]:
+    """What is measured with each setting, or in words why nothing is: a tile may need more shared memory than there is.
+
+    settings: name -> what prepares its call, and raises where the result is wrong."""
+    calls: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
+    for name, prepare in settings.items():
+        step(name)
         try:
-            call = run(tile)
-            call()
-            calls[tile] = call
-        except Exception as error:  # what a compiler raises differs; the cell says it
-            found[tile] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0][:60]}" if str(error) else type(error).__name__
-            )
-    times = measure({str(tile): call for tile, call in calls.items()}, gpu)
-    return {tile: found.get(tile, times.get(str(tile), "")) for tile in dict.fromkeys(tiles)}
+            calls[name] = prepare()
+        except Exception as error:  # what a compiler raises differs; the table says it
+            failed[name] = f"{type(error).__name__}: {first_line(error)}"
+    figures = measured(calls)
+    return {name: failed.get(name, figures.get(name, "")) for name in settings}
 
 
 if __name__ == "__main__":

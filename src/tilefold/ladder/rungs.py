@@ -20,10 +20,12 @@ __all__ = ["RUNGS", "Rung", "rung_named", "show", "up_to"]
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung: name, lesson in a line, page of the docs.  `program` is its module: attention, cost, TILES, tile_for."""
+    """One rung: name, lesson in a line, when it is the one to use, page of the docs.  `program` is its module: attention, cost,
+    TILES, tile_for."""
 
     name: str
     lesson: str
+    best_use: str
 
     @property
     def page(self) -> str:
@@ -36,30 +38,49 @@ class Rung:
         return importlib.import_module(f"tilefold.ladder.{self.name}")
 
     def prepare(
-        self, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool = False, tile: "Tile | None" = None
-    ) -> "Callable[[], torch.Tensor]":
-        """The call that is checked and timed; what is done once before it (a paged cache) is done here."""
+        self, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool = False, tile: "Tile | None" = None,
+        **options: Any,
+    ) -> "Callable[[], torch.Tensor]":  # fmt: skip
+        """The call that is checked and timed; what is done once before it (a paged cache) is done here.  options: of its
+        attention, as `row` of naive and `splits` of split."""
         program = self.program
         if hasattr(program, "prepare"):
-            made: Callable[[], torch.Tensor] = program.prepare(q, k, v, causal, tile)
+            made: Callable[[], torch.Tensor] = program.prepare(q, k, v, causal, tile, **options)
             return made
-        return lambda: program.attention(q, k, v, causal, tile=tile)
+        return lambda: program.attention(q, k, v, causal, tile=tile, **options)
 
-    def cost(self, p: AttentionProblem, tile: "Tile | None" = None) -> Cost:
-        """What it declares of a problem."""
-        found: Cost = self.program.cost(p, tile)
+    def cost(self, p: AttentionProblem, tile: "Tile | None" = None, **options: Any) -> Cost:
+        """What it declares of a problem.  options: `splits` of split."""
+        found: Cost = self.program.cost(p, tile, **options)
         return found
 
 
 _ALL = (
-    Rung("naive", "the formula in three kernels, every score through memory"),
+    Rung(
+        "naive",
+        "the formula in three kernels, every score through memory",
+        "to read and to check: every intermediate is a tensor that can be printed",
+    ),
     Rung(
         "profile",
         "measure, find the bound, change that: the same kernels on tensor cores, with tiles that a sweep found",
+        "where scores or weights are wanted as tensors, for short sequences",
     ),
-    Rung("paged", "keys in blocks behind a table; scores computed twice rather than stored"),
-    Rung("flash", "tiling and online softmax: one pass over the keys, nothing of the size of the scores"),
-    Rung("split", "few queries over many keys: parts folded apart and merged, empty ones the identity"),
+    Rung(
+        "paged",
+        "keys in blocks behind a table; scores computed twice rather than stored",
+        "caches of many sequences that grow to unequal lengths",
+    ),
+    Rung(
+        "flash",
+        "tiling and online softmax: one pass over the keys, nothing of the size of the scores",
+        "many queries: training, prefill, encoders",
+    ),
+    Rung(
+        "split",
+        "few queries over many keys: parts folded apart and merged, empty ones the identity",
+        "few queries over many keys: generation, token by token",
+    ),
 )
 RUNGS: Mapping[str, Rung] = MappingProxyType({rung.name: rung for rung in _ALL})
 """Every rung by name, the first step first: naive, profile, paged, flash, split."""

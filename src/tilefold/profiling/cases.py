@@ -10,20 +10,22 @@ from tilefold.errors import ValueRangeError
 
 __all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
 
-# Family -> where bench keeps it; the first two are families of attention and have a runner of their own.
+# Family -> where it lies; the first two are families of attention and have a runner of their own.
 FAMILIES: dict[str, str] = {
     "dense": "",
     "sparse": "",
-    "decode": "decode.serving.DECODE",
-    "gemm": "matrix.gemm.GEMM",
-    "conv": "matrix.conv.CONV",
-    "lowbit": "matrix.lowbit.LOWBIT",
+    "decode": "bench.decode.serving.DECODE",
+    "gemm": "bench.matrix.gemm.GEMM",
+    "conv": "bench.matrix.conv.CONV",
+    "lowbit": "bench.matrix.lowbit.LOWBIT",
+    "ladder": "ladder.cases.LADDER",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A case ready to run: its name, the call, what has to be open while it runs, FLOPs and bytes of one call."""
+    """A case ready to run: its name, the call, what has to be open while it runs, FLOPs and bytes of one call; l2_bytes: drawn
+    from the L2 cache, where the case declares it."""
 
     name: str
     call: Callable[[], object]
@@ -31,6 +33,7 @@ class Chosen:
     flops: int
     bytes: int
     dtype: str
+    l2_bytes: int | None = None
 
 
 def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, ...]:
@@ -49,7 +52,7 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
 
 def _family(name: str) -> Any:
     module, attribute = FAMILIES[name].rsplit(".", 1)
-    return getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
+    return getattr(importlib.import_module(f"tilefold.{module}"), attribute)
 
 
 def prepare_case(family: str, case: Any, device: str) -> Chosen:
@@ -57,7 +60,8 @@ def prepare_case(family: str, case: Any, device: str) -> Chosen:
     if FAMILIES[family]:
         found = _family(family)
         calls = found.peers["tilefold"].prepare([found.inputs(case, device, 0)])
-        return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype)
+        drawn = getattr(case, "l2_bytes", None)
+        return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype, drawn)
     from tilefold.bench.attention.own import prepare_tilefold
     from tilefold.bench.implementation import make_inputs
 

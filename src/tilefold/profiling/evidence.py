@@ -49,14 +49,16 @@ class Counters:
         return min(known) if known else None
 
     @property
-    def top_stall(self) -> tuple[str, float] | None:
-        """The reason that warps wait for most, and its share of all waiting, 0 to 1; being ready is no reason."""
+    def waits(self) -> tuple[tuple[str, float], ...]:
+        """What warps wait for and its share of all waiting, 0 to 1, most first; being ready is no reason."""
         waits = {name: value for name, value in self.stalls.items() if name not in ("selected", "not_selected")}
         total = sum(waits.values())
-        if not total:
-            return None
-        name = max(waits, key=lambda each: waits[each])
-        return name, waits[name] / total
+        return tuple(sorted(((name, value / total) for name, value in waits.items() if total), key=lambda one: -one[1]))
+
+    @property
+    def top_stall(self) -> tuple[str, float] | None:
+        """The reason that warps wait for most, and its share."""
+        return self.waits[0] if self.waits else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A profile as a record, a table, Markdown and JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +26,17 @@ HEAD = (
     "filled",
     "verdict",
 )
+COUNTED = {  # column of the table of counters -> field of `Counters`
+    "DRAM": "dram",
+    "L2": "l2",
+    "L2 to SM": "l2_to_sm",
+    "L1": "l1",
+    "tensor": "tensor",
+    "exp": "exp",
+    "warps": "occupancy",
+}
 NAME_WIDTH = 44
-FEW = 3  # instruction families that a line names
+FEW = 3  # instruction families that a line names, and stall reasons of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +75,24 @@ class Profile:
         return (*whole, *each, *self.notes)
 
     def markdown(self) -> str:
-        """Table and verdicts for a document."""
-        head = f"| {' | '.join(HEAD)} |\n|{' --- |' + ' ---: |' * (len(HEAD) - 2) + ' --- |'}"
-        rows = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.table())
-        return f"{head}\n{rows}\n\n" + "\n".join(f"* {line}" for line in self.lines()) + f"\n\n{self.device}.\n"
+        """Tables and verdicts for a document; that of hardware counters where some were read."""
+        tables = [_markdown(HEAD, self.table())]
+        if counters := self.counters():
+            tables.append(_markdown(("kernel", *COUNTED, "waits for"), counters))
+        return "\n\n".join(tables) + "\n\n" + "\n".join(f"* {line}" for line in self.lines()) + f"\n\n{self.device}.\n"
+
+    def counters(self) -> tuple[tuple[str, ...], ...]:
+        """Cells of hardware counters, a row a kernel that has some: percent of the machine's peak, of `warps` of the most that
+        can be resident; and what warps wait for most, in shares of all waiting."""
+        found = []
+        for row in self.rows:
+            if (c := row.evidence.counters) is None:
+                continue
+            shares = [getattr(c, name) for name in COUNTED.values()]
+            waits = ", ".join(f"{reason} {share:.0%}" for reason, share in c.waits[:FEW])
+            cells = ("" if share is None else f"{share:.0f} %" for share in shares)
+            found.append((_short(row.evidence.kernel), *cells, waits))
+        return tuple(found)
 
     def document(self) -> dict[str, Any]:
         """Plain values for JSON; `tilefold roofline` draws the kernels whose work was declared."""
@@ -96,6 +119,12 @@ def _point(row: Row) -> dict[str, Any] | None:
         "name": e.kernel, "flops": e.flops, "bytes": moved, "seconds": e.seconds, "verdict": row.verdict.resource,
         "detail": row.verdict.sentence,
     }  # fmt: skip
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first and last columns are words."""
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 2)} --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)])
 
 
 def _short(name: str) -> str:
@@ -133,15 +162,7 @@ def _more(e: Evidence) -> str:
     parts = []
     c = e.counters
     if c is not None:
-        named = {
-            "DRAM": c.dram,
-            "L2": c.l2,
-            "L2 to SM": c.l2_to_sm,
-            "L1": c.l1,
-            "tensor": c.tensor,
-            "exp": c.exp,
-            "warps": c.occupancy,
-        }
+        named = {title: getattr(c, name) for title, name in COUNTED.items()}
         parts.append(", ".join(f"{name} {share:.0f} %" for name, share in named.items() if share is not None))
         if c.top_stall:
             parts.append(f"waits most for {c.top_stall[0]} ({100 * c.top_stall[1]:.0f} %)")

@@ -258,6 +258,7 @@ def with_declared(made: Profile, work: Declared, calls: int, machine: Device) ->
         e,
         flops=work.flops and work.flops * scale,
         bytes=work.bytes and work.bytes * scale,
+        l2_bytes=work.l2_bytes and work.l2_bytes * scale,
         tensor_rate=dict(machine.tensor_flops + machine.measured_flops).get(work.dtype),
     )
     return replace(made, rows=(Row(evidence, judge(evidence)),))

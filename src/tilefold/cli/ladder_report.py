@@ -1,0 +1,186 @@
+"""What `tilefold ladder` found, as tables of at most 80 columns: on the console, as Markdown, drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tilefold.bench.loop import complaint
+from tilefold.bench.page import Rows, Words, new_figure, save_png
+from tilefold.bench.setting import Setting
+from tilefold.cli.runtime import table_of
+from tilefold.ladder.course import KINDS, Result, Swept
+from tilefold.ladder.profile import why
+
+__all__ = ["Part", "draw", "markdown", "parts_of", "show"]
+
+ACROSS = 5  # lengths beside one another in a sweep's table
+ERRORS = ("implementation", "max error", "limit", "mean error", "RMSE", "L2 error", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A table or a line; style: of a line on the console."""
+
+    what: Words | Rows
+    style: str = "dim"
+
+
+def parts_of(rung: str, results: Sequence[Result], swept: Sequence[Swept], gpu: bool) -> list[Part]:
+    """Everything, in order."""
+    found = [part for result in results for part in _problem(result, gpu)]
+    groups = dict.fromkeys((each.kind, each.problem.dtype) for each in swept)
+    for kind, dtype in groups:
+        same = [each for each in swept if (each.kind, each.problem.dtype) == (kind, dtype)]
+        for start in range(0, len(same), ACROSS):
+            found += _sweep(rung, same[start : start + ACROSS])
+    if not gpu:
+        found.append(Part(Words("Counted in the interpreter, whose times are no speeds."), "yellow"))
+    return found
+
+
+def show(console: Console, parts: Sequence[Part]) -> None:
+    """On the console."""
+    for part in parts:
+        if isinstance(part.what, Rows):
+            console.print(table_of(part.what.head, part.what.rows))
+        else:
+            before = "\n" if part.style == "bold" else ""
+            console.print(Text(before + part.what.text, style=part.style), soft_wrap=True)
+
+
+def markdown(parts: Sequence[Part], setting: Setting, command: str) -> str:
+    """For a document: the tables, and below them where, when and by which command they were made."""
+    blocks = []
+    for part in parts:
+        if isinstance(part.what, Rows):
+            head = [f"| {' | '.join(part.what.head)} |", f"| --- |{' ---: |' * (len(part.what.head) - 1)}"]
+            blocks.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in part.what.rows)]))
+        else:
+            blocks.append(f"**{part.what.text}**" if part.style == "bold" else part.what.text)
+    versions = f"torch {setting.torch}, triton {setting.triton}, Python {setting.python}"
+    blocks.append(f"{setting.device}, {setting.date}, commit {setting.commit}, {versions}: `{command}`.")
+    return "\n\n".join(blocks) + "\n"
+
+
+def draw(results: Sequence[Result], gpu: bool, path: Path) -> None:
+    """A PNG of each implementation over the length: milliseconds, in the interpreter MB that are loaded and stored."""
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
+    dtypes = {result.problem.dtype for result in results}
+    points: dict[str, list[tuple[int, float]]] = {}
+    for result in results:
+        own = f", {result.problem.dtype}" if len(dtypes) > 1 else ""
+        figures = (
+            {line.name: line.ms for line in result.lines}
+            if gpu
+            else {name: one.bytes / 1e6 for name, one in result.counts.items()}
+        )
+        for name, value in figures.items():
+            points.setdefault(name + own, []).append((result.problem.seq_k, value))
+    for name, each in points.items():
+        axes.plot(*zip(*sorted(each), strict=True), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("keys of a sequence")
+    axes.set_ylabel("ms" if gpu else "MB loaded and stored")
+    axes.legend()
+    save_png(figure, path)
+
+
+def _problem(result: Result, gpu: bool) -> list[Part]:
+    """One problem's tables, what bounds each row, what was wrong and what did not run."""
+    p = result.problem
+    tokens = f"{p.seq_q} queries, {p.seq_k} keys" if p.seq_q != p.seq_k else f"N={p.seq_k}"
+    heads = f"{p.heads} heads" + (f" on {p.kv_heads}" if p.group > 1 else "")
+    masks = ", causal" if p.causal else ""
+    found = [Part(Words(f"{tokens}, {heads}, D={p.dim_qk}, batch {p.batch}, {p.dtype}{masks}"), "bold")]
+    if gpu:
+        found += [
+            Part(_timed(result)),
+            Part(_bounds(result)),
+            *(Part(Words(why(one))) for one in result.lines if why(one)),
+        ]
+    else:
+        found.append(Part(_counted(result)))
+    found.append(Part(_errors(result)))
+    found += [Part(Words(f"{name}: {text}"), "yellow") for name, text in result.notes.items()]
+    wrong = {name: verdict for name, verdict in result.verdicts.items() if not verdict.ok}
+    found += [Part(Words(f"{name} is WRONG: {complaint(verdict)}"), "bold red") for name, verdict in wrong.items()]
+    return found if wrong else [*found, Part(Words("all agree with fp64"), "green")]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _timed(result: Result) -> Rows:
+    head = ("implementation", "ms", "GB/s", "TFLOP/s", "speed-up", "over SDPA")
+    return Rows(head, tuple(
+        (one.name, f"{one.ms:.3f}", _number(one.gbs, ".0f"), f"{one.tflops:.1f}", f"{one.speedup:.2f}x",
+         "" if one.over_torch is None else f"{one.over_torch:.2f}x")
+        for one in result.lines
+    ))  # fmt: skip
+
+
+def _bounds(result: Result) -> Rows:
+    head = ("implementation", "bound", "of bound", "FLOP/B", "FLOP/B of L2")
+    return Rows(head, tuple(
+        (one.name, one.bound.resource, _number(one.of_bound, ".0%"), _number(one.intensity, ".1f"),
+         _number(one.intensity_l2, ".1f"))
+        for one in result.lines if one.bound is not None
+    ))  # fmt: skip
+
+
+def _counted(result: Result) -> Rows:
+    """Interpreter: what was loaded, stored and multiplied, beside what is declared."""
+    head = ("implementation", "loaded kB", "stored kB", "declared kB", "MFLOP", "declared", "FLOP/B")
+    costs = result.costs
+    return Rows(head, tuple(
+        (name, f"{one.loaded / 1e3:.1f}", f"{one.stored / 1e3:.1f}",
+         _number(costs[name].l2_bytes / 1e3 if name in costs else None, ".1f"), f"{one.flops / 1e6:.2f}",
+         _number(costs[name].flops / 1e6 if name in costs else None, ".2f"), f"{one.flops / max(1, one.bytes):.1f}")
+        for name, one in result.counts.items()
+    ))  # fmt: skip
+
+
+def _errors(result: Result) -> Rows:
+    """From fp64, of the rows that were judged."""
+    return Rows(ERRORS, tuple(
+        (name, f"{verdict.max_error:.1e}", f"{verdict.max_limit:.1e}", f"{result.deviations[name].mean:.1e}",
+         f"{result.deviations[name].rmse:.1e}", f"{verdict.l2_error:.1e}", "ok" if verdict.ok else "WRONG")
+        for name, verdict in result.verdicts.items()
+    ))  # fmt: skip
+
+
+def _sweep(rung: str, swept: Sequence[Swept]) -> list[Part]:
+    """Settings down, lengths across; the least of a length in brackets.  Below, why a cell is empty."""
+    kind, unit, dtype = swept[0].kind, swept[0].unit, swept[0].problem.dtype
+    best = [min((cell for cell in each.cells.values() if isinstance(cell, float)), default=None) for each in swept]
+    settings = dict.fromkeys(name for each in swept for name in each.cells)
+
+    def cell(each: Swept, least: float | None, name: str) -> str:
+        value = each.cells.get(name, "")
+        if isinstance(value, str):
+            return "-" if value else ""
+        text = f"{value:.{max(0, 3 - max(0, len(str(int(value))) - 1))}f}"  # five characters
+        return f"[{text}]" if value == least else text
+
+    first = ("scores",) if kind == "softmax" else ("tile", "warps", "stages")
+    rows = tuple(
+        (*_setting(name), *(cell(each, least, name) for each, least in zip(swept, best, strict=True)))
+        for name in settings
+    )
+    title = f"{rung}, {dtype}: {unit} {KINDS[kind]}, [least]"
+    found = [Part(Words(title), "bold"), Part(Rows((*first, *(f"N={each.problem.seq_k}" for each in swept)), rows))]
+    for name in settings:
+        why_not = {each.cells[name]: None for each in swept if isinstance(each.cells.get(name), str)}
+        found += [Part(Words(f"{name}: {text}"), "yellow") for text in why_not]
+    return found
+
+
+def _setting(name: str) -> tuple[str, ...]:
+    """A tile's numbers in columns of their own."""
+    return tuple(part.removesuffix(" warps").removesuffix(" stages") for part in name.split(", "))

@@ -1,0 +1,87 @@
+"""The rungs as cases to profile: `tilefold profile case ladder flash_n4096`.
+
+LADDER has what `tilefold.profiling` asks of a family of benchmarks: cases by size, inputs, and the call."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.family import Calls, Peer
+from tilefold.bench.implementation import Inputs, make_inputs
+from tilefold.errors import ValueRangeError
+from tilefold.ladder.rungs import RUNGS
+from tilefold.plan.cost import Cost
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["LADDER", "LadderCase", "LadderCases"]
+
+FEW = ("flash", "split")  # measured with one query, too: what the last rung is for
+SHAPES = {"full": ((512, 1024, 2048, 4096, 8192), 16, 128), "quick": ((1024,), 16, 128), "tiny": ((24,), 2, 16)}
+
+
+@dataclass(frozen=True, slots=True)
+class LadderCase:
+    """One rung on one problem.  Its cost imports triton, so it is asked for late."""
+
+    rung: str
+    problem: AttentionProblem
+
+    @property
+    def name(self) -> str:
+        p = self.problem
+        queries = f"_q{p.seq_q}" if p.seq_q != p.seq_k else ""
+        return f"{self.rung}{queries}_n{p.seq_k}" + ("_causal" if p.causal else "")
+
+    @property
+    def cost(self) -> Cost:
+        return RUNGS[self.rung].cost(self.problem)
+
+    @property
+    def flops(self) -> int:
+        return self.cost.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.cost.bytes
+
+    @property
+    def l2_bytes(self) -> int:
+        return self.cost.l2_bytes
+
+    @property
+    def dtype(self) -> str:
+        """That its products are made in: naive turns everything to fp32."""
+        return "float32" if self.rung == "naive" else self.problem.dtype
+
+
+def _prepare(sets: Sequence[tuple[LadderCase, Inputs]]) -> Calls:
+    return Calls([RUNGS[case.rung].prepare(i.q, i.k, i.v, case.problem.causal) for case, i in sets])
+
+
+@dataclass(frozen=True)
+class LadderCases:
+    """cases of a size: every rung at each length, plain and causal; those in FEW with one query."""
+
+    peers: Mapping[str, Peer]
+
+    def cases(self, size: str) -> tuple[LadderCase, ...]:
+        """Of size "full", "quick" or "tiny", those without a mask first.  ValueRangeError for another size."""
+        if size not in SHAPES:
+            raise ValueRangeError(f"size must be one of {', '.join(SHAPES)}, got {size!r}")
+        lengths, heads, dim = SHAPES[size]
+        found = []
+        for n in lengths:
+            square = [(rung, n, causal) for causal in (False, True) for rung in RUNGS]
+            for rung, queries, causal in (*square, *((rung, 1, False) for rung in FEW)):
+                problem = AttentionProblem(1, queries, n, heads, heads, dim, dim, causal=causal)
+                found.append(LadderCase(rung, problem))
+        return tuple(found)
+
+    def inputs(self, case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Inputs]:
+        """The case, and what its call takes."""
+        return case, make_inputs(Case("dense", case.problem), device, seed)
+
+
+_OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", lambda case, device: None, _prepare)
+LADDER = LadderCases(MappingProxyType({_OWN.name: _OWN}))
