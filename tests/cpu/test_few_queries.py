@@ -116,6 +116,7 @@ def test_gradients_of_what_the_decode_kernel_made():
         judge(*three, name)
 
 
+@pytest.mark.no_poison  # dynamo would take the poisoned functions for torch's own, for good
 def test_compiled():
     """Through torch's dispatcher the same kernel runs."""
     q, k, v = qkv(1, 1, LEAST_KEYS + 3, 4, 2, 16)
