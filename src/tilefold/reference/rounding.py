@@ -92,6 +92,11 @@ class Rounding(TorchDispatchMode):
 
     entered: ClassVar["list[Rounding]"] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks: else the first operation would import torch._dynamo, seconds of it, and each pass through it."""
+        return False
+
     def __init__(self, dtype: torch.dtype, seed: int = 0, kept: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.kept = dtype, kept
