@@ -32,14 +32,14 @@ pytestmark = pytest.mark.interpreter
 
 INTERPRETER, H200 = device_named("interpreter"), device_named("h200")
 IDENTITY = {"device": "interpreter", "title": "test", "triton": "3.6.0", "torch": "2.9", "tilefold": "abc"}
-PROBLEM = AttentionProblem(1, 53, 59, 6, 2, 24, 16, dtype="float16", causal=True)
+PROBLEM = AttentionProblem(1, 43, 47, 3, 1, 24, 16, dtype="float16", causal=True)
 TUNABLES = {
     "attention": Tunable("attention", Case("dense", PROBLEM)),
     "window": Tunable("attention", Case("dense", replace(PROBLEM, dtype="bfloat16", causal=False, window=(9, 3)))),
-    "decode": Tunable("decode", DecodeCase((70, 70), 7, 1, 16, 16, page=16)),
+    "decode": Tunable("decode", DecodeCase((70,), 7, 1, 16, 16, page=16)),
     "eight": Tunable("decode", DecodeCase((40,), 4, 2, 32, 32, queries=3, cache="int8", dtype="float16")),
-    "matmul": Tunable("matmul", GemmCase(33, 70, 100, transposed=True, bias="n", activation="gelu")),
-    "bmm": Tunable("matmul", GemmCase(20, 33, 70, batch=3, shared="b", dtype="float16")),
+    "matmul": Tunable("matmul", GemmCase(19, 41, 70, transposed=True, bias="n", activation="gelu")),
+    "bmm": Tunable("matmul", GemmCase(20, 33, 66, batch=2, shared="b", dtype="float16")),
 }
 PLANS = {"attention": plan_attention, "decode": plan_decode, "matmul": plan_matmul}
 
@@ -156,8 +156,14 @@ def _raises(out):
     raise RuntimeError("out of resource: shared memory")
 
 
-@pytest.mark.parametrize(("spoil", "status"), [(_one_wrong, "WRONG"), (_one_nan, "WRONG"), (_raises, "failed")])
-@pytest.mark.parametrize("name", ["attention", "decode", "matmul"])
+@pytest.mark.parametrize(
+    ("name", "spoil", "status"),
+    [
+        *((name, _one_wrong, "WRONG") for name in ("attention", "decode", "matmul")),
+        ("decode", _one_nan, "WRONG"),
+        ("decode", _raises, "failed"),
+    ],
+)
 def test_a_wrong_candidate_is_never_timed(name, spoil, status, tmp_path, monkeypatch):
     """It would be ten times as fast."""
     field, value = {"attention": ("block_m", 16), "decode": ("splits", 2), "matmul": ("block_m", 32)}[name]
@@ -653,3 +659,37 @@ def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
     _use(monkeypatch, tmp_path / "t.json", _table(entry, device="h100"))
     (other,) = doctor.tuned()
     assert other.state == "no" and "measured on h100" in other.detail
+
+
+def test_commands_say_that_a_table_is_used(tmp_path, monkeypatch):
+    from tilefold.cli import runtime
+    from tilefold.ops import device as devices
+    from tilefold.ops import environment
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for name, value in (("is_available", True), ("get_device_name", "NVIDIA H200"), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(devices, "device_of", lambda device: H200)
+    monkeypatch.setattr(environment, "triton_fault", lambda: None)
+    assert runtime.prepare_runtime().note == "Kernels run on NVIDIA H200."
+    _use(monkeypatch, tmp_path / "t.json", _table())
+    assert f"Plans measured here are used, of {tmp_path / 't.json'}" in runtime.prepare_runtime().note
+
+
+def test_a_lost_gpu_ends_the_run_and_its_candidate_is_left_out(tmp_path, monkeypatch):
+    """All that ran there would fail after it."""
+    from tilefold.bench import loop
+    from tilefold.tune import measure
+
+    def lost(out):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for module in (loop, measure):
+        monkeypatch.setattr(module, "gpu_lost", lambda error: True)
+    path = tmp_path / "log.jsonl"
+    with monkeypatch.context() as patch:
+        _planted(patch, lambda plan: plan.splits == 2, lost)
+        with pytest.raises(DeviceError, match="the GPU was lost while b1_n70_h7k1_d16_page16 was tried"):
+            searched(path, TUNABLES["decode"], Clock(lambda plan: 1.0))
+    found = searched(path, TUNABLES["decode"], Clock(lambda plan: 1.0))
+    assert {one.status for one in found.trials if one.fields["splits"] == 2} == {ENDED} and found.searched == "all"

@@ -192,7 +192,7 @@ def _shapes(plan: Any) -> Iterator[Changes]:
     hopper = [_tile(HOPPER_MATMUL, (128, n, 64, 4, stages)) for n, stages in ((256, 4), (128, 6), (256, 3), (128, 4))]
     if min(problem.m, problem.n) <= 32:  # most of 128 x 128 would be empty
         hopper = []
-    yield from hopper + tiles if plan.kernel == HOPPER_MATMUL else tiles + hopper
+    yield from hopper + tiles[:4] if plan.kernel == HOPPER_MATMUL else tiles + hopper
 
 
 def _shares(plan: Any) -> Iterator[Changes]:

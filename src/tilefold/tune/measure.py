@@ -193,8 +193,10 @@ def _guarded(search: "_Search", progress: Callable[[str], None]) -> Outcome:
             f"the GPU was lost while {search.tunable.name} was tried; tune again: the log leaves it out"
         ) from None
     finally:
+        search.work = search.judge = search.reference = None
         if search.torch_device == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a GPU that was lost
+                torch.cuda.empty_cache()
 
 
 class _Search:
@@ -206,7 +208,9 @@ class _Search:
         self.limits, self.until, self.sampling = limits, until, sampling
         self.case = _case(tunable)
         self.trials = dict(log.trials.get(self.case, {}))
+        self.work: Any = None
         self.judge: Any = None
+        self.reference: Any = None
 
     def run(self, progress: Callable[[str], None]) -> Outcome:
         """Search, then time the best against the rules' plan once more: the least of many figures is too good by chance."""
