@@ -14,6 +14,8 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ["TILEFOLD_TUNED"] = "none"  # plans by rules, whatever was measured on this machine
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; torch would give every one all of them
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
     "debug": {"reference"} | LEAVES,
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant", "parallel"},
+    "tune": WORK | {"bench"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "profiling": WORK | {"bench", "aot", "ladder"},  # whose rungs are cases to profile
     "cli": WORK
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "quant",
         "profiling",
         "parallel",
+        "tune",
     },
     "__init__": {
         "ops",
@@ -199,7 +201,7 @@ def test_every_part_has_its_law() -> None:
 @pytest.mark.parametrize("part", sorted(MAY_IMPORT))
 def test_imports_go_one_way(part: str) -> None:
     allowed = MAY_IMPORT[part] | {part}
-    if part in {"cli", "bench", "compat", "nn", "sparse", "parallel", "ladder", "__main__"}:
+    if part in {"cli", "bench", "compat", "nn", "sparse", "parallel", "ladder", "tune", "__main__"}:
         allowed = allowed | {""}  # these use the package as a user does
     broken = [one for one in IMPORTS if one.part == part and target_part(one) not in {None, *allowed}]
     fail_on(broken, f"{part} may import of tilefold only {sorted(MAY_IMPORT[part]) or 'nothing'}:")

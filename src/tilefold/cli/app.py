@@ -2,7 +2,7 @@
 
 import typer
 
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show, tune
 
 __all__ = ["app"]
 
@@ -34,6 +34,7 @@ app.command(name="kv-memory", epilog=kv_memory.EPILOG)(kv_memory.kv_memory)
 app.command(name="ladder", cls=ladder.Ladder, epilog=ladder.EPILOG)(ladder.ladder)
 app.add_typer(profile.app, name="profile")
 app.command(name="roofline", epilog=roofline.EPILOG)(roofline.roofline)
+app.command(name="tune", epilog=tune.EPILOG)(tune.tune)
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

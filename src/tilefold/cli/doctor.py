@@ -37,7 +37,8 @@ EXTRAS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: section ("machine", "libraries", "runs here", "extras"), what, state ("yes", "no" or "" for a fact), detail."""
+    """One line: section ("machine", "libraries", "runs here", "plans", "extras"), what, state ("yes", "no" or "" for a fact),
+    detail."""
 
     section: str
     what: str
@@ -152,6 +153,34 @@ def support() -> list[Finding]:
     return [Finding("runs here", what, NO if fault else YES, fault or fine) for what, fault, fine in lines]
 
 
+def tuned() -> list[Finding]:
+    """The table of measured plans that this machine's device plans with, or why there is none."""
+    import warnings
+
+    from tilefold.plan.table import VARIABLE, table_in_use
+
+    if gpu_fault() is not None:
+        return [
+            Finding("plans", "measured here", INFO, "no GPU: plans for other devices are by the rules or their tables")
+        ]
+    import torch
+
+    from tilefold.ops.device import device_of
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
+    if found is not None:
+        path, table = found
+        return [
+            Finding(
+                "plans", "measured here", YES, f"{len(table.entries)} problems, from {path} ({VARIABLE} names another)"
+            )
+        ]
+    why = str(said[0].message) if said else "no table; the rules decide (`tilefold tune` measures)"
+    return [Finding("plans", "measured here", NO, why)]
+
+
 def extras() -> list[Finding]:
     """Optional packages: there, or how to get them."""
     lines = []
@@ -173,7 +202,7 @@ def extras() -> list[Finding]:
 
 def findings() -> list[Finding]:
     """Everything that `tilefold doctor` says."""
-    return [*machine(), *libraries(), *support(), *extras()]
+    return [*machine(), *libraries(), *support(), *tuned(), *extras()]
 
 
 def table_of(found: list[Finding]) -> Table:

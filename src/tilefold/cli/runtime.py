@@ -83,7 +83,21 @@ def prepare_runtime() -> Runtime:
             f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; "
             f"unset it or set it to 1 to run on the CPU"
         )
-    return Runtime("cuda", f"Kernels run on {torch.cuda.get_device_name()}.")
+    return Runtime("cuda", f"Kernels run on {torch.cuda.get_device_name()}.{_tables()}")
+
+
+def _tables() -> str:
+    """Said of what makes plans here other than elsewhere."""
+    import torch
+
+    from tilefold.ops.device import device_of
+    from tilefold.ops.environment import triton_fault
+    from tilefold.plan.table import VARIABLE, table_in_use
+
+    if triton_fault() is not None:
+        return ""
+    found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
+    return f" Plans measured here are used, of {found[0]} ({VARIABLE}=none: the rules alone)." if found else ""
 
 
 def _interpreted() -> bool:

@@ -32,8 +32,9 @@ from tilefold.plan.limits import (
 )
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
+from tilefold.plan.table import RULE, measured
 
-__all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention"]
+__all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention", "rules_attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +178,25 @@ class AttentionPlan:
 
 @lru_cache(maxsize=4096)
 def plan_attention(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan:
-    """The plan for a problem on a device: pure, the same every time, no GPU needed.  portable: without kernels for one
-    architecture.
+    """The plan for a problem on a device: the same every time in a process, no GPU needed.  portable: without kernels for one
+    architecture, and without the table of measured plans.
 
     Unsupported, naming the argument, if head dims or lengths are beyond the kernels or no tile fits the device.
     """
+    ruled = rules_attention(problem, device, portable)
+    return ruled if portable else measured("attention", ruled, _follow)
+
+
+def _follow(ruled: AttentionPlan, fields: dict[str, Any], evidence: str) -> AttentionPlan:
+    """The plan of a table's entry."""
+    plan = ruled.with_tile(**fields)
+    other = Rejected(f"{ruled.kernel}, tile {ruled.tile}", f"Rule {ruled.rule} takes it; it was measured to be slower.")
+    reason = "A table has a measurement of this very problem on this device."
+    return replace(plan, rule=RULE, reason=reason, evidence=evidence, rejected=(other,))
+
+
+def rules_attention(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan:
+    """The plan by rules alone: pure.  Raises as `plan_attention` does."""
     require_supported(problem, device)
     rejected: list[Rejected] = []
     for rule in RULES:

@@ -6,6 +6,7 @@ need; what depends on lengths (who owns which tiles) every program finds on the 
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
@@ -15,9 +16,20 @@ from tilefold.plan.cost import Bound, Cost, bound, live_keys
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_head_dim
+from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import counted
 
-__all__ = ["MERGES", "STORAGES", "DecodePlan", "DecodeProblem", "plan_decode", "serves", "slice_shape", "slices_of"]
+__all__ = [
+    "MERGES",
+    "STORAGES",
+    "DecodePlan",
+    "DecodeProblem",
+    "plan_decode",
+    "rules_decode",
+    "serves",
+    "slice_shape",
+    "slices_of",
+]
 
 STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
@@ -236,9 +248,24 @@ def serves(problem: DecodeProblem) -> str:
 
 @lru_cache(maxsize=4096)
 def plan_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> DecodePlan:
-    """The plan of a problem.  splits: 0: even slices of all tiles; else so many shares of each item, 1 to 128.
+    """The plan of a problem, by the table of measured plans or the rules.  splits: 0: the plan decides; else so many shares of
+    each item, 1 to 128, by the rules.
 
     Raises ValueRangeError (splits), Unsupported (head dims, dtypes that the device lacks)."""
+    ruled = rules_decode(problem, device, splits)
+    return ruled if splits else measured("decode", ruled, _follow)
+
+
+def _follow(ruled: DecodePlan, fields: dict[str, Any], evidence: str) -> DecodePlan:
+    """The plan of a table's entry."""
+    cut = f"{counted(ruled.splits, 'share')} of each item" if ruled.splits else "even slices"
+    what = f"tile {ruled.block_m} x {ruled.block_n}, {ruled.num_warps} warps, {ruled.num_stages} stages, {cut}"
+    other = Rejected(what, "The rules take it; it was measured to be slower.")
+    return replace(ruled, **fields, reason=f"{RULE}. {evidence}", rejected=(*ruled.rejected[:1], other))
+
+
+def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> DecodePlan:
+    """The plan by rules alone: pure.  Arguments and errors as of `plan_decode`."""
     if not 0 <= splits <= MAX_SPLITS:
         raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
     a = problem.attention

@@ -1,7 +1,8 @@
 """The machine's roofs, measured by kernels that do one thing each, and kept in a file per machine and software.
 
 A datasheet's figure is not reached by any kernel; a measured one is, by the kernel that measured it. `with_roofs` puts them where
-bounds look for them. Plans never see them: a plan must not depend on what was measured in a user's cache.
+bounds look for them. Plans never see them: what was measured in a user's cache decides a plan only where the user took it
+(`tilefold tune --take`).
 """
 
 import dataclasses

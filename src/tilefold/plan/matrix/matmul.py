@@ -1,4 +1,4 @@
-"""The plan of a matrix product: kernel, tile, order of tiles, shares of the sum over k; rules, no tuning."""
+"""The plan of a matrix product: kernel, tile, order of tiles, shares of the sum over k; by rules, or a table of measurements."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,8 +22,9 @@ from tilefold.plan.matrix.tiles import (
     tile_violation,
     traffic,
 )
+from tilefold.plan.table import RULE, measured
 
-__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul"]
+__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul", "rules_matmul"]
 
 ORDERS = ("grouped", "plain")
 
@@ -153,8 +154,22 @@ class MatmulPlan:
 
 @lru_cache(maxsize=4096)
 def plan_matmul(problem: MatmulProblem, device: Device, order: str = "grouped", portable: bool = False) -> MatmulPlan:
-    """The plan of one product: pure, no GPU needed.  portable: without the kernel for sm_90.  PlanError for an unknown order,
-    Unsupported where no kernel can serve."""
+    """The plan of one product: no GPU needed.  portable: without the kernel for sm_90, and, as in plain order, without the table
+    of measured plans.  PlanError for an unknown order, Unsupported where no kernel can serve."""
+    ruled = rules_matmul(problem, device, order, portable)
+    return ruled if portable or order != "grouped" else measured("matmul", ruled, _follow)
+
+
+def _follow(ruled: MatmulPlan, fields: dict[str, Any], evidence: str) -> MatmulPlan:
+    """The plan of a table's entry."""
+    t = ruled.tile
+    what = f"{ruled.kernel}, tile {t.block_m} x {t.block_n} x {t.block_k}, splits {t.splits}"
+    other = Rejected(what, f"Rule {ruled.rule} takes it; it was measured to be slower.")
+    return replace(ruled.with_tile(**fields), rule=RULE, reason=evidence, rejected=(other,))
+
+
+def rules_matmul(problem: MatmulProblem, device: Device, order: str = "grouped", portable: bool = False) -> MatmulPlan:
+    """The plan by rules alone: pure.  Raises as `plan_matmul` does."""
     if order not in ORDERS:
         raise PlanError(f"order must be 'grouped' or 'plain', got {order!r}")
     _require_supported(problem, device)
