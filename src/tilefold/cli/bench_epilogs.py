@@ -21,6 +21,8 @@ ATTENTION_EPILOG = """
 
     tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
 
+    tilefold bench sparse --sparsity 1,10,20,...,99 --peers cudnn,bsa
+
     tilefold bench video --sweep length --peers cudnn,fa4
 
     tilefold bench dense --against installed --compare before.json --fail-slower 3
@@ -31,6 +33,8 @@ block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), 
 portable kernel, where the plan takes another one). For gradients of dense attention also fa4-det (fa4 with deterministic=True)
 and any-order (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are deterministic, fa4's
 are not. Peers that know no lists compute every pair, and are judged by that.
+
+**Lists** keep at least as many KV blocks as the sparsity asks for; the column kept says how many, of how many.
 
 **Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order

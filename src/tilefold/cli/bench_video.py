@@ -147,13 +147,17 @@ def _points(
     sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime, quick: bool
 ) -> "tuple[Point, ...]":
     """All points of the sweeps; given: the options --values and --sparsity; quick: one value and one sparsity of each."""
+    from tilefold.bench.choice import figures_in
     from tilefold.bench.video.engine import DEFAULTS
     from tilefold.bench.video.sweep import SWEEPS, points_of
 
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
     if not sweeps:
         raise ValueRangeError(f"--sweep must name at least one of {', '.join(SWEEPS)}, got {sweep!r}")
-    values, sparsities = (_figures(text, name) for text, name in zip(given, ("--values", "--sparsity"), strict=True))
+    values, sparsities = (
+        () if text is None else figures_in(text, name)
+        for text, name in zip(given, ("--values", "--sparsity"), strict=True)
+    )
     if values and len(sweeps) > 1:
         raise ValueRangeError(f"--values needs one --sweep that they belong to, got {sweep!r}")
     if sparsities and sweeps == ("sparsity",):
@@ -165,15 +169,6 @@ def _points(
         most = 1 if quick else None
         found += points_of(name, shape, (values or usual)[:most], (sparsities or fixed)[:most], pages)
     return tuple(found)
-
-
-def _figures(text: str | None, name: str) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueRangeError(f"{name} must be comma-separated numbers, got {text!r}") from None
 
 
 def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", console: Console) -> None:

@@ -142,7 +142,8 @@ def video(
     found = profile_video(*what, peers=names, backward=backward, rounds=turns, ready=ready)
     title = (
         f"sparse video attention, {made.batch} x {made.seq} tokens, {made.heads} heads on {made.kv_heads} KV heads, "
-        f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, on {device.title}"
+        f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, "
+        f"{found.density * made.blocks:.4g} of {made.blocks} blocks kept, on {device.title}"
     )
     console.print(Text(title, style="bold"))
     console.print(table_of(HEAD, _rows(found.rows)))

@@ -47,12 +47,13 @@ def title_of(rows: Sequence[SweepRow], setting: Setting) -> str:
 
 
 def table_of(rows: Sequence[SweepRow]) -> page.Rows:
-    """One sweep: the swept value; ms of the fine stage, of all stages one by one, and of the whole; what the fine stage computes
-    and draws of K and V a second; of each dense peer its ms and how many times as fast the fine stage and the whole are."""
+    """One sweep: the swept value; KV blocks that a list keeps, of how many; ms of the fine stage, of all stages one by one, and
+    of the whole; what the fine stage computes and draws of K and V a second; of each dense peer its ms and how many times as fast
+    the fine stage and the whole are."""
     dense = list(dict.fromkeys(name for row in rows for name in row.dense))
     series = list(dict.fromkeys(row.point.series for row in rows))
     unit = SWEEPS[rows[0].point.sweep]
-    head = [unit, *(["line"] if len(series) > 1 else []), "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
+    head = [unit, *(["line"] if len(series) > 1 else []), "kept", "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
     for name in dense:
         head += [f"{name} ms", "fine", "total"]
     return page.Rows((*head, "max error"), tuple(_cells(row, dense, len(series) > 1) for row in rows))
@@ -62,7 +63,12 @@ def _cells(row: SweepRow, dense: list[str], several: bool) -> tuple[str, ...]:
     fine = row.ms(FINE)
     value = f"{row.value:.1f}" if row.point.sweep == "sparsity" else f"{row.value:.0f}"
     rates = (row.cost.flops, row.cost.l2_bytes)
-    cells = [value, *([row.point.series] if several else []), *map(_ms, (fine, row.sum_ms, row.ms(TOTAL)))]
+    cells = [
+        value,
+        *([row.point.series] if several else []),
+        "" if row.failure else row.kept,
+        *map(_ms, (fine, row.sum_ms, row.ms(TOTAL))),
+    ]
     cells += ["" if not fine else digits(each / fine * 1e-9) for each in rates]
     for name in dense:
         gains = [row.speedup(what, name) for what in (FINE, TOTAL)]
@@ -114,6 +120,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "sparsity": point.sparsity,
         "page_size": point.page_size,
         "density": row.density,
+        "kept": row.kept,
         "ms": {name: timing.ms for name, timing in row.timings.items()},
         "rounds_ms": {name: list(timing.values) for name, timing in row.timings.items()},
         "spread": {name: (timing.low, timing.high) for name, timing in row.timings.items()},

@@ -51,7 +51,7 @@ PARTS = ("append", *STAGES)  # what the whole consists of; only a cache has the 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of a sweep: attention over shape.seq tokens by top-k at a sparsity (per cent of the blocks left out).
+    """One place of a sweep: attention over shape.seq tokens by top-k at a sparsity (per cent of the blocks left out, at most).
 
     sweep: one of SWEEPS. In "cached" the newest block's queries attend a cache that then holds shape.seq tokens, in pages of
     page_size tokens or in one piece (None); in the others every token attends every other one."""
@@ -120,6 +120,13 @@ class SweepRow:
     def density(self) -> float:
         """The share of all pairs of blocks that is listed, 0 to 1."""
         return self.listed / listed_pairs(None, self.point.shape, self.point.queries)
+
+    @property
+    def kept(self) -> str:
+        """KV blocks that a list keeps, of how many; all lists are of one length."""
+        shape = self.point.shape
+        lists = listed_pairs(None, shape, self.point.queries) // shape.blocks
+        return f"{self.listed / lists:g}/{shape.blocks}"
 
     @property
     def value(self) -> float:
