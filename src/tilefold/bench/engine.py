@@ -149,7 +149,7 @@ class AttentionEngine:
 
 
 class FamilyEngine:
-    """decode, gemm, conv and lowbit; a result is the row of a case.  place: module and name of the Family."""
+    """decode, gemm, conv, lowbit and move; a result is the row of a case.  place: module and name of the Family."""
 
     def __init__(self, name: str, place: str) -> None:
         self.name, self.place = name, place
@@ -221,6 +221,7 @@ ENGINES: dict[str, Engine] = {
     "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
     "conv": FamilyEngine("conv", "matrix.conv.CONV"),
     "lowbit": FamilyEngine("lowbit", "matrix.lowbit.LOWBIT"),
+    "move": FamilyEngine("move", "matrix.move.MOVE"),
     "video": VideoEngine(),
 }
 

@@ -59,7 +59,8 @@ EPILOG = """
 
     tilefold bench peers
 
-dense, sparse, decode, gemm, conv and lowbit have the same options; `tilefold bench dense --help` says what is measured, and how.
+dense, sparse, decode, gemm, conv, lowbit and move have the same options; `tilefold bench dense --help` says what is measured,
+and how.
 """
 
 app = typer.Typer(

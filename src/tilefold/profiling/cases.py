@@ -18,6 +18,7 @@ FAMILIES: dict[str, str] = {
     "gemm": "matrix.gemm.GEMM",
     "conv": "matrix.conv.CONV",
     "lowbit": "matrix.lowbit.LOWBIT",
+    "move": "matrix.move.MOVE",
 }
 
 
