@@ -280,6 +280,33 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
     assert "…" not in text
 
 
+def test_what_others_report_stands_beside_ours_and_says_whose_it_is():
+    sheet = report.reported_sheet(measured((1, 50, 80, 90, 99)))
+    assert sheet.title == "reported: by the pipeline's authors, on an H800; not measured here"
+    assert sheet.head == ("sparsity", "kept", "tilefold ms", "Triton ms (H800)", "TK ms (H800)")
+    assert [(row[0], row[1], *row[3:]) for row in sheet.rows] == [
+        ("1 %", "361/364", "8.15", "7.1"),
+        ("50 %", "182/364", "4.18", "3.22"),
+        ("90 %", "37/364", "0.883", "0.704"),
+        ("99 %", "4/364", "0.161", "0.118"),
+    ]
+    assert sheet.rows[1][2] == "5.00"
+    document = record.markdown_text(report.sheets_of(measured()), SETTING, ())
+    assert "| sparsity | kept | tilefold ms | Triton ms (H800) | TK ms (H800) |" in document
+    assert "not measured here." in document
+    for problem, pattern in (
+        (replace(VIDEO, dtype="float16"), Pattern("random", 50)),
+        (replace(VIDEO, batch=2), Pattern("random", 50)),
+        (replace(VIDEO, kv_heads=3), Pattern("random", 50)),
+        (DECODE, Pattern("random", 90)),
+        (VIDEO, Pattern("random", 50, 128, 128)),
+        (VIDEO, Pattern("video", 90)),
+        (VIDEO, Pattern("random", 80)),
+    ):
+        assert report.reported_sheet([Cell(Case("sparse", problem, pattern), "tilefold", "ok")]) is None
+    assert report.reported_sheet([Cell(Case("dense", VIDEO), "tilefold", "ok")]) is None
+
+
 def test_rows_say_their_lists():
     def what(pattern, **changes):
         return report.what_of(Cell(Case("sparse", replace(VIDEO, **changes), pattern), "tilefold", "ok"))

@@ -30,6 +30,7 @@ from tilefold.bench.records.record import (
     version_in,
 )
 from tilefold.bench.setting import Setting
+from tilefold.bench.video import reported
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +44,7 @@ __all__ = [
     "heading_of",
     "notes_of",
     "ratio",
+    "reported_sheet",
     "rows_of",
     "sheets_of",
     "speed_tables",
@@ -298,8 +300,27 @@ def findings(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def sheets_of(cells: Sequence[Cell]) -> list[Sheet]:
-    """A table a direction, for documents."""
-    return [_sheet(part) for part in directions(cells)]
+    """A table a direction, for documents, and one of what others report."""
+    theirs = reported_sheet(cells)
+    return [*(_sheet(part) for part in directions(cells)), *([theirs] if theirs else [])]
+
+
+def reported_sheet(cells: Sequence[Cell]) -> Sheet | None:
+    """Our forward times beside what the authors of the block-sparse video pipeline report of theirs, at the shape and the
+    sparsities that both have; None where there is none."""
+    rows = []
+    for cell in cells:
+        p, pattern = cell.case.problem, cell.case.pattern
+        if cell.implementation != OURS or cell.case.backward or pattern is None or pattern.kind != "random":
+            continue
+        square = p.seq_q == p.seq_k and p.dim_qk == p.dim_v and pattern.block_q == pattern.block_k
+        shape = (p.batch, p.heads, p.kv_heads, p.seq_k, p.dim_qk, p.dtype, pattern.block_k)
+        theirs = reported.fine_ms(shape, pattern.sparsity) if square else None
+        if theirs is not None:
+            ours = digits(cell.timing.ms) if cell.timing else LABELS.get(cell.status, cell.status)
+            rows.append((f"{pattern.sparsity:g} %", cell.case.kept, ours, *(f"{ms:g}" for ms in theirs)))
+    head = ("sparsity", "kept", "tilefold ms", f"Triton ms ({reported.DEVICE})", f"TK ms ({reported.DEVICE})")
+    return Sheet(reported.SAID, head, tuple(rows), brackets=False) if rows else None
 
 
 def _sheet(cells: Sequence[Cell]) -> Sheet:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench import timers
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
-from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
+from tilefold.plan.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
 from tilefold.plan.video_launches import TOGETHER
 
 if TYPE_CHECKING:
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
     from tilefold.bench.attention.cases import Case
     from tilefold.plan.device import Device
+    from tilefold.sparse import BlockIndex
     from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
+    "ALONE",
     "PEERS",
     "TOTAL",
     "Made",
@@ -38,6 +40,7 @@ __all__ = [
 Call = Callable[[], object]
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
 TOTAL = "pipeline"
+ALONE = "index alone"  # the lists of a map of blocks; `select` makes its own lists in its launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +113,16 @@ def profile_video(
     dense, notes = dense_calls(dense_case(shape), (q, k, v), where, peers, grad if backward else None)
     timings = time_calls(calls | dense, where, rounds)
     costs = stage_costs(shape, listed, coarse.kind)
+    beside = {ALONE: index_cost(shape, ready.capacity)}
     total = sum(timings[name].ms for name in STAGES)
-    rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
+    rows = tuple(_row(name, timing, costs, beside, shape, device, total) for name, timing in timings.items())
     return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Calls of the stages, of fine and fuse at once, and of the whole, over the same inputs. listed: pairs of
-    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch."""
+    """Calls of the stages, of fine and fuse at once, of the index alone, and of the whole, over the same inputs. listed: pairs of
+    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch; index: the lists."""
 
     inputs: "VideoInputs"
     calls: dict[str, Call]
@@ -126,6 +130,7 @@ class Ready:
     capacity: int
     kind: str = "block"
     reduction: str = "mean"
+    index: "BlockIndex | None" = None
 
 
 def prepare_stages(
@@ -142,9 +147,19 @@ def prepare_stages(
     calls = {name: call for name, call in made.calls.items() if name != TOTAL}
     if branch is not None:
         calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())
+    calls[ALONE] = index_alone(index)
     calls[TOTAL] = made.calls[TOTAL]
     listed, capacity = listed_pairs(made.stages, shape), int(index.indices.shape[-1])
-    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction)
+    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction, index)
+
+
+def index_alone(index: "BlockIndex") -> Call:
+    """The index stage by itself: the same lists from a map of the blocks."""
+    from tilefold import sparse
+
+    keep, (block_q, block_k, seq_q, seq_k) = index.to_map(), index.geometry
+    sizes: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "seq_q": seq_q, "seq_k": seq_k}
+    return lambda: sparse.index(keep, **sizes, capacity=index.capacity)
 
 
 # ---------------------------------------------------------------- what the sweeps measure, too
@@ -283,9 +298,16 @@ def time_calls(calls: dict[str, Call], where: str, rounds: int) -> dict[str, Tim
 
 
 def _row(
-    name: str, timing: Timing, costs: dict[str, Cost], shape: VideoShape, device: "Device", total: float
+    name: str,
+    timing: Timing,
+    costs: dict[str, Cost],
+    beside: dict[str, Cost],
+    shape: VideoShape,
+    device: "Device",
+    total: float,
 ) -> StageRow:
-    cost = costs.get(name)
+    """costs: of the stages; beside: of what is none."""
+    cost = costs.get(name, beside.get(name))
     if name == TOTAL:
         cost = sum(costs.values(), Cost(0, 0, 0))
     elif name == TOGETHER:
