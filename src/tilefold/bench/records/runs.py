@@ -151,7 +151,9 @@ def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:
         low, high = (row.get("spread") or {}).get(name, (ms, ms))
         status, kept = "WRONG" if name in wrong else "ok", (row.get("rounds_ms") or {}).get(name)
         times = {"events": tuple(kept or (float(low), float(ms), float(high)))}
-        yield Measured(_key(row, name), status, "", not name.startswith("dense "), times, not kept, _setting(row))
+        yield Measured(
+            _key(row, name), status, "", not name.startswith(("dense ", "lists ")), times, not kept, _setting(row)
+        )
 
 
 def _key(row: Mapping[str, Any], who: str) -> Key:

@@ -1,7 +1,7 @@
 """The video pipeline stage by stage: what each takes, what it should take, and dense attention beside it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from tilefold.bench.attention.cases import Case
+    from tilefold.bench.implementation import Implementation, Inputs
     from tilefold.plan.device import Device
     from tilefold.sparse import BlockIndex
     from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
     "ALONE",
+    "LISTED",
     "PEERS",
     "TOTAL",
+    "USUAL",
     "Made",
     "Ready",
     "StageRow",
@@ -29,6 +32,8 @@ __all__ = [
     "VideoRun",
     "dense_calls",
     "dense_case",
+    "implementations",
+    "listed_calls",
     "listed_pairs",
     "prepare_stages",
     "profile_video",
@@ -38,7 +43,9 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
-PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
+PEERS = ("cudnn", "flash", "efficient", "math", "fa4")  # dense
+LISTED = ("bsa", "tk", "fastvideo", "flex", "fa4-lists")  # they follow lists
+USUAL = {"cuda": ("cudnn", "fa4", "bsa", "tk"), "cpu": ("math",)}  # who is measured unasked
 TOTAL = "pipeline"
 ALONE = "index alone"  # the lists of a map of blocks; `select` makes its own lists in its launch
 
@@ -247,21 +254,54 @@ def dense_calls(
     grad: "Tensor | None" = None,
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
-    import torch
-
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
     from tilefold.bench.implementation import Inputs
+
+    return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
+
+
+def listed_calls(
+    case: "Case",
+    tensors: "tuple[Tensor, Tensor, Tensor]",
+    index: "BlockIndex",
+    sparsity: float,
+    where: str,
+    peers: tuple[str, ...],
+) -> tuple[dict[str, Call], list[str]]:
+    """The same of peers that follow lists, over those of the fine stage; sparsity: per cent, as it was asked for."""
+    from tilefold.bench.attention.cases import Case
+    from tilefold.bench.attention.lists import Pattern
+    from tilefold.bench.implementation import Inputs
+
+    known = implementations()
+    listed = Case("sparse", case.problem, Pattern("random", sparsity, index.block_q, index.block_k))
+    return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
+
+
+def implementations() -> "dict[str, Implementation]":
+    """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
+
+    known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
+    return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
+
+
+def _calls_of(
+    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: "Tensor | None" = None
+) -> tuple[dict[str, Call], list[str]]:
+    """(calls by "kind title", why any peer is missing)."""
+    import torch
+
     from tilefold.bench.loop import first_line
 
     calls: dict[str, Call] = {}
     notes = []
-    for name in peers:
-        peer = IMPLEMENTATIONS[name]
-        if why := peer.refuses(case, where):
+    for peer in peers:
+        if why := peer.refuses(inputs.case, where):
             notes.append(f"{peer.title}: {why}")
             continue
         try:
-            run = peer.prepare(Inputs(case, *tensors))
+            run = peer.prepare(inputs)
             with run.context():
                 run.call()
         except Exception as error:  # another library's: the table goes without it
@@ -272,16 +312,16 @@ def dense_calls(
             with run.context():
                 return run.call()
 
-        calls[f"dense {peer.title}"] = forward
+        calls[f"{kind} {peer.title}"] = forward
         if grad is not None:
-            leaves = [t.detach().clone().requires_grad_() for t in tensors]
-            both = peer.prepare(Inputs(case, leaves[0], leaves[1], leaves[2]))
+            leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+            both = peer.prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2]))
 
             def step(run: Any = both, leaves: Any = leaves) -> object:
                 with run.context():
                     return torch.autograd.grad(run.call(), leaves, grad)
 
-            calls[f"dense {peer.title}, forward + backward"] = step
+            calls[f"{kind} {peer.title}, forward + backward"] = step
     return calls, notes
 
 
