@@ -43,6 +43,8 @@ def test_difference(monkeypatch, chunk):
     found = difference_of("out", a, b)
     x, y = a.numpy(), b.numpy()
     assert found.max_abs == abs(x - y).max()
+    assert found.mean == pytest.approx((x - y).mean(), rel=1e-9)
+    assert difference_of("out", b, a).mean == -found.mean
     assert found.mean_abs == pytest.approx(abs(x - y).mean(), rel=1e-12)
     assert found.rmse == pytest.approx(math.sqrt(((x - y) ** 2).mean()), rel=1e-12)
     assert found.relative_l2 == pytest.approx(numpy.linalg.norm(x - y) / numpy.linalg.norm(y), rel=1e-12)

@@ -3,7 +3,7 @@
 import pytest
 
 from tilefold.bench.attention.cases import DENSE, SIZES, cases_of, lognormal_lengths
-from tilefold.bench.choice import select_cases
+from tilefold.bench.choice import figures_in, select_cases
 from tilefold.errors import DtypeError, ValueRangeError
 
 # (D, H, N, B) of the published dense table.
@@ -88,3 +88,25 @@ def test_unknown_names_are_refused():
         cases_of("dense", "big")
     with pytest.raises(DtypeError, match="dtype must be one of"):
         cases_of("dense", "tiny", "int8")
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("1,10,20,...,99", (1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 99)),
+        ("10,20,...,40", (10, 20, 30, 40)),
+        ("10, 20, ..., 25, 80", (10, 20, 25, 80)),
+        ("0.1,0.2,...,0.5", (0.1, 0.2, 0.3, 0.4, 0.5)),
+        ("65.1", (65.1,)),
+    ],
+)
+def test_dots_go_on_in_the_last_step(text, figures):
+    assert figures_in(text, "--sparsity") == figures
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "1,...,9", "1,2,...", "...,9", "9,5,...,1", "5,5,...,9", "1,2,...,inf", "1,2,...,nan"]
+)
+def test_a_list_of_numbers_that_is_none_is_named(text):
+    with pytest.raises(ValueRangeError, match=f"--sparsity must be comma-separated numbers, .* got {text!r}"):
+        figures_in(text, "--sparsity")

@@ -154,6 +154,8 @@ def test_what_is_missing_on_a_side_and_what_differs_is_said():
         "the SM clock was 1980 MHz in the old run and 1500 MHz in the new one",
     )
     assert compared([row()], [row(times=OLD[:3])]).differences == ("rounds are not as many: old 5, new 3",)
+    assert compared([row(flops=36)], [row(flops=37)]).differences == ("n1024 is other work: old 36 FLOPs, new 37",)
+    assert compared([row(flops=36)], [row()]).differences == ()
 
 
 # ---------------------------------------------------------------- files of any age

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from tilefold.bench.attention import lists
-from tilefold.bench.attention.cases import VIDEO
-from tilefold.bench.attention.lists import Pattern, density, listed_blocks, lists_of, overlap, touched_blocks
+from tilefold.bench.attention.cases import VIDEO, Case
+from tilefold.bench.attention.lists import (
+    Pattern,
+    density,
+    kept_counts,
+    listed_blocks,
+    lists_of,
+    overlap,
+    touched_blocks,
+)
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -21,10 +29,14 @@ def listed(index):
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "kept"), [(50, 182), (65.1, 127), (80, 73), (90, 36), (99, 4), (9.9, 328), (0, 364)]
+    ("sparsity", "kept"), [(50, 182), (65.1, 128), (80, 73), (90, 37), (99, 4), (9.9, 328), (0, 364), (99.99, 1)]
 )
-def test_the_published_sparsities_keep_the_published_numbers_of_blocks(sparsity, kept):
-    assert Pattern("random", sparsity).kept(364) == kept
+def test_the_published_sparsities_keep_at_least_what_they_ask_for(sparsity, kept):
+    pattern = Pattern("random", sparsity)
+    assert pattern.kept(364) == kept
+    assert kept_counts(pattern, VIDEO) == (kept, kept)
+    assert Case("sparse", VIDEO, pattern).kept == f"{kept}/364"
+    assert Case("dense", VIDEO).kept == ""
 
 
 def test_random_lists_are_sorted_distinct_and_of_one_length():
@@ -54,6 +66,7 @@ def test_uneven_counts_climb_from_one_to_all_in_every_head():
     counts = index.counts.sort(-1).values
     assert (counts[..., 0] == 1).all()
     assert (counts[..., -1] == 364).all()
+    assert Case("sparse", VIDEO, pattern).kept == "1-364/364"
     assert not torch.equal(index.counts[0, 0], index.counts[0, 1])  # in an order of their own
     assert 100 * (1 - density(pattern, VIDEO)) == pytest.approx(83.0, abs=0.05)
     # Zipf: as many counts from 4 to 16 as from 64 to 256.

@@ -1,4 +1,4 @@
-"""`tilefold bench gemm`, `conv` and `lowbit`: cases, bytes, judges, peers over the same numbers, tables, commands."""
+"""`tilefold bench gemm`, `conv`, `lowbit` and `move`: cases, bytes, judges, peers over the same numbers, tables, commands."""
 
 import json
 import sys
@@ -17,12 +17,18 @@ from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.gemm import GEMM, GemmCase, gemm_cases
 from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
 from tilefold.bench.matrix.lowbit_peers import tinygemm_parts
+from tilefold.bench.matrix.move import MOVE, MoveCase, move_cases
 from tilefold.bench.timers import Timing
 from tilefold.cli.app import app
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
 
-FAMILIES = {family.name: family for family in (GEMM, CONV, LOWBIT)}
-OPS = {"gemm": ("matmul", "bmm"), "conv": ("conv2d",), "lowbit": ("lowbit_matmul", "matmul_w8a8")}
+FAMILIES = {family.name: family for family in (GEMM, CONV, LOWBIT, MOVE)}
+OPS = {
+    "gemm": ("matmul", "bmm"),
+    "conv": ("conv2d",),
+    "lowbit": ("lowbit_matmul", "matmul_w8a8"),
+    "move": ("add", "transpose"),
+}
 TINY = [(family, case) for family in FAMILIES.values() for case in family.cases("tiny")]
 
 
@@ -46,6 +52,7 @@ def stand_ins(monkeypatch):
 
     known = {"matmul": product, "bmm": product, "conv2d": conv2d}
     known["lowbit_matmul"] = lambda x, w: x @ w.dequantize(x.dtype).t()
+    known |= {"add": torch.add, "transpose": lambda x, method: x.t().contiguous()}
     known["matmul_w8a8"] = lambda x, w, s: reference.matmul_w8a8(x, w, s, None, torch.float32).to(x.dtype)
     monkeypatch.setattr(ops, "COLLECTION", dict.fromkeys(known, "none"))
     for name, function in known.items():
@@ -77,6 +84,9 @@ def test_bytes_and_operations():
     conv = ConvCase(2, 4, 9, 6, stride=2, groups=2)
     assert conv.side == 5 and conv.flops == 2 * 2 * 6 * 25 * 2 * 9
     assert conv.bytes == 2 * (2 * 4 * 81 + 2 * 6 * 25 + 6 * 2 * 9 + 6)
+    add, turn = MoveCase("add", 6, 8, "apart"), MoveCase("transpose", 6, 8, dtype="uint8")
+    assert (add.bytes, add.flops, turn.bytes, turn.flops) == (3 * 48 * 2, 48, 2 * 48, 0)
+    assert MoveCase("add", 0, 7, dtype="float32").bytes == 3 * 7 * 4
     low = LowbitCase(1)
     assert low.bytes == 8192 * 8192 // 2 + 64 * 8192 * 3 + 2 * 2 * 8192 and low.flops == 2 * 8192**2
     eight = EightCase(16, 64, 32)
@@ -89,6 +99,9 @@ def test_bytes_and_operations():
 def test_the_shapes_that_were_promised():
     assert {"m4096_n4096_k4096", "m8192_n8192_k8192", "m4096_n4096_k4096_bias_gelu"} <= {c.name for c in gemm_cases()}
     assert {"b32_c256_s14_o256_r3", "b32_c256_s14_o256_r3_im2col"} <= {c.name for c in conv_cases()}
+    assert {"add_n67108864", "add_m8192_n8192_turned", "transpose_m8192_n8192_descriptors"} <= {
+        c.name for c in move_cases()
+    }
     assert {"4bit_m1_n8192_k8192_g128", "2bit_m1_n8192_k8192_g128"} <= {c.name for c in lowbit_cases()}
 
 
@@ -106,6 +119,15 @@ def test_the_shapes_that_were_promised():
         (lambda: EightCase(0), ShapeError),
         (lambda: EightCase(1, kind="int4"), ValueRangeError),
         (lambda: GemmCase(1, 1, 1, dtype="float8_e4m3fn"), ValueRangeError),
+        (lambda: MoveCase("copy", 1, 1), ValueRangeError),
+        (lambda: MoveCase("add", 1, 0), ShapeError),
+        (lambda: MoveCase("transpose", 0, 8), ShapeError),
+        (lambda: MoveCase("transpose", 8, 8, "turned"), ShapeError),
+        (lambda: MoveCase("add", 8, 9, "turned"), ShapeError),
+        (lambda: MoveCase("add", 0, 9, "apart"), ShapeError),
+        (lambda: MoveCase("add", 8, 8, method="strides"), ValueRangeError),
+        (lambda: MoveCase("transpose", 8, 8, method="smem"), ValueRangeError),
+        (lambda: MoveCase("transpose", 8, 8, dtype="int4"), ValueRangeError),
     ],
 )
 def test_bad_cases_are_refused(make, error):
@@ -128,7 +150,9 @@ def test_peers_are_judged_and_wrong_ones_found(family, case, stand_ins):
                 continue
             judge = calls.judge or family.judge(one)  # cuBLAS's x is not rounded to 8 bits
             assert judge.verdict(out).ok, name
-            assert not judge.verdict(out * 1.1).ok and not judge.verdict(out.flip(-1)).ok
+            assert not judge.verdict((out * 1.1).to(out.dtype)).ok and not judge.verdict(out.flip(-1)).ok
+            if not out.is_floating_point():
+                continue
             broken = out.clone()
             broken[(-1,) * broken.dim()] = float("nan")
             assert not judge.verdict(broken).finite
@@ -217,7 +241,12 @@ def test_the_table_counts_from_the_nearer_roof():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_command_on_tiny_cases(name, tmp_path):
     """With whatever of the collection this build has; what it lacks is named."""
-    case = {"gemm": "m20_n33_k17_sharedb|m70", "conv": "stride2", "lowbit": "4bit|8bit|w8a8_int8"}[name]
+    case = {
+        "gemm": "m20_n33_k17_sharedb|m70",
+        "conv": "stride2",
+        "lowbit": "4bit|8bit|w8a8_int8",
+        "move": "add|uint8|strides",
+    }[name]
     files = ["--json", tmp_path / "x.json", "--markdown", tmp_path / "x.md", "--results", tmp_path / "results"]
     result = run(name, "--case", case, "--rounds", 1, *files)
     assert result.exit_code == 0, result.output
@@ -225,7 +254,7 @@ def test_the_command_on_tiny_cases(name, tmp_path):
     peer = FAMILIES[name].defaults["cpu"][0]
     assert all(row["events_us"] > 0 for row in rows if row["implementation"] == peer)
     for row in rows:
-        assert row["family"] == name and row["bytes"] > 0 and row["flops"] > 0
+        assert row["family"] == name and row["bytes"] > 0 and (row["flops"] > 0 or row["op"] == "transpose")
         if row["implementation"] == "tilefold":
             there = row["status"] == "ok" or "is not in this build" in row["note"]
             assert there, row
@@ -234,3 +263,18 @@ def test_the_command_on_tiny_cases(name, tmp_path):
     assert len(kept) == len(rows)
     assert all(op in ops.COLLECTION or f"tilefold.ops.{op} is not in this build" in result.output for op in OPS[name])
     assert "| case | us | " in (tmp_path / "x.md").read_text()
+
+
+def test_a_transpose_is_judged_by_its_bits_and_its_layout():
+    inputs = MOVE.inputs(MoveCase("transpose", 5, 9, dtype="float32"), "cpu", 0)
+    judge = MOVE.judge(inputs)
+    right = inputs.x.t().contiguous()
+    assert judge.verdict(right).ok
+    assert not judge.verdict(inputs.x.t()).ok  # a view, which nobody wrote
+    assert not judge.verdict(inputs.x).ok
+    near = right.clone()
+    near[3, 2] = torch.nextafter(near[3, 2], torch.tensor(9.0))
+    assert not judge.verdict(near).ok
+    x = MOVE.inputs(MoveCase("add", 5, 9, "apart"), "cpu", 0)
+    assert x.x.stride() == x.y.stride() == (17, 1) and x.x.data_ptr() != x.y.data_ptr()
+    assert MOVE.inputs(MoveCase("add", 9, 9, "turned"), "cpu", 0).y.stride() == (1, 9)

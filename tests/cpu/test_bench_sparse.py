@@ -48,6 +48,16 @@ def test_the_full_family_is_what_the_published_table_and_more_ask_for():
     assert {"d128_h12_q64k23296x1_b64_random_s9.9", "d128_h12_q64k23296x1_b64_random_s90"} < set(names)
 
 
+def test_sparsities_that_are_asked_for_take_the_place_of_the_usual_cases():
+    found = cases_of("sparse", "full", "float16", "both", (1, 50, 99))
+    assert [case.kept for case in found] == ["361/364", "182/364", "4/364"] * 2
+    assert {case.pattern.kind for case in found} == {"random"}
+    assert {replace(case.problem, dtype="bfloat16") for case in found} == {VIDEO}
+    assert [case.backward for case in found] == [False] * 3 + [True] * 3
+    assert cases_of("sparse", "tiny", sparsities=(50,))[0].problem.seq_q == 256
+    assert cases_of("dense", sparsities=(50,)) == cases_of("dense")
+
+
 def test_flops_count_the_listed_blocks_and_two_and_a_half_times_backward():
     case = Case("sparse", VIDEO, Pattern("random", 80))
     assert case.flops == 4 * 64 * 64 * 128 * 12 * 364 * 73
@@ -59,7 +69,7 @@ def test_flops_count_the_listed_blocks_and_two_and_a_half_times_backward():
 def test_bytes_of_a_decoding_step_are_those_of_the_blocks_it_touches():
     case = Case("sparse", DECODE, Pattern("random", 90))
     rows = 64 * 12 * (256 * 2 + 4)
-    assert case.bytes == rows + 36 * 64 * 12 * 256 * 2
+    assert case.bytes == rows + 37 * 64 * 12 * 256 * 2
     assert case.replayed
     assert not Case("sparse", VIDEO, Pattern("random", 90)).replayed
 
@@ -262,12 +272,39 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
         console.print(report.detail_table(parts[0]))
     text = capture.get()
     header = text.splitlines()[0].split()
-    assert header == ["D,", "H", "N", "x", "B", "lists", "ms", "tilefold", "best", "BSA", "TK", "cuDNN"]
+    assert header == ["D,", "H", "N", "x", "B", "lists", "kept", "ms", "tilefold", "best", "BSA", "TK", "cuDNN"]
     assert "64 random 90 %" in text
     assert "1.00x" in text
     assert "1.25x" in text
     assert "MB more" in text
     assert "…" not in text
+
+
+def test_what_others_report_stands_beside_ours_and_says_whose_it_is():
+    sheet = report.reported_sheet(measured((1, 50, 80, 90, 99)))
+    assert sheet.title == "reported: by the pipeline's authors, on an H800; not measured here"
+    assert sheet.head == ("sparsity", "kept", "tilefold ms", "Triton ms (H800)", "TK ms (H800)")
+    assert [(row[0], row[1], *row[3:]) for row in sheet.rows] == [
+        ("1 %", "361/364", "8.15", "7.1"),
+        ("50 %", "182/364", "4.18", "3.22"),
+        ("90 %", "37/364", "0.883", "0.704"),
+        ("99 %", "4/364", "0.161", "0.118"),
+    ]
+    assert sheet.rows[1][2] == "5.00"
+    document = record.markdown_text(report.sheets_of(measured()), SETTING, ())
+    assert "| sparsity | kept | tilefold ms | Triton ms (H800) | TK ms (H800) |" in document
+    assert "not measured here." in document
+    for problem, pattern in (
+        (replace(VIDEO, dtype="float16"), Pattern("random", 50)),
+        (replace(VIDEO, batch=2), Pattern("random", 50)),
+        (replace(VIDEO, kv_heads=3), Pattern("random", 50)),
+        (DECODE, Pattern("random", 90)),
+        (VIDEO, Pattern("random", 50, 128, 128)),
+        (VIDEO, Pattern("video", 90)),
+        (VIDEO, Pattern("random", 80)),
+    ):
+        assert report.reported_sheet([Cell(Case("sparse", problem, pattern), "tilefold", "ok")]) is None
+    assert report.reported_sheet([Cell(Case("dense", VIDEO), "tilefold", "ok")]) is None
 
 
 def test_rows_say_their_lists():
@@ -292,7 +329,9 @@ def test_the_crossing_is_said_once_for_each_direction():
 def test_documents_and_rows_carry_the_new_figures():
     cells = measured()
     text = record.markdown_text(report.sheets_of(cells), SETTING, report.crossing_lines(cells))
-    assert text.count("| D, H | N x B | lists | tilefold ms | tilefold | best peer | BSA | TK | cuDNN | FA4 |") == 2
+    assert (
+        text.count("| D, H | N x B | lists | kept | tilefold ms | tilefold | best peer | BSA | TK | cuDNN | FA4 |") == 2
+    )
     assert "tilefold overtakes dense cuDNN at 30.0 %" in text
     document = json.loads(record.json_text(SETTING, report.rows_of(cells, SETTING), **report.findings(cells)))
     assert document["geometric_means"]["bsa"]["tilefold_speedup"] == pytest.approx(1.25)
@@ -300,6 +339,7 @@ def test_documents_and_rows_carry_the_new_figures():
     assert document["crossings"]["forward, d128_h12_n23296x1, blocks of 64"]["sparsity"] == pytest.approx(30)
     row = document["rows"][0]
     assert (row["direction"], row["density"], row["scratch_bytes"]) == ("forward", 1.0, 1_200_000)
+    assert row["kept"] == "364/364"
     assert row["version"] == "0.1.0"
     assert row["tflops"] == pytest.approx(VIDEO.seq_q**2 * 4 * 128 * 12 / 10e-3 / 1e12)
 

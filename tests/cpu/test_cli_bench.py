@@ -58,6 +58,44 @@ def test_quick_dense_with_every_output(tmp_path):
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
+def test_sparse_at_the_sparsities_that_are_asked_for(tmp_path):
+    figures = tmp_path / "sparse.json"
+    result = run(
+        *[
+            "sparse",
+            "--quick",
+            "--dtype",
+            "fp32",
+            "--peers",
+            "none",
+            "--rounds",
+            "1",
+            "--sparsity",
+            "25,50,...,99",
+            "--json",
+        ],
+        str(figures),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(figures.read_text())["rows"]
+    assert [(row["case"].rsplit("_", 2)[1], row["kept"]) for row in rows] == [
+        ("s25", "3/4"),
+        ("s50", "2/4"),
+        ("s75", "1/4"),
+        ("s99", "1/4"),
+    ]
+    assert "kept" in result.output and "64 random 75 %" in result.output and "3/4" in result.output
+    for options, message in (
+        (("dense", "--sparsity", "50"), "No such option"),
+        (("sparse", "--quick", "--sparsity", "50,..."), "--sparsity must be comma-separated numbers"),
+        (("sparse", "--quick", "--sparsity", "100"), "sparsity must be from 0 to below 100 per cent, got 100.0"),
+    ):
+        wrong = run(*options)
+        assert wrong.exit_code == 2 and message in " ".join(wrong.output.split()), wrong.output
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
 def test_quick_sparse_in_both_directions(tmp_path):
     figures, results = tmp_path / "sparse.json", tmp_path / "results"
     options = ("--direction", "both", "--case", "video", "--peers", "math,bsa,portable", "--dtype", "fp32", "--log")

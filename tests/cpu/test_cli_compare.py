@@ -58,6 +58,99 @@ def test_labels_of_the_drawing_do_not_touch():
     assert not touching, [[texts[i].get_text() for i in pair] for pair in touching]
 
 
+def columns(output, corner):
+    """Rows of the tables under a corner, by name, the columns of all its parts together."""
+    found = {}
+    lines = output.splitlines()
+    for at, line in enumerate(lines):
+        if line.split()[:1] == [corner] and lines[at + 1].startswith(("max abs", "shape")):
+            for row in lines[at + 1 : at + 10]:
+                name, *cells = re.split(r"\s{2,}", row.strip())
+                found.setdefault(name, []).extend(cells)
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_several_seeds_and_the_rows_of_lse(tmp_path):
+    file = tmp_path / "report.json"
+    result = run(
+        "tilefold", "fp64", "--quick", "--dtype", "fp32", "--case", "d32,n40", "--seed", 3, "--seeds", 4, "--json", file
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    assert document["seeds"] == [3, 4, 5, 6]
+    assert [each["name"] for each in document["tensors"]] == [
+        f"{name}, seed {seed}" for seed in (3, 4, 5, 6) for name in ("out", "lse")
+    ]
+    for name in ("out", "lse"):
+        each = [one for one in document["tensors"] if one["name"].startswith(name)]
+        assert len({one["first"]["sha256"] for one in each}) == 4  # other inputs
+        assert len({one["mean"] for one in each}) == 4
+        shown = columns(result.output, name)
+        assert len(shown["max abs"]) == 5
+        assert float(shown["max abs"][-1]) == pytest.approx(max(one["max_abs"] for one in each), rel=1e-3)
+        assert float(shown["mean"][-1]) == pytest.approx(sum(one["mean"] for one in each) / 4, rel=1e-2)
+        assert int(shown["of"][-1]) == sum(one["elements"] for one in each)
+        assert max(one["max_abs"] for one in each) < 1e-5
+    assert document["tensors"][1]["first"]["shape"] == [1, 4, 40]
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_who_tells_no_lse_is_said():
+    result = run("tilefold", "math", "--quick", "--case", "d64")
+    assert result.exit_code == 0, result.output
+    assert "no rows of lse: math tell none" in result.output
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+@pytest.mark.parametrize("size", [(), ("--shape", "2,2,200,16", "--sparsity", 50)], ids=["usual", "odd"])
+def test_the_whole_video_pipeline(tmp_path, size):
+    file = tmp_path / "video.json"
+    options = ("--family", "video", "--dtype", "fp32", "--json", file, *size)
+    result = run("tilefold", "fp64", "--same-lists", *options)
+    assert result.exit_code == 0, result.output
+    found = {each["name"]: each for each in json.loads(file.read_text())["tensors"]}
+    gini = () if size else ("tau",)  # a sparsity asks for no mass
+    assert list(found) == ["coarse", "scores", "gini", *gini, "mass", "kept", "fine", "lse", "out"]
+    for name, each in found.items():
+        assert each["max_abs"] < 2e-6 * (1 + each["second"]["norm"]), name
+    whole = run("tilefold", "fused", *options)
+    assert whole.exit_code == 0, whole.output
+    (out,) = json.loads(file.read_text())["tensors"]
+    assert out["name"] == "out" and out["relative_l2"] < 1e-6
+    back = run("plain", "tilefold", "--strict", "--direction", "backward", "--atol", "1e-4", *options)
+    assert back.exit_code == 0, back.output
+    found = {each["name"]: each for each in json.loads(file.read_text())["tensors"]}
+    assert list(found) == ["dq", "dk", "dv", "dgate_coarse", "dgate_fine"]
+    assert all(each["relative_l2"] < 1e-5 for each in found.values())
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_same_lists_are_the_first_ones(monkeypatch):
+    """An oracle that would select other blocks attends the first one's when it is told to."""
+    from tilefold import reference
+    from tilefold.bench.compared import video_results
+    from tilefold.plan.video import VideoShape
+    from tilefold.sparse import SelectOptions
+
+    true = reference.sparse_video_attention
+
+    def other(*tensors, select, **options):  # selects more blocks than it is asked to
+        return true(*tensors, select=SelectOptions(method="top_k", top_k=3), **options)
+
+    monkeypatch.setattr(reference, "sparse_video_attention", other)
+    shape, select = VideoShape(1, 2, 2, 256, 16, "float32"), SelectOptions(method="top_k", top_k=1)
+    for same in (True, False):
+        first, second = video_results(("tilefold", "fp64"), shape, select, "cpu", 0, False, same)
+        assert torch.equal(first["kept"], second["kept"]) == same
+        assert torch.allclose(first["out"].double(), second["out"], atol=1e-5) == same
+
+
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_the_same_twice_has_the_same_bits():
@@ -98,6 +191,18 @@ def test_refusals(tmp_path):
         ((tmp_path / "text.pt", tmp_path / "text.pt"), "is no file of torch.save or .npy"),
         ((tmp_path / "number.pt", tmp_path / "number.pt"), "'x' is int"),
         (("tilefold", "math", "--direction", "both"), "direction must be forward or backward, got 'both'"),
+        (("tilefold", "math", "--family", "none"), "--family must be one of dense, sparse, video, got 'none'"),
+        (("tilefold", "math", "--family", "video"), "must be one of tilefold, fused, fp64, plain, got 'math'"),
+        (("tilefold", "fp64", "--sparsity", 50), "--sparsity is for --family video, got 50.0 with --family dense"),
+        (("tilefold", "fp64", "--same-lists"), "--same-lists is for --family video"),
+        (("tilefold", "fp64", "--family", "video", "--case", "d128"), "--case is of attention; video has --shape"),
+        (("fp64", "tilefold", "--family", "video", "--same-lists"), "--same-lists has fp64 or plain attend the lists"),
+        (("fused", "fp64", "--family", "video", "--direction", "backward"), "direction must be forward for 'fused'"),
+        (
+            ("fp64", "plain", "--family", "video", "--shape", "1,12,23296,128"),
+            "fp64 cannot take 1 x 12 x 23296 x 23296",
+        ),
+        ((tmp_path / "a.pt", tmp_path / "a.pt", "--seeds", 2), "--seeds is for implementations"),
         (("tilefold", "math", "--html", tmp_path / "no" / "where.html"), "--html must be a file that can be written"),
     ):
         result = run(*arguments)

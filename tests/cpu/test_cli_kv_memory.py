@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench.decode.kv_memory import MODELS, Workload, layouts_of
+from tilefold.bench.decode.kv_memory import FILLED, MODELS, Workload, layouts_of, paging_gains
 from tilefold.cli.app import app
 from tilefold.errors import ValueRangeError
 
@@ -38,6 +38,39 @@ def test_figures_by_hand(tmp_path):
     assert ones["concurrent"] == 4  # 10 + 17 + 1 + 10 = 38 of 45
     assert (sixteens["bytes_allocated"], sixteens["bytes_wasted"]) == (64 * row, 36 * row)
     assert sixteens["concurrent"] == 1  # two pages: the second sequence needs two
+
+
+def test_the_unused_pool_is_no_waste(tmp_path):
+    """Used, wasted and unused bytes are the budget; what one sequence more would not fit into is unused."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("10\n17\n1\n")
+    row = 2 * 3 * 12 * 2
+    found = figures(*SMALL, "--lengths", path, "--page-sizes", "1,16,64", "--budget", 230 * row / 2**30)
+    pools = [tuple(each[f"pool_{what}"] // row for what in ("used", "wasted", "unused")) for each in found["layouts"]]
+    # Two of 100 rows; 24 sequences of 10, 17, 1; 14 pages of 16, of which these take 1, 2, 1; three pages of 64.
+    assert [each["concurrent"] for each in found["layouts"]] == [2, 24, 10, 3]
+    assert pools == [(27, 173, 30), (8 * 28, 0, 6), (94, 130 - 94 + 78, 230 - 208), (28, 164, 38)]
+    assert all(sum(pool) == 230 for pool in pools)
+    shared = layouts_of(Workload((20, 30, 10), 64, shared=18), 2, (1, 8), 121)
+    for each in shared:
+        assert each.pool_used + each.pool_wasted + each.pool_unused == 121
+    assert shared[1].pool_unused == 1 and shared[1].pool_wasted == 0
+
+
+@pytest.mark.parametrize(("most", "size"), [(100, 16), (100, 1), (96, 16), (8192, 256), (10, 64), (64, 64)])
+def test_when_paging_helps_is_what_the_allocator_finds(most, size):
+    """By how many sequences of one length fit in memory of which every layout fills all but one sequence's."""
+    gains, until = paging_gains(most, size)
+    budget = 60 * most * (1 if size < most else size)
+    for share, gain in zip(FILLED, gains, strict=True):
+        length = -(-most * share // 100)
+        contiguous, pages = layouts_of(Workload((length,), most), 1, (size,), budget)
+        assert pages.concurrent == int(budget / most * gain + 1e-9)
+        assert contiguous.concurrent == budget // most
+    for length in (until, until + 1):
+        if 1 <= length <= most:
+            (_, pages) = layouts_of(Workload((length,), most), 1, (size,), budget)
+            assert (pages.bytes_allocated < most) == (length <= until)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("e4m3", "float8_e4m3fn"), ("INT8", "int8")])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
@@ -29,7 +30,12 @@ def test_every_stage_and_every_report(tmp_path):
     assert sum(rows[name]["share"] for name in stages) == pytest.approx(1)
     assert rows["pipeline"]["cost"]["flops"] == sum(rows[name]["cost"]["flops"] for name in stages)
     assert rows["pipeline, forward + backward"]["cost"] is None
-    assert document["density"] == 0.5
+    assert document["density"] == 0.5 and "1 of 2 blocks kept" in document["title"]
+    alone = rows["index alone"]
+    assert alone["share"] is None and alone["timing"]["ms"] > 0
+    assert alone["cost"]["bytes"] == 2 * 2 * (2 + 4 * 1 + 4)  # rows: two pairs of blocks, an entry, a length
+    assert "index alone: from a map of blocks" in result.output
+    assert document["reported_ms"] == {} and "reported" not in result.output
     assert any("FA4" in note for note in document["notes"])
     check_explained(document["explained"])
     assert "pipeline takes" in result.output
@@ -37,6 +43,40 @@ def test_every_stage_and_every_report(tmp_path):
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     page = files["html"].read_text()
     assert "<svg" in page and "gather_blocks (k)" in page and "adds up" in page and "Not explained" in page
+
+
+@pytest.mark.interpreter
+def test_the_index_alone_makes_the_lists_of_the_stages():
+    from tilefold.bench.video.stages import ALONE, prepare_stages
+    from tilefold.plan.video import VideoShape
+    from tilefold.sparse import CoarseOptions, SelectOptions
+
+    ready = prepare_stages(
+        VideoShape(2, 2, 1, 200, 16, "float32"), "cpu", CoarseOptions(), SelectOptions("top_p", top_p=0.6)
+    )
+    made, index = ready.calls[ALONE](), ready.index
+    assert made.capacity == index.capacity and made.geometry == index.geometry
+    assert torch.equal(made.counts, index.counts) and torch.equal(made.to_map(), index.to_map())
+    assert int(made.counts.sum()) == ready.listed
+
+
+def test_the_published_shape_has_what_its_authors_report():
+    """In a column of its own that names their device, and with a sentence; no other shape has it."""
+    from tilefold.bench.timers import Timing
+    from tilefold.bench.video.stages import StageRow, VideoRun
+    from tilefold.cli import profile
+    from tilefold.plan.video import VideoShape
+
+    names = ("coarse", "select", "fine", "fuse", "index alone", "pipeline", "dense cuDNN")
+    rows = tuple(StageRow(name, Timing(2.0, 2.0, 2.0, 1, "events"), None, None, None) for name in names)
+    head, table = profile._table(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
+    assert head[:4] == ("", "ms", "reported (H800)", "%")
+    assert [row[2] for row in table] == ["1.007", "0.400", "3.125", "0.231", "0.097", "4.860", ""]
+    notes = profile._notes(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
+    assert any("by the pipeline's authors, on an H800; not measured here; 3.666 ms in all" in note for note in notes)
+    for other in (VideoShape(1, 12, 12, 23296, 128, "float16"), VideoShape(1, 12, 4, 23296, 128)):
+        assert profile._table(VideoRun(other, 0.35, 1, rows, ()))[0] == profile.HEAD
+        assert not any("reported" in note for note in profile._notes(VideoRun(other, 0.35, 1, rows, ())))
 
 
 def check_explained(why):

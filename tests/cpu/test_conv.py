@@ -116,6 +116,21 @@ def test_relayout(channels, groups, dtype, device):
     assert got.is_contiguous()
 
 
+def test_direct_is_the_implicit_convolution(device):
+    """Another name of it, in calls and in plans; groups of few channels take the kernel without tensor cores by either."""
+    for channels, groups in ((20, 1), (8, 8)):
+        x, w = rand(2, channels, 5, 4, device=device), rand(16, channels // groups, 3, 3, device=device) / 12
+        got = held(x, w, rand(16, device=device), method="direct", padding=1, groups=groups, activation="relu")
+        assert got.shape == (2, 16, 5, 4)
+        one, other = (conv_plan(x, w, padding=1, groups=groups, method=name) for name in ("direct", "implicit"))
+        assert one == other
+        assert torch.equal(
+            ops.conv2d(x, w, padding=1, groups=groups, method="direct", plan=one),
+            ops.conv2d(x, w, padding=1, groups=groups, method="implicit"),
+        )
+    assert plan_conv(one.problem, one.device, "direct") == plan_conv(one.problem, one.device, "implicit")
+
+
 def test_relayout_of_strided_and_of_channels_last(device):
     x = rand(2, 3, 12, 9, device=device)[:, :, ::2, 1:]
     w = rand(8, 3, 3, 2, device=device) / 4
@@ -265,7 +280,7 @@ REFUSED = [
     ({"groups": 0}, ValueRangeError, "groups must be at least 1, got 0"),
     ({"activation": "tanh"}, ValueRangeError,
      "activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got 'tanh'"),
-    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', 'relayout', got 'fft'"),
+    ({"method": "fft"}, ValueRangeError, "method must be one of 'auto', 'implicit', 'im2col', 'relayout', 'direct', got 'fft'"),
     ({"plan": 3}, DtypeError, "plan must be a ConvPlan or None, got int"),
     ({"x": torch.ones(1, 4, 5, 5).half(), "weight": torch.ones(6, 4, 3, 3).half(), "tf32": True}, ValueRangeError,
      "tf32 is for float32, but x has dtype float16"),

@@ -70,6 +70,18 @@ def test_the_dequantised_path_recovers_the_weight(device, bits, zeros):
         assert_recovers(weight, dtype, device, path="dequantise")
 
 
+@pytest.mark.parametrize("bits", [8, 3])
+def test_zero_points_far_from_the_codes(device, bits):
+    """Weights on one side of 0: their floating zero points lie outside of the codes, some below 0."""
+    w = torch.rand(70, 136, generator=torch.Generator().manual_seed(1)) + 2
+    w[::2] *= -1
+    weight = quant.quantize_weight(w, bits, 64).to(device)
+    assert weight.zeros.is_floating_point()
+    assert weight.zeros.min() < 0 and weight.zeros.max() > 2**bits - 1
+    assert_recovers(weight, torch.bfloat16, device, **TILE | {"scaled": "before"})
+    assert_recovers(weight, torch.float32, device, path="dequantise")
+
+
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("zeros", ["none", "integer", "float", "table", "tensor"])
 def test_the_kernel_recovers_the_weight(device, bits, zeros):

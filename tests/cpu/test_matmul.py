@@ -60,6 +60,28 @@ def test_batches(shapes, bias, device):
     check(a, b, bias=None if bias is None else rand(*bias, device=device), activation="gelu")
 
 
+@pytest.mark.parametrize("shapes", [*BATCHES, ((1, 18), (3, 18, 35)), ((3, 1, 18), (18, 35))])
+def test_a_bias_of_the_batch(shapes, device):
+    """[B, 1] is a number a batch entry, also as a strided view and with a gradient; [B, 1, 1] says the same."""
+    a, b = (rand(*shape, device=device) for shape in shapes)
+    bias = rand(3, 4, device=device)[:, 1:2]
+    got = ops.bmm(a, b, bias=bias, activation="relu")
+    assert torch.equal(got, check(a, b, bias=bias[:, :, None], activation="relu"))
+    leaf = bias.detach().clone().requires_grad_()
+    (given,) = torch.autograd.grad(ops.bmm(a, b, bias=leaf).sum(), leaf)
+    assert torch.allclose(given, torch.full_like(leaf, got[0].numel()))
+
+
+def test_a_bias_of_as_many_rows_as_entries_is_of_the_rows(device):
+    """Broadcasting comes first: [3, 1] with M = 3 is a number a row, whatever the batch."""
+    a, b, bias = rand(3, 18, device=device), rand(3, 18, 35, device=device), rand(3, 1, device=device)
+    check(a, b, bias=bias)
+    with pytest.raises(ShapeError, match=r"bias has shape \(2, 1\)"):
+        ops.bmm(a, b, bias=rand(2, 1, device=device))
+    with pytest.raises(ShapeError, match=r"bias has shape \(18, 1\)"):
+        ops.matmul(a, b[0], bias=rand(18, 1, device=device))
+
+
 def test_batch_strides(device):
     """Batches that lie inside rows, that repeat one matrix."""
     a = rand(20, 3, 18, device=device).transpose(0, 1)

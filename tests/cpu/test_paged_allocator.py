@@ -240,6 +240,8 @@ def test_statistics_count_shared_rows_once():
     s = allocator.statistics(row_bytes=100)
     assert (s.pages_used, s.pages_shared, s.pages_free, s.rows_used, s.tokens) == (3, 3, 13, 10, 19)
     assert (s.bytes_allocated, s.bytes_in_pages, s.bytes_used, s.bytes_wasted) == (6400, 1200, 1000, 200)
+    assert s.bytes_used + s.bytes_wasted + s.bytes_free + s.scale_bytes == s.bytes_allocated
+    assert "unused pool      5.08 KiB" in str(s)
     assert s.bytes_contiguous == 2 * 20 * 100
     assert s.fragmentation == pytest.approx(1 / 6)
     allocator.swap_out(b)

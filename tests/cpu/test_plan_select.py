@@ -1,10 +1,16 @@
 """plan_select: rows over a warp or a few, long rows to torch, too many rows refused."""
 
+from fractions import Fraction
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilefold.errors import Unsupported
 from tilefold.plan import device_named
-from tilefold.plan.select import LONGEST_ROW, SelectProblem, plan_select
+from tilefold.plan.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select
+from tilefold.sparse.select_arguments import kept_by
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "interpreter"])
@@ -36,3 +42,14 @@ def test_too_many_rows():
         Unsupported, match="^selection is made for at most 2147483647 rows of scores a call, got 2147483648$"
     ):
         plan_select(SelectProblem(2, 1024, 1024 * 1024, 1), device_named("h200"))
+
+
+@given(st.integers(0, 1000), st.integers(1, LONGEST_ROW))
+def test_a_sparsity_keeps_at_least_what_it_asks_for_and_no_block_more(thousandths, blocks):
+    asked = (1 - Fraction(thousandths, 1000)) * blocks  # what a person means by 0.651, without binary rounding
+    kept = kept_blocks(thousandths / 1000, blocks)
+    assert kept >= asked and (kept - 1 < asked or kept == 1)
+    for dtype in (torch.float32, torch.float64):
+        share = torch.tensor([thousandths / 1000], dtype=dtype)
+        assert kept_by(share, blocks).tolist() == kept_by(share, torch.tensor([blocks])).tolist() == [kept]
+    assert kept_by(thousandths / 1000, torch.tensor([blocks])).tolist() == [kept]

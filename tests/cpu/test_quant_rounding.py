@@ -133,6 +133,69 @@ def test_refinement_gains(per):
             assert new <= old if per == "tensor" else new < old  # one zero point for all may be the best one already
 
 
+@examples(60)
+@hypothesis.given(
+    bits=st.sampled_from(BITS),
+    n=st.integers(1, 9),
+    k=st.integers(1, 200),
+    group=st.sampled_from([32, 64, None]),
+    dtype=st.sampled_from(FLOATS),
+    shift=st.sampled_from([0.0, 0.5, -1.5, 4.0, -40.0, 3000.0]),
+    zeros=st.sampled_from(["auto", "float"]),
+    seed=st.integers(0, 2**31),
+)
+def test_floating_zero_points_are_never_worse(bits, n, k, group, dtype, shift, zeros, seed):
+    """In no group; and every group around 0 keeps its scale and a zero point that is a code."""
+    w = (torch.rand(n, k, generator=torch.Generator().manual_seed(seed)) + shift).to(dtype)
+    whole, own = (quantize_weight(w, bits, group, zeros=way) for way in ("integer", zeros))
+    assert whole.zeros.dtype == torch.uint8
+    (_, before), (_, after) = measures(w, whole), measures(w, own)
+    assert (after <= before).all()
+    assert ((own.dequantize(torch.float64) - w.double()).abs() <= steps_of(own) * (0.5 + 1e-3)).all()
+    if own.zeros.dtype == torch.uint8:
+        assert own == whole
+        return
+    assert own.zeros.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
+    parts = [w[:, at : at + own.group].double() for at in range(0, k, own.group)]
+    around = torch.stack([(part.amin(1) <= 0) & (part.amax(1) >= 0) for part in parts])
+    assert torch.equal(own.zeros[around], whole.zeros[around].to(own.zeros.dtype))
+    assert torch.equal(own.scales[around], whole.scales[around])
+    if zeros == "auto":
+        assert after.sum() <= 0.9 * before.sum() * (1 + 1e-9)
+
+
+def test_zeros_stay_zero_beside_groups_on_one_side():
+    w = torch.rand(8, 96) + 1
+    w[:, 32:64] -= 1.5
+    w[:, 40] = 0
+    q = quantize_weight(w, 4, 32)
+    assert q.zeros.is_floating_point()
+    assert torch.equal(q.dequantize()[:, 40], torch.zeros(8))
+    assert torch.equal(q.zeros[1], q.zeros[1].round()) and (q.zeros[0] < 0).all()
+    few = torch.randn(64, 512)
+    few[0, :32] = few[0, :32].abs() + 1  # one group of a thousand is not worth another format, unless it is asked for
+    assert quantize_weight(few, 4, 32).zeros.dtype == torch.uint8
+    assert quantize_weight(few, 4, 32, zeros="float").zeros.dtype == torch.float32
+
+
+def test_a_zero_point_that_float16_cannot_hold_is_not_taken():
+    """At 3000 steps from 0 and more float16 is two and more steps apart: the grid would lie beside the weights."""
+    w = (torch.rand(4, 128) + 100).half()
+    near, far = (quantize_weight(w, bits, zeros="float") for bits in (2, 8))
+    assert near.zeros.dtype == torch.float16 and far.zeros.dtype == torch.uint8
+    wide = quantize_weight(w, 8, zeros="float", dtype=torch.float32)
+    assert wide.zeros.dtype == torch.float32
+    assert (wide.dequantize() - w).norm() < 0.2 * (far.dequantize(torch.float32) - w).norm()
+
+
+def test_rows_of_one_sided_weights_are_independent_however_they_are_cut(monkeypatch):
+    w = torch.rand(40, 96) + torch.linspace(-1, 1, 40)[:, None]
+    whole = quantize_weight(w, 4, 32)
+    assert whole.zeros.is_floating_point()
+    monkeypatch.setattr("tilefold.quant.rounding.CHUNK", 7 * 96)
+    assert quantize_weight(w, 4, 32) == whole
+
+
 def test_size_of_the_weight_does_not_matter():
     w = torch.randn(8, 256)
     a, b = (quantize_weight(x, 3, refine="hqq") for x in (w, 1024 * w))
@@ -187,6 +250,8 @@ def test_bad_input_is_refused():
         (ValueRangeError, "per must be one of .* got 'row'", {"per": "row"}),
         (ValueRangeError, "refine must be one of .* got 'gptq'", {"refine": "gptq"}),
         (Unsupported, "refine='hqq' moves zero points", {"refine": "hqq", "scheme": "symmetric"}),
+        (ValueRangeError, "zeros must be one of .* got 'whole'", {"zeros": "whole"}),
+        (Unsupported, "zeros='float' needs scheme='asymmetric'", {"zeros": "float", "scheme": "symmetric"}),
         (DtypeError, r"dtype must be one of .* got torch\.float64", {"dtype": torch.float64}),
     ]
     for error, text, options in cases:

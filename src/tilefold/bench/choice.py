@@ -1,12 +1,13 @@
 """Which cases and which peers take part: by parts of their names; peers also by the package that they come in."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from tilefold.bench.implementation import version_of
 from tilefold.errors import Unsupported, ValueRangeError
 
-__all__ = ["INSTALLED", "Known", "chosen", "installed", "names_in", "select_cases", "whereabouts"]
+__all__ = ["INSTALLED", "Known", "chosen", "figures_in", "installed", "names_in", "select_cases", "whereabouts"]
 
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
 
@@ -53,6 +54,33 @@ def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[Nam
 def names_in(text: str) -> tuple[str, ...]:
     """Comma-separated names, in lower case."""
     return tuple(name.strip().lower() for name in text.split(",") if name.strip())
+
+
+def figures_in(text: str, option: str) -> tuple[float, ...]:
+    """Comma-separated numbers; "1,10,20,...,99" goes on in the last step (10) below the number behind the dots (1, 10, 20, 30 ...
+    90, 99).  ValueRangeError names the option."""
+    parts = [part.strip() for part in text.split(",")]
+    found: list[float] = []
+    try:
+        for at, part in enumerate(parts):
+            if part == "...":
+                found += _between(found, float(parts[at + 1]))
+            else:
+                found.append(float(part))
+    except (ValueError, IndexError):
+        raise ValueRangeError(
+            f"{option} must be comma-separated numbers, or two numbers that rise, ... and a last one, got {text!r}"
+        ) from None
+    return tuple(found)
+
+
+def _between(found: Sequence[float], last: float) -> list[float]:
+    """The numbers behind found, in the step of its last two, below last."""
+    step = found[-1] - found[-2]
+    if step <= 0 or not last < float("inf"):
+        raise ValueError(step)
+    count = max(0, math.ceil((last - found[-1]) / step - 1e-9) - 1)
+    return [round(found[-1] + step * n, 9) for n in range(1, count + 1)]
 
 
 def installed(one: Known) -> bool:

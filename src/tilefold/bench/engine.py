@@ -20,12 +20,14 @@ __all__ = ["ENGINES", "AttentionEngine", "Engine", "FamilyEngine", "Request", "e
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which cases: quick ones, those whose name has a pattern; of attention also the dtype's full name and the direction."""
+    """Which cases: quick ones, those whose name has a pattern; of attention also the dtype's full name and the direction;
+    of sparse attention random lists at these sparsities (per cent) in place of the usual cases."""
 
     quick: bool = False
     pattern: str | None = None
     dtype: str = "bfloat16"
     direction: str = "forward"
+    sparsities: tuple[float, ...] = ()
 
     def size(self, gpu: bool) -> str:
         """Of the cases: "tiny" in the interpreter."""
@@ -97,7 +99,8 @@ class AttentionEngine:
             raise ValueRangeError(
                 f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
             )
-        return select_cases(cases_of(self.name, request.size(gpu), request.dtype, request.direction), request.pattern)
+        how = request.size(gpu), request.dtype, request.direction, request.sparsities
+        return select_cases(cases_of(self.name, *how), request.pattern)
 
     def run(
         self,
@@ -146,7 +149,7 @@ class AttentionEngine:
 
 
 class FamilyEngine:
-    """decode, gemm, conv and lowbit; a result is the row of a case.  place: module and name of the Family."""
+    """decode, gemm, conv, lowbit and move; a result is the row of a case.  place: module and name of the Family."""
 
     def __init__(self, name: str, place: str) -> None:
         self.name, self.place = name, place
@@ -218,6 +221,7 @@ ENGINES: dict[str, Engine] = {
     "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
     "conv": FamilyEngine("conv", "matrix.conv.CONV"),
     "lowbit": FamilyEngine("lowbit", "matrix.lowbit.LOWBIT"),
+    "move": FamilyEngine("move", "matrix.move.MOVE"),
     "video": VideoEngine(),
 }
 

@@ -61,7 +61,7 @@ SUITES = {
     for suite in (
         Suite("quick", "a few cases of every family: minutes on a GPU, tiny ones without", _quick(*ENGINES)),
         Suite("attention", "a few cases of dense, sparse and decode", _quick("dense", "sparse", "decode")),
-        Suite("matrix", "a few cases of gemm, conv and lowbit", _quick("gemm", "conv", "lowbit")),
+        Suite("matrix", "a few cases of gemm, conv, lowbit and move", _quick("gemm", "conv", "lowbit", "move")),
         Suite(
             "readme",
             "what the README and docs/performance/overview.md show: dense and sparse attention, forward and backward",

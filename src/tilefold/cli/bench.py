@@ -40,7 +40,9 @@ from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]
 
-ATTENTION_ONLY = ("dtype", "direction", "host", "graph")  # the other families' cases say it, or they do it always
+ATTENTION = ("dense", "sparse")
+# Options -> the families that have them: the others' cases say it, or they do it always.
+ONLY = {**dict.fromkeys(("dtype", "direction", "host", "graph"), ATTENTION), "sparsity": ("sparse",)}
 
 EPILOG = """
 **Examples**
@@ -57,7 +59,8 @@ EPILOG = """
 
     tilefold bench peers
 
-dense, sparse, decode, gemm, conv and lowbit have the same options; `tilefold bench dense --help` says what is measured, and how.
+dense, sparse, decode, gemm, conv, lowbit and move have the same options; `tilefold bench dense --help` says what is measured,
+and how.
 """
 
 app = typer.Typer(
@@ -76,6 +79,10 @@ def bench(
     case: CaseFilter = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward",
+    sparsity: Annotated[
+        str | None,
+        typer.Option(metavar="PERCENTS", help="Random lists at these instead of the usual cases, as 1,10,20,...,99."),
+    ] = None,
     host: Annotated[bool, typer.Option("--host", help="Measure the host cost of a call, too.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
     rounds: Rounds = 5,
@@ -92,12 +99,14 @@ def bench(
     power: Power = True,
 ) -> None:
     """Time the cases of a family and write what was asked for."""
+    from tilefold.bench.choice import figures_in
     from tilefold.bench.engine import Request, engine_named, peers_of
 
     files = {"csv": csv, "json": json, "markdown": markdown}
     outputs = Outputs.asked(files, refresh, results, compare, (fail_slower, noise), power, [family])
     names, must = peer_names(peers, against)
-    request = Request(quick, case, dtype_named(dtype), direction)
+    sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
+    request = Request(quick, case, dtype_named(dtype), direction, sparsities)
     runtime = prepare_runtime()
     from tilefold.bench.setting import Options, setting_of
 
@@ -117,7 +126,7 @@ def bench(
 
 def of_family(family: str) -> Callable[..., None]:
     """`bench` as the command of one family: its options without the first argument and without those that are not for it."""
-    left_out = ("family", *(() if family in ("dense", "sparse") else ATTENTION_ONLY))
+    left_out = ("family", *(option for option, families in ONLY.items() if family not in families))
 
     @functools.wraps(bench)
     def command(**options: Any) -> None:

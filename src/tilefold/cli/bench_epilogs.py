@@ -9,6 +9,7 @@ HELP = {
     "gemm": "Time matrix products, batched or not, with what is fused behind them, beside torch.",
     "conv": "Time two-dimensional convolutions beside torch.",
     "lowbit": "Time products with weights of 8, 4, 3 and 2 bits beside 16-bit ones and other libraries.",
+    "move": "Time sums and transposes, bound by the bytes that they move, beside torch.",
 }
 ATTENTION_EPILOG = """
 **Examples**
@@ -21,6 +22,8 @@ ATTENTION_EPILOG = """
 
     tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
 
+    tilefold bench sparse --sparsity 1,10,20,...,99 --peers cudnn,bsa
+
     tilefold bench video --sweep length --peers cudnn,fa4
 
     tilefold bench dense --against installed --compare before.json --fail-slower 3
@@ -31,6 +34,8 @@ block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), 
 portable kernel, where the plan takes another one). For gradients of dense attention also fa4-det (fa4 with deterministic=True)
 and any-order (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are deterministic, fa4's
 are not. Peers that know no lists compute every pair, and are judged by that.
+
+**Lists** keep at least as many KV blocks as the sparsity asks for; the column kept says how many, of how many.
 
 **Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order
@@ -60,10 +65,13 @@ medians between GPU events with a cold L2 cache, and of CUDA-graph replays over 
 whose order alternates. Without a GPU tiny cases run in the interpreter. Exit code 1 if a result of tilefold is wrong.
 """
 
-_MATRIX = """
-**Columns**: us of a call, GB/s of the bytes that have to move, TFLOP/s, the share of the roof (the longer one of those bytes at
-the rate of a plain copy, timed in the same rounds, and the operations at the device's rate, in the time), how many times as fast
-as the fastest other library (best).
+_MATRIX_COLUMNS = """us of a call, GB/s of the bytes that have to move, TFLOP/s, the share of the roof (the longer one of
+those bytes at the rate of a plain copy, timed in the same rounds, and the operations at the device's rate, in the time), how many
+times as fast as the fastest other library (best)."""
+_MOVE_COLUMNS = """us of a call, GB/s of the bytes that have to move, how many times as long as a plain copy of as many bytes,
+timed in the same rounds, would take (x floor), how many times as fast as the fastest other library (best)."""
+_MATRIX = f"""
+**Columns**: {_MATRIX_COLUMNS}
 
 **Method**: every output is compared with fp64 in full; what is wrong is reported and not timed. Times are medians between GPU
 events with a cold L2 cache, and of CUDA-graph replays over inputs of six times the L2 cache, taken in rounds whose order
@@ -79,4 +87,6 @@ EPILOGS = {
     "lowbit": "**Peers**: cublas (the dequantised weight in 16 bits), tinygemm (torch's int4, the same codes), torchao, "
     "gemlite and bitsandbytes, if installed: those that round by themselves are judged by their own weights.\n\n"
     '    tilefold bench lowbit --case "4bit,m1_" --peers cublas,tinygemm\n' + _MATRIX,
+    "move": "**Peers**: torch (x + y, x.t().contiguous()).\n\n    tilefold bench move --case transpose --markdown transpose.md\n"
+    + _MATRIX.replace(_MATRIX_COLUMNS, _MOVE_COLUMNS),
 }

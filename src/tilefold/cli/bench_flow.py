@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, table_of, writable
+from tilefold.cli.runtime import Runtime, print_tables, table_of, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -196,6 +196,10 @@ def _show_attention(done: Done, setting: "Setting", details: bool, console: Cons
     if report.geometric_means(cells):
         console.print(Text("1.20x: tilefold takes 1 / 1.20 of that library's time", style="dim"))
     say(report.crossing_lines(cells), console, "")
+    if theirs := report.reported_sheet(cells):
+        console.print()
+        console.print(Text(theirs.title, style="bold"))
+        print_tables(console, theirs.head, theirs.rows)
     if details or any(cell.case.pattern for cell in cells):
         console.print()
         wide = Console(width=max(console.width, DETAIL_WIDTH), file=console.file)

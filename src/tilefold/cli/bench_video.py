@@ -42,7 +42,8 @@ tokens; cached is one step of streaming, the newest block's queries over a cache
 
 **Columns**: fine is block-sparse attention alone; stages the sum of coarse, select, fine and fuse (and append to the cache), each
 called by itself; total the whole pipeline as a user calls it. TFLOP/s are the fine stage's on the listed blocks, TB/s what it
-draws of K and V. Beside each dense peer: how many times as fast the fine stage and the total are.
+draws of K and V. Beside each dense peer: how many times as fast the fine stage and the total are; beside each that follows the
+fine stage's lists (bsa, tk, fastvideo, flex, fa4-lists): how many times as fast the fine stage is.
 
 **Method**: sampled rows of each output are compared with fp64; what is wrong is not timed. Times are medians between GPU events
 with a cold L2 cache, in rounds whose order alternates; cached, and all with --graph, as replays of CUDA graphs. Exit code 1 if a
@@ -104,14 +105,14 @@ def video(
     from tilefold.bench.setting import setting_of
     from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.report import records_of
-    from tilefold.bench.video.stages import PEERS
+    from tilefold.bench.video.stages import LISTED, PEERS, USUAL
     from tilefold.bench.video.sweep import measure_point, run_points
     from tilefold.plan.video import VideoShape
 
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
-    names = names_from(peers if peers is not None else "cudnn,fa4" if runtime.gpu else "math", "--peers", PEERS)
+    names = USUAL[runtime.device] if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
     console, setting = Console(), setting_of(runtime.device)
     console.print(
         Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
@@ -147,13 +148,17 @@ def _points(
     sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime, quick: bool
 ) -> "tuple[Point, ...]":
     """All points of the sweeps; given: the options --values and --sparsity; quick: one value and one sparsity of each."""
+    from tilefold.bench.choice import figures_in
     from tilefold.bench.video.engine import DEFAULTS
     from tilefold.bench.video.sweep import SWEEPS, points_of
 
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
     if not sweeps:
         raise ValueRangeError(f"--sweep must name at least one of {', '.join(SWEEPS)}, got {sweep!r}")
-    values, sparsities = (_figures(text, name) for text, name in zip(given, ("--values", "--sparsity"), strict=True))
+    values, sparsities = (
+        () if text is None else figures_in(text, name)
+        for text, name in zip(given, ("--values", "--sparsity"), strict=True)
+    )
     if values and len(sweeps) > 1:
         raise ValueRangeError(f"--values needs one --sweep that they belong to, got {sweep!r}")
     if sparsities and sweeps == ("sparsity",):
@@ -165,15 +170,6 @@ def _points(
         most = 1 if quick else None
         found += points_of(name, shape, (values or usual)[:most], (sparsities or fixed)[:most], pages)
     return tuple(found)
-
-
-def _figures(text: str | None, name: str) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueRangeError(f"{name} must be comma-separated numbers, got {text!r}") from None
 
 
 def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", console: Console) -> None:

@@ -1,27 +1,30 @@
 """`tilefold compare`: how two implementations, or two files, differ number by number."""
 
 import json as jsonlib
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import dtype_named, prepare_runtime, table_of, user_errors, writable
-from tilefold.errors import DtypeError, Unsupported, ValueRangeError
+from tilefold.cli.runtime import dtype_named, integers, prepare_runtime, print_tables, user_errors, writable
+from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tilefold.bench.accuracy import Difference
-    from tilefold.bench.implementation import Inputs
     from tilefold.bench.page import Picture
 
 __all__ = ["EPILOG", "compare"]
 
-GRADIENTS = ("dq", "dk", "dv")
+Pairs: TypeAlias = "list[tuple[str, Tensor, Tensor]]"  # name, of the first, of the second
+
+FAMILIES = ("dense", "sparse", "video")
+AXES = dict.fromkeys(("lse", "scores", "gini", "tau", "mass", "kept"), 2)  # of the queries, where it is not 1
 LABELS, NAME = 8, 64  # labels of an axis, and characters of a name, that have room in a drawing
 
 EPILOG = """
@@ -33,14 +36,22 @@ EPILOG = """
 
     tilefold compare tilefold cudnn --case d128,n4096,causal --json report.json
 
+    tilefold compare tilefold fp64 --family video --quick --seeds 5 --same-lists
+
     tilefold compare before.pt after.pt
 
 **Implementations**: tilefold, fp64 (plain PyTorch in float64, for sizes that it can hold) and the peers of `tilefold bench`.
+Forward, tilefold, portable and fp64 tell the lse, too, and it is compared where both do.
+**Family video**: the whole pipeline, every stage's results and the output, or the gradients of q, k, v and the gates. tilefold
+runs it stage by stage, fused as one call that gives the output alone; fp64 and plain (in the inputs' dtype) are the oracles.
+kept is 1 where a list has a block: scores that differ by rounding may break a tie the other way, and --same-lists keeps that
+from what follows.
 **Files**: a tensor or a dict of tensors as torch.save wrote it, or .npy.
 
 **What is shown**: of each tensor shape, dtype, Euclidean norm, extremes and the SHA-256 of its bytes; of their difference the
-largest and mean absolute value, the root mean square, the norm relative to the second, how many numbers are not equal, and
-whether torch.allclose holds at --rtol and --atol. Most differences are of rounding: `tilefold check` and `bench` judge.
+mean with its sign, the largest and mean absolute value, the root mean square, the norm relative to the second, how many numbers
+are not equal, and whether torch.allclose holds at --rtol and --atol. With --seeds each input has a column, and all have one.
+Most differences are of rounding: `tilefold check` and `bench` judge.
 With --strict the exit code is 1 unless allclose holds everywhere.
 """
 
@@ -49,13 +60,27 @@ With --strict the exit code is 1 unless allclose holds everywhere.
 def compare(
     first: Annotated[str, typer.Argument(help="An implementation, or a file.")],
     second: Annotated[str, typer.Argument(help="Another one.")],
-    family: Annotated[str, typer.Option(help="Cases of `dense` or `sparse`.")] = "dense",
+    family: Annotated[
+        str, typer.Option(help="Cases of `dense` or `sparse` attention, or the `video` pipeline.")
+    ] = "dense",
     case: Annotated[
         str | None, typer.Option(metavar="FILTER", help="As in bench; the first case that matches is taken.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small case (a tiny one in the interpreter).")] = False,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
+    shape: Annotated[
+        str | None, typer.Option(metavar="B,H,N,D", help="Of video: batch, heads, tokens, head dim.")
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(min=0, max=100, help="Of video: top-k, so many per cent left out.", show_default="Gini"),
+    ] = None,
+    same_lists: Annotated[
+        bool, typer.Option("--same-lists", help="Of video: the second attends the first one's lists.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Compare on so many inputs, from --seed on.")] = 1,
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
@@ -72,34 +97,42 @@ def compare(
         writable(path, name)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be forward or backward, got {direction!r}")
-    files = [Path(name) for name in (first, second) if Path(name).is_file()]
-    console = Console()
-    if len(files) == 2:
-        what, pairs = "files", _pairs_of_files(*files)
-    elif files:
-        raise ValueRangeError(f"{files[0]} is a file, so the other one must be, too: {first!r}, {second!r}")
+    _check_family(
+        family, {"--shape": shape, "--sparsity": sparsity, "--same-lists": same_lists or None, "--case": case}
+    )
+    names, files = (first, second), [Path(name) for name in (first, second) if Path(name).is_file()]
+    console, every = Console(), range(seed, seed + seeds)
+    if files:
+        if len(files) < 2:
+            raise ValueRangeError(f"{files[0]} is a file, so the other one must be, too: {first!r}, {second!r}")
+        if seeds > 1:
+            raise ValueRangeError(f"--seeds is for implementations, and files are as they are, got {seeds}")
+        what, pairs = "files", iter([_pairs_of_files(*files)])
+    elif family == "video":
+        asked = shape, quick, dtype_named(dtype), sparsity
+        what, pairs = _runs_of_video(names, asked, direction, same_lists, every, console)
     else:
-        for name in (first, second):
-            _check_name(name)
-        what, pairs = _pairs_of_case((first, second), (family, quick, case, dtype_named(dtype), direction), console)
+        what, pairs = _runs_of_case(names, (family, quick, case, dtype_named(dtype), direction), every, console)
     from tilefold.bench.accuracy import difference_of
 
-    found = [difference_of(name, a, b, rtol, atol) for name, a, b in pairs]
-    title = f"{first} and {second}, {what}"
-    for each in found:
-        columns = zip(FACTS[2:], *(row[2:] for row in _facts_rows([each], (first, second))), strict=True)
-        console.print(table_of((each.name, first, second), tuple(columns)))
-        console.print()
-    console.print(
-        table_of(
-            ("difference", *(each.name for each in found)),
-            tuple(zip(DIFFERENCES[1:], *(row[1:] for row in _difference_rows(found)), strict=True)),
-        )
-    )
-    console.print(Text(f"allclose: rtol {rtol:g}, atol {atol:g}", style="dim"))
-    _write(found, title, (first, second), {"json": json, "png": png, "html": html}, console)
-    if strict and not all(each.close for each in found):
+    runs = [
+        [difference_of(name, a, b, rtol, atol, AXES.get(name, 1)) for name, a, b in each] for each in pairs
+    ]  # one seed's tensors at a time
+    _show(runs, names, seed, console)
+    console.print(Text(f"allclose: rtol {rtol:g}, atol {atol:g}; mean has the sign of first - second", style="dim"))
+    _write(runs, f"{first} and {second}, {what}", names, every, {"json": json, "png": png, "html": html}, console)
+    if strict and not all(each.close for run in runs for each in run):
         raise typer.Exit(1)
+
+
+def _check_family(family: str, options: dict[str, object]) -> None:
+    """ValueRangeError if there is none of that name, or an option is another family's."""
+    if family not in FAMILIES:
+        raise ValueRangeError(f"--family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    for name, value in options.items():
+        if value is not None and (family == "video") == (name == "--case"):
+            where = "of attention; video has --shape and --sparsity" if name == "--case" else "for --family video"
+            raise ValueRangeError(f"{name} is {where}, got {value!r} with --family {family}")
 
 
 # ---------------------------------------------------------------- what is compared
@@ -136,59 +169,85 @@ def _tensors_of(path: Path) -> "dict[str, Tensor]":
     return {str(name): value for name, value in named.items()}
 
 
-def _pairs_of_case(
-    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], console: Console
-) -> "tuple[str, list[tuple[str, Tensor, Tensor]]]":
-    """(the case's name, the pairs of results)."""
+def _runs_of_case(
+    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], seeds: range, console: Console
+) -> "tuple[str, Iterator[Pairs]]":
+    """(the case's name, the pairs of results of each seed)."""
+    from tilefold.bench.compared import attention_results, check_name, without_lse
+
+    for name in names:
+        check_name(name)
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
     from tilefold.bench.engine import AttentionEngine, Request
     from tilefold.bench.implementation import make_inputs
 
-    cases = AttentionEngine(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)
-    console.print(Text(f"{runtime.note}\n{cases[0].name}", style="dim"))
-    inputs = make_inputs(cases[0], runtime.device)
-    results = [_result_of(name, inputs, runtime.device) for name in names]
+    case = AttentionEngine(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
+    console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))
     for name in names:
-        if inputs.index is not None and name in IMPLEMENTATIONS and not IMPLEMENTATIONS[name].lists:
+        if case.pattern is not None and name in IMPLEMENTATIONS and not IMPLEMENTATIONS[name].lists:
             console.print(Text(f"{name} computes every pair, whatever the lists say", style="yellow"))
-    titles = GRADIENTS if cases[0].backward else ("out",)
-    return cases[0].name, list(zip(titles, *results, strict=True))
+    if not case.backward and (silent := without_lse(names)):
+        console.print(Text(f"no rows of lse: {' and '.join(silent)} tell none", style="dim"))
+
+    def runs() -> "Iterator[Pairs]":
+        for seed in seeds:
+            inputs = make_inputs(case, runtime.device, seed)
+            yield _paired(*(attention_results(name, inputs, runtime.device) for name in names))
+
+    return case.name, runs()
 
 
-def _check_name(name: str) -> None:
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
+def _runs_of_video(
+    names: tuple[str, str],
+    asked: tuple[str | None, bool, str, float | None],
+    direction: str,
+    same_lists: bool,
+    seeds: range,
+    console: Console,
+) -> "tuple[str, Iterator[Pairs]]":
+    """(the pipeline's shape and selection, the pairs of results of each seed); asked: --shape, --quick, dtype, --sparsity."""
+    from tilefold.bench.compared import check_video_names, video_results
 
-    if name != "fp64" and name not in IMPLEMENTATIONS:
-        raise ValueRangeError(
-            f"an implementation must be a file or one of fp64, {', '.join(IMPLEMENTATIONS)}, got {name!r}"
-        )
+    backward = direction == "backward"
+    check_video_names(names, backward, same_lists)
+    runtime = prepare_runtime()
+    from tilefold.plan.video import VideoShape
+    from tilefold.sparse import SelectOptions
+
+    text, quick, dtype, sparsity = asked
+    usual = (1, 2, 256, 16) if not runtime.gpu else (1, 4, 4096, 128) if quick else (1, 12, 23296, 128)
+    batch, heads, seq, dim = integers(text, "--shape", 4) if text else usual
+    shape = VideoShape(batch, heads, heads, seq, dim, dtype)
+    select = SelectOptions() if sparsity is None else SelectOptions(method="top_k", sparsity=sparsity / 100)
+    by = "selected by Gini" if sparsity is None else f"{sparsity:g} % sparsity"
+    lists = ", the second over the first one's lists" if same_lists else ""
+    what = f"video pipeline {direction}, {batch} x {seq} tokens, {heads} heads, D={dim}, {dtype}, {by}{lists}"
+    console.print(Text(f"{runtime.note}\n{what}", style="dim"))
+
+    def runs() -> "Iterator[Pairs]":
+        for seed in seeds:
+            yield _paired(*video_results(names, shape, select, runtime.device, seed, backward, same_lists))
+
+    return what, runs()
 
 
-def _result_of(name: str, inputs: "Inputs", device: str) -> "tuple[Tensor, ...]":
-    """The output, or the gradients, of one implementation. Unsupported, naming it, if it cannot take the case."""
-    from tilefold.bench.accuracy import exact_result
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
-    if name == "fp64":
-        return exact_result(inputs)
-    implementation = IMPLEMENTATIONS[name]
-    if why := implementation.refuses(inputs.case, device):
-        raise Unsupported(f"{name} cannot take {inputs.case.name}: {why}")
-    run = implementation.prepare(inputs)
-    with run.context():
-        found = run.call()
-    return tuple(found) if inputs.case.backward else (found,)
+def _paired(first: "dict[str, Tensor]", second: "dict[str, Tensor]") -> "Pairs":
+    """What both made."""
+    return [(name, first[name], second[name]) for name in first if name in second]
 
 
 # ---------------------------------------------------------------- what is shown
 
 
 FACTS = ("tensor", "of", "shape", "dtype", "norm", "max", "min", "NaN, inf", "SHA-256")
-DIFFERENCES = ("tensor", "max abs", "mean abs", "RMSE", "relative L2", "differing", "of", "NaN, inf", "allclose")
+DIFFERENCES = (
+    "tensor", "max abs", "mean", "mean abs", "RMSE", "relative L2", "differing", "of", "NaN, inf", "allclose"
+)  # fmt: skip
+ALL = "all seeds"
 
 
-def _facts_rows(found: "list[Difference]", names: tuple[str, str], digits: int = 16) -> tuple[tuple[str, ...], ...]:
+def _facts_rows(found: "Sequence[Difference]", names: tuple[str, str], digits: int = 16) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (each.name, name, " x ".join(map(str, facts.shape)), facts.dtype, f"{facts.norm:.9g}", f"{facts.largest:.6g}",
          f"{facts.smallest:.6g}", str(facts.specials), facts.sha256[:digits])
@@ -197,21 +256,70 @@ def _facts_rows(found: "list[Difference]", names: tuple[str, str], digits: int =
     )  # fmt: skip
 
 
-def _difference_rows(found: "list[Difference]") -> tuple[tuple[str, ...], ...]:
+def _difference_rows(found: "Sequence[Difference]") -> tuple[tuple[str, ...], ...]:
     return tuple(
-        (each.name, f"{each.max_abs:.3e}", f"{each.mean_abs:.3e}", f"{each.rmse:.3e}", f"{each.relative_l2:.3e}",
-         str(each.differing), str(each.elements), str(each.specials),
+        (each.name, f"{each.max_abs:.3e}", f"{each.mean:+.2e}", f"{each.mean_abs:.3e}", f"{each.rmse:.3e}",
+         f"{each.relative_l2:.3e}", str(each.differing), str(each.elements), str(each.specials),
          "same bits" if each.identical else "yes" if each.close else "no")
         for each in found
     )  # fmt: skip
 
 
+def _all_seeds(name: str, found: "Sequence[Difference]") -> tuple[str, ...]:
+    """Of one tensor over all seeds: the largest difference and relative L2, means over all numbers, sums of counts."""
+    from statistics import fmean
+
+    sums = (sum(each.differing for each in found), sum(each.elements for each in found), sum(d.specials for d in found))
+    close = "same bits" if all(d.identical for d in found) else "yes" if all(d.close for d in found) else "no"
+    return (
+        name, f"{max(each.max_abs for each in found):.3e}", f"{fmean(each.mean for each in found):+.2e}",
+        f"{fmean(each.mean_abs for each in found):.3e}", f"{fmean(each.rmse**2 for each in found) ** 0.5:.3e}",
+        f"{max(each.relative_l2 for each in found):.3e}", *map(str, sums), close,
+    )  # fmt: skip
+
+
+def _show(runs: "Sequence[Sequence[Difference]]", names: tuple[str, str], first_seed: int, console: Console) -> None:
+    """What the first seed's tensors are, then how they differ: a column a tensor, or with several seeds a column a seed."""
+    for each in runs[0]:
+        columns = zip(FACTS[2:], *(row[2:] for row in _facts_rows([each], names)), strict=True)
+        print_tables(console, (each.name, *names), tuple(columns), keys=1)
+    if len(runs) == 1:
+        _show_differences("difference", [each.name for each in runs[0]], _difference_rows(runs[0]), console)
+        return
+    for tensor in zip(*runs, strict=True):
+        heads = [f"seed {first_seed + n}" for n in range(len(runs))]
+        rows = [*_difference_rows(tensor), _all_seeds(ALL, tensor)]
+        _show_differences(tensor[0].name, [*heads, ALL], rows, console)
+
+
+def _show_differences(corner: str, heads: "Sequence[str]", rows: "Sequence[tuple[str, ...]]", console: Console) -> None:
+    columns = tuple(zip(DIFFERENCES[1:], *(row[1:] for row in rows), strict=True))
+    print_tables(console, (corner, *heads), columns)
+
+
 def _write(
-    found: "list[Difference]", title: str, names: tuple[str, str], files: dict[str, Path | None], console: Console
+    runs: "Sequence[Sequence[Difference]]",
+    title: str,
+    names: tuple[str, str],
+    seeds: range,
+    files: dict[str, Path | None],
+    console: Console,
 ) -> None:
-    """Write the files that were asked for and say so."""
+    """Write the files that were asked for and say so; with several seeds a tensor's name has its seed behind it."""
+    several = len(runs) > 1
+    found = [
+        replace(each, name=f"{each.name}, seed {number}") if several else each
+        for number, run in zip(seeds, runs, strict=False)
+        for each in run
+    ]
     if files["json"] is not None:
-        document = {"first": names[0], "second": names[1], "title": title, "tensors": [asdict(each) for each in found]}
+        document = {
+            "first": names[0],
+            "second": names[1],
+            "title": title,
+            "seeds": [*seeds],
+            "tensors": [asdict(each) for each in found],
+        }
         files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
     if files["png"] is not None or files["html"] is not None:
         from tilefold.bench import page
@@ -220,9 +328,10 @@ def _write(
         if files["png"] is not None:
             page.save_png(picture.figure, files["png"])
         if files["html"] is not None:
+            whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
             parts = (
                 page.Rows(FACTS, _facts_rows(found, names, 64)),
-                page.Rows(DIFFERENCES, _difference_rows(found)),
+                page.Rows(DIFFERENCES, (*_difference_rows(found), *whole)),
                 page.Words(f"allclose at rtol {found[0].rtol:g}, atol {found[0].atol:g}." if found else ""),
                 picture,
             )

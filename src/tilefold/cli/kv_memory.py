@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import DTYPES, table_of, user_errors, writable
+from tilefold.cli.runtime import DTYPES, print_tables, user_errors, writable
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ EPILOG = """
     tilefold kv-memory --layers 28 --kv-heads 4 --dim 128 --lengths lengths.txt --shared-prefix 300 --json
 
 **Method**: every sequence is allocated at its full length by the allocator that `PagedKVCache` uses; a contiguous cache keeps
---max-tokens for each. *In the budget* are sequences of the workload, in order and again from the first, until pages are out.
+--max-tokens for each. *In the budget* are sequences of the workload, in order and again from the first, until pages are out;
+*wasted* are rows of their pages that hold no token, *unused pool* is memory that no sequence has. *When paging helps* counts
+sequences of one length without a common beginning, which pages would share.
 """
 
 
@@ -168,10 +170,30 @@ def _print(
     rows = [
         (
             each.name, readable_bytes(each.bytes_allocated), readable_bytes(each.bytes_used), readable_bytes(each.bytes_wasted),
-            f"{each.bytes_wasted / each.bytes_allocated:.1%}", str(each.concurrent),
-            f"{each.concurrent / first:.1f}x" if first else "-",
+            f"{each.bytes_wasted / each.bytes_allocated:.1%}",
         )
         for each in found
     ]  # fmt: skip
-    head = ("layout", "allocated", "used", "wasted", "share", f"in {budget:g} GiB", "sequences")
-    console.print(table_of(head, rows))
+    print_tables(console, ("the workload", "allocated", "used", "wasted", "share"), rows)
+    pools = [
+        (
+            each.name, str(each.concurrent), f"{each.concurrent / first:.1f}x" if first else "-",
+            readable_bytes(each.pool_used), readable_bytes(each.pool_wasted), readable_bytes(each.pool_unused),
+        )
+        for each in found
+    ]  # fmt: skip
+    print_tables(console, (f"in {budget:g} GiB", "sequences", "gain", "used", "wasted", "unused pool"), pools)
+    _print_when(work, [each.page_size for each in found if each.page_size], console)
+
+
+def _print_when(work: "Workload", sizes: "list[int]", console: Console) -> None:
+    """When paging helps: the gain by how full a sequence is, and where it ends."""
+    from tilefold.bench.decode.kv_memory import FILLED, paging_gains
+
+    rows = []
+    for size in sizes:
+        gains, most = paging_gains(work.max_tokens, size)
+        rows.append((f"pages of {size}", *(f"{gain:.3g}x" for gain in gains), f"{most} tokens" if most else "never"))
+    line = f"When paging helps: sequences in the same memory, if each fills so much of {work.max_tokens} tokens"
+    console.print(Text(line, style="bold"), soft_wrap=True)
+    print_tables(console, ("", *(f"{share} %" for share in FILLED), "helps up to"), rows)

@@ -1,6 +1,7 @@
 """`tilefold profile`: a group of commands; and `tilefold profile video`: the video pipeline, stage by stage."""
 
 import json as jsonlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli import profile_explained, profile_run
-from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, print_tables, user_errors, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ EPILOG = """
 what has to move between memory and the GPU once; L2 GB what tiles draw from the L2 cache; bound the resource that is busy
 longest, and "of bound" how much of the time that accounts for: 100 % is the roof. Roofs are of `tilefold.plan.device_named`,
 measured where known. Attention over blocks of 64 is bound by the way from L2, not by either axis of the usual roofline.
+
+*index alone* makes the lists of a map of blocks, which select does in its launch. At the published shape a column has what the
+pipeline's authors report of theirs on an H800.
 
 **Launches**: each launch of each stage by itself, in us, and *inside* the pipeline. *explained* is the time of the resource that
 is busy longest, by what the launch does with its tiles' padding, times the uneven end of its grid, plus an empty launch;
@@ -144,11 +148,13 @@ def video(
     found = profile_video(*what, peers=names, backward=backward, rounds=turns, ready=ready)
     title = (
         f"sparse video attention, {made.batch} x {made.seq} tokens, {made.heads} heads on {made.kv_heads} KV heads, "
-        f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, on {device.title}"
+        f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, "
+        f"{found.density * made.blocks:.4g} of {made.blocks} blocks kept, on {device.title}"
     )
     console.print(Text(title, style="bold"))
-    console.print(table_of(HEAD, _rows(found.rows)))
-    for note in (*_findings(found), *found.notes):
+    head, rows = _table(found)
+    print_tables(console, head, rows)
+    for note in _notes(found):
         console.print(Text(note, style="dim"), soft_wrap=True)
     why = None
     if explain:
@@ -201,6 +207,40 @@ def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
     )
 
 
+def _reported(found: "VideoRun") -> "Mapping[str, float]":
+    """Milliseconds that others report of the stages of this shape."""
+    from tilefold.bench.video.reported import stage_ms
+
+    s = found.shape
+    return stage_ms((s.batch, s.heads, s.kv_heads, s.seq, s.dim, s.dtype, s.block))
+
+
+def _table(found: "VideoRun") -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Head and rows; behind the time what others report, where they do."""
+    from tilefold.bench.video.reported import DEVICE
+
+    rows, theirs = _rows(found.rows), _reported(found)
+    if not theirs:
+        return HEAD, rows
+    head = (*HEAD[:2], f"reported ({DEVICE})", *HEAD[2:])
+    texts = (f"{theirs[name]:.3f}" if (name := row[0]) in theirs else "" for row in rows)
+    return head, tuple((*row[:2], text, *row[2:]) for row, text in zip(rows, texts, strict=True))
+
+
+def _notes(found: "VideoRun") -> tuple[str, ...]:
+    """The sentences below the table."""
+    from tilefold.bench.video.reported import FASTEST_MS, SAID
+    from tilefold.bench.video.stages import ALONE
+
+    lines = [
+        *_findings(found),
+        f"{ALONE}: from a map of blocks; select makes its lists in its own launch, so it is no part of the sum",
+    ]
+    if _reported(found):
+        lines.append(f"{SAID}; {FASTEST_MS} ms in all with their fastest kernels; the sparsity of theirs is not known")
+    return (*lines, *found.notes)
+
+
 def _findings(found: "VideoRun") -> tuple[str, ...]:
     """What the figures say of dense attention."""
     lines = []
@@ -218,7 +258,12 @@ def _write(
 ) -> None:
     """Write the files that were asked for and say so."""
     if files["json"] is not None:
-        document = {"title": title, **asdict(found), "explained": None if why is None else why.document()}
+        document = {
+            "title": title,
+            **asdict(found),
+            "reported_ms": dict(_reported(found)),
+            "explained": None if why is None else why.document(),
+        }
         files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
     if files["png"] is not None or files["html"] is not None:
         from tilefold.bench import page
@@ -227,8 +272,8 @@ def _write(
         if files["png"] is not None:
             page.save_png(picture.figure, files["png"])
         if files["html"] is not None:
-            words = [page.Words(line) for line in (*_findings(found), *found.notes)]
-            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(HEAD, _rows(found.rows)), *words]
+            words = [page.Words(line) for line in _notes(found)]
+            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(*_table(found)), *words]
             parts += [*([] if why is None else profile_explained.parts(why)), picture]
             files["html"].write_text(page.to_html(title, parts), encoding="utf-8")
     for path in files.values():

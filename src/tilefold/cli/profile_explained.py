@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import table_of
+from tilefold.cli.runtime import print_tables
 
 if TYPE_CHECKING:
     from tilefold.bench.page import Picture, Rows, Words
@@ -18,9 +18,7 @@ __all__ = ["draw", "parts", "show"]
 def show(why: "Explanation", console: Console) -> None:
     """On the console."""
     for head, rows in why.tables():
-        console.print()
-        console.print(table_of(head, rows, left=2 if head[0] == "stage" else 1))
-    console.print()
+        print_tables(console, head, rows, left=2 if head[0] == "stage" else 1)
     for line in why.lines():
         console.print(Text(line, style="dim"), soft_wrap=True)
 

@@ -59,7 +59,7 @@ def script(
 @user_errors
 def case(
     family: Annotated[
-        str, typer.Argument(help="dense, sparse, decode, gemm, conv or lowbit, as `tilefold bench`, or ladder.")
+        str, typer.Argument(help="dense, sparse, decode, gemm, conv, lowbit or move, as `tilefold bench`, or ladder.")
     ],
     name: Annotated[
         str, typer.Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")

@@ -23,7 +23,9 @@ __all__ = [
     "names_from",
     "pair_of",
     "prepare_runtime",
+    "print_tables",
     "table_of",
+    "tables_of",
     "user_errors",
     "writable",
 ]
@@ -161,12 +163,37 @@ def names_from(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A plain table; the first `left` columns are left-aligned."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for i, name in enumerate(head):
         table.add_column(name, justify="right" if i >= left else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def tables_of(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 1, keys: int | None = None
+) -> list[Table]:
+    """A plain table, cut into several where it is wider than `width` characters: each has the first `keys` columns (by default
+    those that are left-aligned) and as many more as fit, one at least."""
+    keys = left if keys is None else keys
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+    parts: list[list[int]] = [[]]
+    for at in range(keys, len(head)):
+        if parts[-1] and sum(widths[i] for i in (*range(keys), *parts[-1], at)) > width + 2:
+            parts.append([])
+        parts[-1].append(at)
+    places = [(*range(keys), *part) for part in parts]
+    return [table_of([head[i] for i in at], [[row[i] for i in at] for row in rows], left) for at in places]
+
+
+def print_tables(
+    console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, keys: int | None = None
+) -> None:
+    """Print `tables_of` the console's width, an empty line behind each."""
+    for table in tables_of(head, rows, console.width, left, keys):
+        console.print(table)
+        console.print()
 
 
 def writable(path: Path | None, name: str) -> None:

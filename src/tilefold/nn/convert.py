@@ -52,6 +52,7 @@ def quantize(
     per: str = "group",
     refine: str | None = None,
     dtype: torch.dtype | None = None,
+    zeros: str = "auto",
     tied: str = "skip",
     device: torch.device | str | None = None,
     inputs: Any = None,
@@ -59,7 +60,8 @@ def quantize(
 ) -> QuantizeReport:
     """Replace the linear layers of a model, in place, by `LowBitLinear`s; what was done and skipped, with errors and bytes.
 
-    bits, group, scheme, per, refine (None or "hqq"), dtype: as for `tilefold.quant.quantize_weight`; group is 128 if not given.
+    bits, group, scheme, per, refine (None or "hqq"), dtype, zeros: as for `tilefold.quant.quantize_weight`; group: 128 if not
+    given.
     skip: names to leave alone: a name, a part of names' ends ("lm_head"), a name that others lie under ("encoder.layer.0"),
     a glob over whole names ("*.mlp.*"), several of those, or a predicate (name, module) -> bool.  A pattern that matches no
     linear layer raises.
@@ -86,7 +88,7 @@ def quantize(
     if tied not in TIED:
         raise ValueRangeError(f"tied must be one of {TIED}, got {tied!r}")
     refined = "none" if refine is None else refine
-    options: dict[str, Any] = {"scheme": scheme, "per": per, "refine": refined, "dtype": dtype}
+    options: dict[str, Any] = {"scheme": scheme, "per": per, "refine": refined, "dtype": dtype, "zeros": zeros}
     quantize_weight(
         torch.zeros(1, 64), bits, group, **options | {"dtype": dtype or torch.float32}
     )  # raises now if ever

@@ -56,13 +56,19 @@ class CacheStatistics:
         return self.pages_used * self.page_bytes
 
     @property
+    def bytes_free(self) -> int:
+        """The pages that nobody owns: memory that waits for tokens, and is no fragmentation."""
+        return self.pages_free * self.page_bytes
+
+    @property
     def bytes_used(self) -> int:
         """Rows that hold a token, shared ones once."""
         return self.rows_used * self.row_bytes
 
     @property
     def bytes_wasted(self) -> int:
-        """Rows of owned pages that hold none: internal fragmentation."""
+        """Rows of owned pages that hold none: internal fragmentation.  With bytes_used, bytes_free and scale_bytes it is
+        bytes_allocated."""
         return self.bytes_in_pages - self.bytes_used
 
     @property
@@ -95,6 +101,7 @@ class CacheStatistics:
                           + (f", {readable_bytes(self.scale_bytes)} of them factors" if self.scale_bytes else "")),
             ("used by tokens", readable_bytes(self.bytes_used)),
             ("wasted in pages", f"{readable_bytes(self.bytes_wasted)} ({self.fragmentation:.1%} of the used pages)"),
+            ("unused pool", f"{readable_bytes(self.bytes_free)} ({self.pages_free} free pages)"),
             ("contiguous", f"{readable_bytes(self.bytes_contiguous)} at {self.max_tokens} tokens a sequence"),
             ("swapped out", readable_bytes(self.bytes_swapped)),
         )  # fmt: skip

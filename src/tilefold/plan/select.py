@@ -1,11 +1,12 @@
 """How block selection is run: rows that fit the registers of a warp or a few go through one kernel, longer ones through torch."""
 
+import math
 from dataclasses import dataclass
 
 from ..errors import Unsupported
 from .device import Device
 
-__all__ = ["LONGEST_ROW", "SelectPlan", "SelectProblem", "plan_select"]
+__all__ = ["LONGEST_ROW", "SHARE_ROUNDING", "SelectPlan", "SelectProblem", "kept_blocks", "plan_select"]
 
 LONGEST_ROW = 4096  # blocks a row that the kernel sorts in registers
 ONE_WARP = 32  # numbers a thread that one warp may hold: at 64 they no longer fit its registers
@@ -13,6 +14,13 @@ FORCED = 16  # the same where blocks are forced, which takes as many registers a
 SEVERAL_WARPS = 16  # numbers a thread where a row needs more than one warp
 INTERPRETED_ROWS = 64  # rows a program in the interpreter, whose cost is that of its steps
 MAX_GRID = 2**31 - 1
+# What of a sparsity counts as the rounding of its binary number: 1 - 0.7 of 10 blocks are 3, in fp32, too.
+SHARE_ROUNDING = 1e-6
+
+
+def kept_blocks(sparsity: float, blocks: int) -> int:
+    """How many of `blocks` a sparsity, 0 to 1, keeps: the fewest that are a share of at least 1 - sparsity, and one."""
+    return max(1, math.ceil((1.0 - sparsity - SHARE_ROUNDING) * blocks))
 
 
 @dataclass(frozen=True, slots=True)

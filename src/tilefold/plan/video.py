@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.cost import Cost
 
-__all__ = ["STAGES", "VideoShape", "dense_cost", "stage_costs"]
+__all__ = ["STAGES", "VideoShape", "dense_cost", "index_cost", "stage_costs"]
 
 STAGES = ("coarse", "select", "fine", "fuse")
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -71,6 +71,12 @@ def dense_cost(shape: VideoShape) -> Cost:
     """Dense attention over the same tokens."""
     pairs = shape.batch * shape.heads * shape.seq**2
     return Cost(4 * pairs * shape.dim, 2 * shape.q_bytes + shape.kv_bytes, pairs)
+
+
+def index_cost(shape: VideoShape, capacity: int) -> Cost:
+    """The lists of a map of blocks by themselves: a byte a pair of blocks in, `capacity` entries a list and its length out."""
+    rows = shape.batch * shape.heads * shape.blocks
+    return Cost(0, rows * (shape.blocks + 4 * capacity + 4), 0)
 
 
 def _projections(shape: VideoShape, kind: str) -> Cost:

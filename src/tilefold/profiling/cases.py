@@ -19,6 +19,7 @@ FAMILIES: dict[str, str] = {
     "conv": "bench.matrix.conv.CONV",
     "lowbit": "bench.matrix.lowbit.LOWBIT",
     "ladder": "ladder.cases.LADDER",
+    "move": "bench.matrix.move.MOVE",
 }
 
 

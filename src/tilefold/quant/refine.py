@@ -15,7 +15,7 @@ kept before, computed from the values as stored: the result is never worse than 
 
 import torch
 
-__all__ = ["nearest_codes", "refine_zeros"]
+__all__ = ["nearest_codes", "real_columns", "refine_zeros", "squared_errors"]
 
 P = 0.7
 BETA, GROWTH = 10.0, 1.01
@@ -28,14 +28,26 @@ def nearest_codes(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
     return (grouped / scales[..., None] + zeros[..., None]).round_().clamp_(0, 2**bits - 1)
 
 
-def refine_zeros(
-    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, k: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Zero points [N, groups] in `dtype`, from zeros (uint8 [N, groups]) on.
-
-    grouped: fp32 [N, groups, group], zero past column k; scales: [N, groups] as they will be stored."""
+def real_columns(grouped: torch.Tensor, k: int) -> torch.Tensor:
+    """bool [groups, group]: the first k columns of [N, groups, group]; the others pad the last group."""
     _, groups, group = grouped.shape
-    real = (torch.arange(groups * group, device=grouped.device) < k).view(groups, group)
+    return (torch.arange(groups * group, device=grouped.device) < k).view(groups, group)
+
+
+def squared_errors(
+    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, real: torch.Tensor
+) -> torch.Tensor:
+    """fp64 [N, groups]: what the nearest codes lose with these scales and zero points, both as they will be stored."""
+    step, zeros = scales.float(), zeros.float()
+    return _left(grouped, step, zeros, bits, real).square_().sum(-1)
+
+
+def refine_zeros(
+    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, real: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Zero points [N, groups] in `dtype`, from zeros [N, groups] on.
+
+    grouped: fp32 [N, groups, group], zero where `real_columns` is false; scales: [N, groups] as they will be stored."""
     count = real.sum(-1).float()
     step = scales.float()
     best = zeros.to(dtype)
@@ -59,12 +71,17 @@ def _errors(
     grouped: torch.Tensor, step: torch.Tensor, zeros: torch.Tensor, bits: int, real: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The error in steps of the nearest codes for these zero points, |error|**(p - 1), both fp32, and sums a group, fp64:
-    of |error|**p, and of the squared error in w's own units.
-
-    The weight is dequantised in fp32, as QuantizedTensor does it, and compared in fp64."""
-    back = (nearest_codes(grouped, step, zeros, bits) - zeros[..., None]) * step[..., None]
-    exact = (grouped.double() - back.double()) * real
+    of |error|**p, and of the squared error in w's own units."""
+    exact = _left(grouped, step, zeros, bits, real)
     error = (exact / step[..., None]).float()
     size = error.abs()
     power = size.clamp_min(LEAST).pow_(P - 1)
     return error, power, (size * power).sum(-1, dtype=torch.float64), exact.square_().sum(-1)
+
+
+def _left(
+    grouped: torch.Tensor, step: torch.Tensor, zeros: torch.Tensor, bits: int, real: torch.Tensor
+) -> torch.Tensor:
+    """What the nearest codes leave of the weight, fp64: dequantised in fp32, as QuantizedTensor does it, and compared in fp64."""
+    back = (nearest_codes(grouped, step, zeros, bits) - zeros[..., None]) * step[..., None]
+    return (grouped.double() - back.double()) * real

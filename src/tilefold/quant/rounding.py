@@ -1,18 +1,20 @@
 """Quantise a weight by rounding to nearest: scales and zero points per tensor, channel or group, and an optional refinement."""
 
+from collections.abc import Iterator
 from types import EllipsisType
 
 import torch
 
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from .packing import check_bits, pack
-from .refine import nearest_codes, refine_zeros
+from .refine import nearest_codes, real_columns, refine_zeros, squared_errors
 from .tensor import DTYPES, QuantizedTensor, check_dtype
 
 __all__ = ["dequantize", "quantize_weight"]
 
 GROUP = 128
 CHUNK = 1 << 22  # weights handled at a time, so that temporaries stay small
+LEAST_GAIN = 0.1  # of the squared error, for which floating zero points are taken unasked
 
 
 def quantize_weight(
@@ -23,6 +25,7 @@ def quantize_weight(
     per: str = "group",
     refine: str = "none",
     dtype: torch.dtype | None = None,
+    zeros: str = "auto",
 ) -> QuantizedTensor:
     """Round a weight [N, K] (out_features, in_features; fp16, bf16 or fp32, finite) to codes of 8, 4, 3 or 2 bits.
 
@@ -30,9 +33,15 @@ def quantize_weight(
     Where it does not divide K, the last group of a row is shorter.
     scheme: "symmetric" has scale = max |w| / (2**(bits - 1) - 1/2) and codes around 2**(bits - 1), so that the largest weight,
     too, is at most half a step off; "asymmetric" has scale = (max(w, 0) - min(w, 0)) / (2**bits - 1) and a zero point that is a
-    code, so that 0 stays 0.  Scales are rounded up to `dtype` (w's by default), never down, which would clip.
+    code, so that 0 stays 0; see zeros for groups without a 0.  Scales are rounded up to `dtype` (w's by default), never down,
+    which would clip.
     per: "group"; "channel" for a scale a row; "tensor" for one in all (group is not given then).
     refine: "hqq" moves zero points between codes (`tilefold.quant.refine`), "asymmetric" only; no group's error grows.
+    zeros: of "asymmetric" groups whose weights all lie on one side of 0.  "integer" stretches their range to 0, as of any group.
+    "float" takes the range that they have, scale = (max w - min w) / (2**bits - 1), with the zero point -min w / scale,
+    which is no code, wherever that lessens the group's squared error; all zero points are stored in float16 then (float32 with
+    float32 scales).  "auto": "float" if the whole weight's squared error falls by a tenth or more, else "integer", whose
+    products more kernels take.
 
     Without refinement no weight is more than half a scale off (and fp32 rounding).
     Raises DtypeError, ShapeError, DeviceError (meta: no values), LayoutError, ValueRangeError (NaN,
@@ -43,7 +52,7 @@ def quantize_weight(
     if w.dim() != 2 or 0 in w.shape:
         raise ShapeError(f"w must be [N, K] with both at least 1, got {list(w.shape)}")
     check_bits(bits)
-    _check_words(scheme, per, refine)
+    _check_words(scheme, per, refine, zeros)
     n, k = w.shape
     size = _group_size(group, per, k)
     dtype = w.dtype if dtype is None else dtype
@@ -53,22 +62,18 @@ def quantize_weight(
         raise ValueRangeError(
             f"w must be finite, got {int((~w.isfinite()).sum())} NaN or infinite values of {w.numel()}"
         )
-    if per == "tensor":
-        codes, scales, zeros = _quantize_rows(w.reshape(1, n * k), n * k, bits, scheme, refine, dtype)
-        codes = codes.view(n, k)
-    else:
-        step = max(1, CHUNK // k)
-        parts = [_quantize_rows(w[i : i + step], size, bits, scheme, refine, dtype) for i in range(0, n, step)]
-        codes, scales = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-        zeros = torch.cat([part[2] for part in parts])
-    packed, high = pack(codes, bits)
+    rows, size = (w.reshape(1, n * k), n * k) if per == "tensor" else (w, size)
+    floats = scheme == "asymmetric" and zeros != "integer" and _floats(rows, size, bits, dtype, zeros)
+    parts = [_quantize_rows(part, size, bits, scheme, refine, dtype, floats) for part in _parts(rows)]
+    codes, scales, points = (torch.cat([part[i] for part in parts]) for i in range(3))
+    packed, high = pack(codes.view(n, k), bits)
     return QuantizedTensor(
         packed=packed,
         packed_high=high,
         scales=scales.t().contiguous(),
-        zeros=zeros.t().contiguous() if scheme == "asymmetric" else None,
+        zeros=points.t().contiguous() if scheme == "asymmetric" else None,
         bits=bits,
-        group=size,
+        group=min(size, k),
         shape=(n, k),
         scheme=scheme,
         dtype=dtype,
@@ -92,11 +97,12 @@ def _check_tensor(w: object) -> None:
         raise LayoutError(f"w must be a dense strided tensor, got layout {w.layout}")
 
 
-def _check_words(scheme: str, per: str, refine: str) -> None:
+def _check_words(scheme: str, per: str, refine: str, zeros: str) -> None:
     words = {
         "scheme": (scheme, ("symmetric", "asymmetric")),
         "per": (per, ("group", "channel", "tensor")),
         "refine": (refine, ("none", "hqq")),
+        "zeros": (zeros, ("auto", "integer", "float")),
     }
     for name, (given, accepted) in words.items():
         if given not in accepted:
@@ -105,6 +111,8 @@ def _check_words(scheme: str, per: str, refine: str) -> None:
         raise Unsupported(
             "refine='hqq' moves zero points, which scheme='symmetric' does not have; use scheme='asymmetric'"
         )
+    if zeros == "float" and scheme == "symmetric":
+        raise Unsupported("zeros='float' needs scheme='asymmetric': scheme='symmetric' has no zero points")
 
 
 def _group_size(group: int | EllipsisType | None, per: str, k: int) -> int:
@@ -122,27 +130,92 @@ def _group_size(group: int | EllipsisType | None, per: str, k: int) -> int:
     return min(group, k)
 
 
-def _quantize_rows(
-    w: torch.Tensor, group: int, bits: int, scheme: str, refine: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 [N, K], scales [N, groups] in dtype, zeros [N, groups]: uint8, or floats if refined."""
+def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    step = max(1, CHUNK // rows.shape[1])
+    yield from (rows[i : i + step] for i in range(0, len(rows), step))
+
+
+def _floats(rows: torch.Tensor, group: int, bits: int, dtype: torch.dtype, zeros: str) -> bool:
+    """Whether some group takes a floating zero point, and with "auto" whether that pays."""
+    if not any(bool(_one_sided(*_extremes(*_grouped(part, group))).any()) for part in _parts(rows)):
+        return False
+    before, after, some = 0.0, 0.0, False
+    for part in _parts(rows):
+        grouped, real = _grouped(part, group)
+        whole = _whole_codes(grouped, bits, dtype)
+        own, taken = _own_range(grouped, real, whole, bits, dtype)
+        some = some or bool(taken.any())
+        if zeros == "auto":
+            lost = [squared_errors(grouped, scales, points, bits, real) for scales, points in (whole, own)]
+            before, after = before + float(lost[0].sum()), after + float(lost[1].sum())
+    return some and (zeros == "float" or after <= (1 - LEAST_GAIN) * before)
+
+
+def _grouped(w: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [N, groups, group], zero past the last column, and bool [groups, group], true up to it."""
     n, k = w.shape
-    groups, largest = -(-k // group), 2**bits - 1
-    # Padding with zeros changes no extreme that is used: both schemes keep 0 among the values they can hold.
+    groups = -(-k // group)
     grouped = torch.nn.functional.pad(w.float(), (0, groups * group - k)).view(n, groups, group)
+    return grouped, real_columns(grouped, k)
+
+
+def _quantize_rows(
+    w: torch.Tensor, group: int, bits: int, scheme: str, refine: str, dtype: torch.dtype, floats: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 [N, K], scales [N, groups] in dtype, zeros [N, groups]: uint8, or floats if refined or asked for."""
+    n, k = w.shape
+    grouped, real = _grouped(w, group)
     if scheme == "symmetric":
         scales = _round_up(grouped.abs().amax(-1) / (2 ** (bits - 1) - 0.5), dtype)
         zeros = torch.full_like(scales, 2 ** (bits - 1), dtype=torch.uint8)
     else:
-        low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
-        scales = _round_up(high / largest - low / largest, dtype)  # the difference itself may overflow
-        zeros = (-low / scales.float()).round().clamp(0, largest).to(torch.uint8)
+        scales, zeros = _whole_codes(grouped, bits, dtype)
+        if floats:
+            (scales, zeros), _ = _own_range(grouped, real, (scales, zeros), bits, dtype)
     if refine == "hqq":
-        zeros = refine_zeros(
-            grouped, scales, zeros, bits, k, torch.float32 if dtype == torch.float32 else torch.float16
-        )
+        zeros = refine_zeros(grouped, scales, zeros, bits, real, _of_zeros(dtype))
     codes = nearest_codes(grouped, scales.float(), zeros.float(), bits).to(torch.uint8)
-    return codes.view(n, groups * group)[:, :k], scales, zeros
+    return codes.view(n, -1)[:, :k], scales, zeros
+
+
+def _whole_codes(grouped: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales in dtype and zero points uint8 of ranges that hold 0; the padding behind a row, 0, changes none of them."""
+    largest = 2**bits - 1
+    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+    scales = _round_up(high / largest - low / largest, dtype)  # the difference itself may overflow
+    return scales, (-low / scales.float()).round().clamp(0, largest).to(torch.uint8)
+
+
+def _own_range(
+    grouped: torch.Tensor, real: torch.Tensor, whole: tuple[torch.Tensor, torch.Tensor], bits: int, dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Scales and floating zero points, those of `whole` but for groups on one side of 0 that lose less over their own range, and
+    which groups those are [N, groups].  A zero point whose rounding would move the grid by more than half a step is not taken."""
+    largest, of_zeros = 2**bits - 1, _of_zeros(dtype)
+    low, high = _extremes(grouped, real)
+    scales = _round_up(high / largest - low / largest, dtype)
+    exact = -low / scales.float()
+    zeros = exact.to(of_zeros)
+    taken = _one_sided(low, high) & (high > low) & ((zeros.float() - exact).abs() <= 0.5)
+    if bool(taken.any()):
+        safe = torch.where(taken, zeros, 0.0)
+        lost = [squared_errors(grouped, one, z, bits, real) for one, z in (whole, (scales, safe))]
+        taken &= lost[1] < lost[0]
+    return (torch.where(taken, scales, whole[0]), torch.where(taken, zeros, whole[1].to(of_zeros))), taken
+
+
+def _extremes(grouped: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest weight of each group, without the padding."""
+    return torch.where(real, grouped, torch.inf).amin(-1), torch.where(real, grouped, -torch.inf).amax(-1)
+
+
+def _one_sided(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return (low > 0) | (high < 0)
+
+
+def _of_zeros(dtype: torch.dtype) -> torch.dtype:
+    """Of floating zero points beside scales in dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -68,7 +68,9 @@ def select(
     if share is not None:
         share = share.nan_to_num(1.0).clamp(0, 1)
     if sparsity is not None:
-        top_k = ((1 - _setting(sparsity, shape)) * blocks).round().clamp(min=1)
+        top_k = torch.ceil((1 - _setting(sparsity, shape) - 1e-6) * blocks).clamp(
+            min=1
+        )  # up to a millionth is rounding
     asked = {
         "k": 0 if top_k is None else top_k,
         "least": min_blocks,

@@ -74,7 +74,8 @@ def select(
             that broadcasts with G, or a number).
         top_p: 0 to 1.
         top_k: blocks; more than there are means all of them.
-        sparsity: instead of top_k: keep max(1, round((1 - sparsity) * KV blocks)), ties to even; 0 to 1.
+        sparsity: instead of top_k: keep at least the rest of the KV blocks, max(1, ceil((1 - sparsity) * KV blocks)); 0 to 1,
+            exact to a millionth.
         min_blocks, max_blocks: bounds of a list's length, min(·, KV blocks).  Where tensors disagree max_blocks wins.  What is
             needed beyond the scored blocks comes from those without a score, lowest number first, empty ones last.
         capacity: entries a list; by default max_blocks if that is a number, else what a top_k of numbers can need,

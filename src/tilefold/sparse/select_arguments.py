@@ -8,10 +8,11 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_share, check_whole
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from ..ops.sparse.select import NOWHERE, SelectCall, Setting
+from ..plan.select import SHARE_ROUNDING, kept_blocks
 from .lists import padded, sizes_by_row
 from .validate import SMALLEST_BLOCK
 
-__all__ = ["Number", "bind_scores", "bind_sizes", "blocks_setting", "called_tau", "make_call"]
+__all__ = ["Number", "bind_scores", "bind_sizes", "blocks_setting", "called_tau", "kept_by", "make_call"]
 
 Number: TypeAlias = float | torch.Tensor
 """A number, or a tensor that broadcasts to [batch, heads, Q blocks], of one dimension: [heads]."""
@@ -129,7 +130,10 @@ def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple
     if method == "top_k":
         if numbers["top_k"] is not None:
             return (blocks_setting("top_k", numbers["top_k"], scores),)
-        return (_from_sparsity(_setting("sparsity", numbers["sparsity"], scores), scores.shape[3]),)
+        sparsity, blocks = _setting("sparsity", numbers["sparsity"], scores), scores.shape[3]
+        return (
+            kept_by(sparsity, blocks) if isinstance(sparsity, torch.Tensor) else float(kept_blocks(sparsity, blocks)),
+        )
     tau = numbers["tau"]
     if tau is not None:
         if not callable(tau):
@@ -146,10 +150,11 @@ def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple
     return low, high
 
 
-def _from_sparsity(sparsity: Setting, blocks: int) -> Setting:
-    if isinstance(sparsity, torch.Tensor):
-        return ((1.0 - sparsity.double()) * blocks).round().clamp(min=1.0)
-    return float(max(1, round((1.0 - sparsity) * blocks)))
+def kept_by(sparsity: Number, blocks: int | torch.Tensor) -> torch.Tensor:
+    """`plan.select.kept_blocks` where the sparsity or the number of blocks, or both, are on the device: whole numbers in fp64."""
+    share = sparsity.double() if isinstance(sparsity, torch.Tensor) else sparsity
+    kept: torch.Tensor = (1.0 - share - SHARE_ROUNDING) * blocks  # type: ignore[assignment]
+    return kept.ceil().clamp(min=1.0)
 
 
 def called_tau(tau: Callable[[torch.Tensor], Any], gini: torch.Tensor, scores: torch.Tensor) -> Setting:

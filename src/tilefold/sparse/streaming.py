@@ -10,10 +10,12 @@ import torch
 from .. import sparse_attention, sparse_attention_paged
 from ..check import FLOATS, TensorSpec, bind, check_share
 from ..errors import DtypeError, ShapeError, Unsupported
+from ..plan.select import kept_blocks
 from ..types import Layout
 from .coarse import attend_rows, project
 from .fuse import fuse
 from .select import select as select_blocks
+from .select_arguments import kept_by
 
 if TYPE_CHECKING:
     from .stages import CoarseOptions, SelectOptions
@@ -242,12 +244,12 @@ def _share(select: "SelectOptions", cache: VideoCache) -> dict[str, Any]:
     live = (cache.lengths // cache.block).double()[:, None, None]
     if isinstance(sparsity, torch.Tensor):
         wide = sparsity[:, None] if sparsity.dim() == 1 else sparsity
-        return {"sparsity": None, "top_k": ((1.0 - wide.double()) * live).round().clamp(min=1.0)}
+        return {"sparsity": None, "top_k": kept_by(wide, live)}
     check_share("sparsity", sparsity)
-    found: dict[str, Any] = {"sparsity": None, "top_k": ((1.0 - sparsity) * live).round().clamp(min=1.0)}
+    found: dict[str, Any] = {"sparsity": None, "top_k": kept_by(sparsity, live)}
     others = (select.capacity, select.max_blocks, select.force, select.local_window)
     if all(o is None for o in others) and not select.force_self and isinstance(select.min_blocks, int):
-        found["capacity"] = max(1, round((1.0 - sparsity) * cache.blocks), select.min_blocks, select.force_first)
+        found["capacity"] = max(kept_blocks(sparsity, cache.blocks), select.min_blocks, select.force_first)
     return found
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilefold.bench.attention.lists import Pattern, density, listed_blocks, touched_blocks
+from tilefold.bench.attention.lists import Pattern, density, kept_counts, listed_blocks, touched_blocks
 from tilefold.errors import ValueRangeError
 from tilefold.plan.cost import attention_cost
 from tilefold.plan.problem import AttentionProblem
@@ -159,6 +159,15 @@ class Case:
         return 1.0 if self.pattern is None else density(self.pattern, self.problem)
 
     @property
+    def kept(self) -> str:
+        """How many KV blocks a list keeps, of how many: "73/364", "1-364/364"; "" without lists."""
+        if self.pattern is None:
+            return ""
+        total = -(-self.problem.seq_k // self.pattern.block_k)
+        least, most = kept_counts(self.pattern, self.problem)
+        return f"{least}/{total}" if least == most else f"{least}-{most}/{total}"
+
+    @property
     def replayed(self) -> bool:
         """Whether this is a decoding step, which runs from CUDA graphs in practice: measured as replays even unasked."""
         return self.pattern is not None and self.problem.seq_q <= FEW_BLOCKS * self.pattern.block_q < self.problem.seq_k
@@ -170,10 +179,17 @@ def dense_problem(shape: Shape, causal: bool, dtype: str) -> AttentionProblem:
     return AttentionProblem(batch, tokens, tokens, heads, heads, dim, dim, dtype=dtype, causal=causal)
 
 
-def cases_of(family: str, size: str = "full", dtype: str = "bfloat16", direction: str = "forward") -> tuple[Case, ...]:
+def cases_of(
+    family: str,
+    size: str = "full",
+    dtype: str = "bfloat16",
+    direction: str = "forward",
+    sparsities: tuple[float, ...] = (),
+) -> tuple[Case, ...]:
     """The cases of a family at a size: "full" (the published shapes), "quick" (minutes on a GPU) or "tiny" (the interpreter).
 
     direction: "forward", "backward" (without decoding steps) or "both", all forward cases first.
+    sparsities: of "sparse" in place of its cases: random lists at each, in per cent, over the video's tokens ("tiny": over few).
     Raises ValueRangeError for an unknown family, size or direction and DtypeError for an unknown dtype.
     """
     for name, value, known in (
@@ -183,7 +199,14 @@ def cases_of(family: str, size: str = "full", dtype: str = "bfloat16", direction
     ):
         if value not in known:
             raise ValueRangeError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    forward = tuple(dict.fromkeys(_dense_cases(size, dtype) if family == "dense" else _sparse_cases(size, dtype)))
+    if family == "dense":
+        found = _dense_cases(size, dtype)
+    elif sparsities:
+        problem = replace(TINY if size == "tiny" else VIDEO, dtype=dtype)
+        found = (Case("sparse", problem, Pattern("random", sparsity)) for sparsity in sparsities)
+    else:
+        found = _sparse_cases(size, dtype)
+    forward = tuple(dict.fromkeys(found))
     backward = tuple(replace(case, backward=True) for case in forward if not case.replayed)
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 

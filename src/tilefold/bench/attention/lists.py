@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilefold.errors import ShapeError, ValueRangeError
+from tilefold.plan.select import kept_blocks
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -13,7 +14,18 @@ if TYPE_CHECKING:
     from tilefold.plan.problem import AttentionProblem
     from tilefold.sparse import BlockIndex
 
-__all__ = ["CUBE", "KINDS", "LATENT", "Pattern", "density", "listed_blocks", "lists_of", "overlap", "touched_blocks"]
+__all__ = [
+    "CUBE",
+    "KINDS",
+    "LATENT",
+    "Pattern",
+    "density",
+    "kept_counts",
+    "listed_blocks",
+    "lists_of",
+    "overlap",
+    "touched_blocks",
+]
 
 KINDS = ("random", "video", "uneven")
 LATENT = (16, 28, 52)  # a video's latent tokens (frames, height, width): 23296, the length of the published table
@@ -35,7 +47,7 @@ class Pattern:
             around the query, least the query block's own (`MASS`), so neighbouring query blocks share most of their blocks.
         "uneven": the counts of a head's query blocks climb geometrically from 1 to all blocks, in random order (Zipf: a count c
             comes up in proportion to 1 / c), the blocks are drawn as in "random". The sparsity follows: 83.0 % of 364 blocks.
-    sparsity: per cent of the blocks that a list leaves out, rounded to whole blocks; of "uneven" it says nothing (0).
+    sparsity: per cent of the blocks that a list leaves out at most (`kept` is rounded up); of "uneven" it says nothing (0).
     block_q, block_k: tokens per query and KV block. latent: tokens of the video (frames, height, width).
     """
 
@@ -67,8 +79,8 @@ class Pattern:
         return f"{self.blocks} {self.kind}" + ("" if self.kind == "uneven" else f" {self.sparsity:g} %")
 
     def kept(self, kv_blocks: int) -> int:
-        """How many of `kv_blocks` a list keeps, at least one."""
-        return max(1, round(kv_blocks * (1 - self.sparsity / 100)))
+        """How many of `kv_blocks` a list keeps: at least what the sparsity asks for, and one."""
+        return kept_blocks(self.sparsity / 100, kv_blocks)
 
 
 @lru_cache(maxsize=2)
@@ -161,6 +173,16 @@ def _check_video(pattern: Pattern, problem: "AttentionProblem") -> None:
 def listed_blocks(pattern: Pattern, problem: "AttentionProblem") -> int:
     """How many pairs of a query block and a KV block are listed, over all batch entries and query heads."""
     return int(lists_of(pattern, problem).counts.sum())
+
+
+@lru_cache(maxsize=256)
+def kept_counts(pattern: Pattern, problem: "AttentionProblem") -> tuple[int, int]:
+    """The shortest and the longest list, in KV blocks."""
+    if pattern.kind != "uneven":
+        kept = pattern.kept(-(-problem.seq_k // pattern.block_k))
+        return kept, kept
+    counts = lists_of(pattern, problem).counts
+    return int(counts.min()), int(counts.max())
 
 
 @lru_cache(maxsize=256)

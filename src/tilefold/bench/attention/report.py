@@ -30,6 +30,7 @@ from tilefold.bench.records.record import (
     version_in,
 )
 from tilefold.bench.setting import Setting
+from tilefold.bench.video import reported
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +44,7 @@ __all__ = [
     "heading_of",
     "notes_of",
     "ratio",
+    "reported_sheet",
     "rows_of",
     "sheets_of",
     "speed_tables",
@@ -132,7 +134,7 @@ def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
         for name in grid.implementations
         if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
     ]
-    third = max(len(what_of(cell)) for cell in cells)
+    third = max(len(what_of(cell)) for cell in cells) + max(len(cell.case.kept) + 2 for cell in cells)
     best = BEST_WIDTH if best_ratios(grid) else 0
     fit = max(1, (width - FIXED_WIDTH - third - best) // PEER_WIDTH)
     groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
@@ -156,8 +158,9 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
     means, best = geometric_means(grid.cells), best_ratios(grid)
     table = Table(pad_edge=False, box=None)
     table.add_column("D, H", no_wrap=True)
-    third = third_heading(grid)
-    for heading in ("N x B", third, "ms", "tilefold", *(["best"] if best else []), *(title_of(name) for name in peers)):
+    third, kept = third_heading(grid), kept_heading(grid)
+    middle = [*kept, "ms", "tilefold", *(["best"] if best else [])]
+    for heading in ("N x B", third, *middle, *(title_of(name) for name in peers)):
         style = "bold" if heading == "tilefold" else ""
         table.add_column(heading, justify="left" if heading == third else "right", no_wrap=True, style=style)
     shown = ("", "")
@@ -167,6 +170,7 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
         if shown[0] not in ("", dims):
             table.add_row()
         row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
+        row += [ours.case.kept] if kept else []
         row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)]
         row += [coloured(best[case]) if case in best else ""] if best else []
         table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
@@ -175,13 +179,25 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
         table.add_row()
         middle = [coloured(mean_of(list(best.values())))] if best else []
         table.add_row(
-            "mean", "(geom.)", "", "", "", *middle, *(coloured(means[n][0]) if n in means else "" for n in peers)
+            "mean",
+            "(geom.)",
+            "",
+            *([""] if kept else []),
+            "",
+            "",
+            *middle,
+            *(coloured(means[n][0]) if n in means else "" for n in peers),
         )
     return table
 
 
 def third_heading(grid: Grid) -> str:
     return "lists" if any(cell.case.pattern for cell in grid.cells) else "mask"
+
+
+def kept_heading(grid: Grid) -> list[str]:
+    """The heading of the column of kept and all KV blocks, where there are lists."""
+    return ["kept"] if any(cell.case.pattern for cell in grid.cells) else []
 
 
 def crossing_lines(cells: Sequence[Cell]) -> list[str]:
@@ -242,6 +258,7 @@ def rows_of(cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
             {
                 **head(setting, cell.case.family, cell.case.name, cell.case.direction),
                 "density": cell.case.density,
+                "kept": cell.case.kept,
                 "dtype": p.dtype,
                 "implementation": cell.implementation,
                 "ours": is_ours(cell.implementation),
@@ -283,8 +300,27 @@ def findings(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def sheets_of(cells: Sequence[Cell]) -> list[Sheet]:
-    """A table a direction, for documents."""
-    return [_sheet(part) for part in directions(cells)]
+    """A table a direction, for documents, and one of what others report."""
+    theirs = reported_sheet(cells)
+    return [*(_sheet(part) for part in directions(cells)), *([theirs] if theirs else [])]
+
+
+def reported_sheet(cells: Sequence[Cell]) -> Sheet | None:
+    """Our forward times beside what the authors of the block-sparse video pipeline report of theirs, at the shape and the
+    sparsities that both have; None where there is none."""
+    rows = []
+    for cell in cells:
+        p, pattern = cell.case.problem, cell.case.pattern
+        if cell.implementation != OURS or cell.case.backward or pattern is None or pattern.kind != "random":
+            continue
+        square = p.seq_q == p.seq_k and p.dim_qk == p.dim_v and pattern.block_q == pattern.block_k
+        shape = (p.batch, p.heads, p.kv_heads, p.seq_k, p.dim_qk, p.dtype, pattern.block_k)
+        theirs = reported.fine_ms(shape, pattern.sparsity) if square else None
+        if theirs is not None:
+            ours = digits(cell.timing.ms) if cell.timing else LABELS.get(cell.status, cell.status)
+            rows.append((f"{pattern.sparsity:g} %", cell.case.kept, ours, *(f"{ms:g}" for ms in theirs)))
+    head = ("sparsity", "kept", "tilefold ms", f"Triton ms ({reported.DEVICE})", f"TK ms ({reported.DEVICE})")
+    return Sheet(reported.SAID, head, tuple(rows), brackets=False) if rows else None
 
 
 def _sheet(cells: Sequence[Cell]) -> Sheet:
@@ -294,11 +330,17 @@ def _sheet(cells: Sequence[Cell]) -> Sheet:
     means = geometric_means(cells)
     peers = [name for name in grid.implementations if name != OURS]
     middle = ["best peer"] if best else []
-    heads = ("D, H", "N x B", third_heading(grid), "tilefold ms", "tilefold", *middle, *map(title_of, peers))
+    kept = kept_heading(grid)
+    heads = ("D, H", "N x B", third_heading(grid), *kept, "tilefold ms", "tilefold", *middle, *map(title_of, peers))
     rows: list[tuple[str, ...]] = []
     for case in grid.cases:
         ours = grid.at(case, OURS)
-        row = [*shape_of(ours), digits(ours.timing.ms) if ours.timing else "", plain_cell(ours, scale)]
+        row = [
+            *shape_of(ours),
+            *([ours.case.kept] if kept else []),
+            digits(ours.timing.ms) if ours.timing else "",
+            plain_cell(ours, scale),
+        ]
         row += [f"({times(best[case])})" if case in best else ""] if best else []
         for name in peers:
             relative = ratio(ours, grid.at(case, name))
@@ -309,7 +351,7 @@ def _sheet(cells: Sequence[Cell]) -> Sheet:
     if means:
         middle = [f"({times(mean_of(list(best.values())))})"] if best else []
         figures = (f"({times(means[n][0])})" if n in means else "" for n in peers)
-        rows.append(("geometric mean", "", "", "", "", *middle, *figures))
+        rows.append(("geometric mean", "", "", *([""] if kept else []), "", "", *middle, *figures))
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
     listed = " on the listed blocks" if cells[0].case.pattern else ""
     title = f"{cells[0].case.family} attention, {cells[0].case.direction}, {unit}{listed}, {dtypes}"

@@ -13,7 +13,7 @@ from tilefold.bench.page import new_figure
 from tilefold.errors import OutOfPages, Unsupported, ValueRangeError
 from tilefold.paged import PageAllocator
 
-__all__ = ["MODELS", "KVModel", "Layout", "Workload", "draw_plot", "layouts_of", "lengths_in"]
+__all__ = ["FILLED", "MODELS", "KVModel", "Layout", "Workload", "draw_plot", "layouts_of", "lengths_in", "paging_gains"]
 
 GIB = 1 << 30
 MOST_SEQUENCES = 1 << 30  # no bound: pages are
@@ -100,12 +100,16 @@ def lengths_in(path: Path, max_tokens: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """page_size 0: contiguous, max_tokens rows a sequence.  Bytes are of the whole workload at once, each sequence at its full
-    length; concurrent: how many of its sequences, in order and again from the first, fit the budget together."""
+    length; concurrent: how many of its sequences, in order and again from the first, fit the budget together.  Of the budget,
+    in bytes: pool_used by their tokens, pool_wasted in their pages (or rows kept for them), pool_unused for no sequence."""
 
     page_size: int
     bytes_allocated: int
     bytes_used: int
     concurrent: int
+    pool_used: int
+    pool_wasted: int
+    pool_unused: int
 
     @property
     def name(self) -> str:
@@ -125,8 +129,11 @@ def layouts_of(work: Workload, row_bytes: int, page_sizes: Sequence[int], budget
             f"of such sequences fits"
         )
     rows = sum(work.lengths)
-    contiguous = len(work.lengths) * work.max_tokens
-    found = [Layout(0, contiguous * row_bytes, rows * row_bytes, budget // (work.max_tokens * row_bytes))]
+    contiguous, fit = len(work.lengths) * work.max_tokens, budget // (work.max_tokens * row_bytes)
+    times, rest = divmod(fit, len(work.lengths))
+    held = times * rows + sum(work.lengths[:rest])
+    pool = _pool_bytes(fit, held, fit * work.max_tokens - held, row_bytes, budget)
+    found = [Layout(0, contiguous * row_bytes, rows * row_bytes, *pool)]
     for size in page_sizes:
         enough = sum(-(-n // size) for n in work.lengths) + -(-work.shared // size)
         allocator = _pool(work, size, enough)
@@ -136,10 +143,25 @@ def layouts_of(work: Workload, row_bytes: int, page_sizes: Sequence[int], budget
         if prefix is not None:
             allocator.free_sequence(prefix)
         s = allocator.statistics(row_bytes)
-        found.append(
-            Layout(size, s.bytes_in_pages, s.bytes_used, _concurrent(work, size, budget // (size * row_bytes)))
-        )
+        pool = _pool_bytes(*_concurrent(work, size, budget // (size * row_bytes)), row_bytes, budget)
+        found.append(Layout(size, s.bytes_in_pages, s.bytes_used, *pool))
     return found
+
+
+def _pool_bytes(fit: int, held: int, empty: int, row_bytes: int, budget: int) -> tuple[int, int, int, int]:
+    """(sequences, bytes used, wasted and unused) from rows that hold a token, and rows that are taken and hold none."""
+    return fit, held * row_bytes, empty * row_bytes, budget - (held + empty) * row_bytes
+
+
+FILLED = (5, 10, 25, 50, 75, 90, 100)  # per cent of max_tokens
+
+
+def paging_gains(max_tokens: int, size: int) -> tuple[list[float], int]:
+    """How many times as many sequences fit in pages of `size` tokens as with max_tokens rows for each, at each of FILLED; and up
+    to how many tokens a sequence takes less memory (0: never)."""
+    lengths = [-(-max_tokens * share // 100) for share in FILLED]
+    gains = [max_tokens / (-(-length // size) * size) for length in lengths]
+    return gains, (-(-max_tokens // size) - 1) * size
 
 
 def _pool(work: Workload, size: int, pages: int) -> PageAllocator:
@@ -170,10 +192,11 @@ def _admit(allocator: PageAllocator, prefix: int | None, length: int) -> None:
     allocator.reserve(allocator.members([made]), [more])
 
 
-def _concurrent(work: Workload, size: int, pages: int) -> int:
-    """Sequences admitted, in order and again from the first, until the pages are out."""
+def _concurrent(work: Workload, size: int, pages: int) -> tuple[int, int, int]:
+    """(sequences admitted, in order and again from the first, until the pages are out; rows that hold a token, shared ones once;
+    rows of taken pages that hold none)."""
     if not pages:
-        return 0
+        return 0, 0, 0
     allocator = _pool(work, size, pages)
     admitted = 0
     with suppress(OutOfPages):
@@ -181,7 +204,8 @@ def _concurrent(work: Workload, size: int, pages: int) -> int:
         for length in cycle(work.lengths):
             _admit(allocator, prefix, length)
             admitted += 1
-    return admitted
+    s = allocator.statistics()
+    return admitted, s.rows_used, s.pages_used * size - s.rows_used
 
 
 def draw_plot(layouts: Sequence[Layout], title: str, budget: int, path: Path) -> None:

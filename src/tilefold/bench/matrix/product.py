@@ -1,4 +1,4 @@
-"""What the families gemm, conv and lowbit share: sizes of numbers, the device's roof, inputs, a judge over whole results."""
+"""What the families gemm, conv, lowbit and move share: sizes of numbers, the device's roof, a judge over whole results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -198,6 +198,10 @@ def _differences(both: Sequence[tuple[Measured, Measured]]) -> tuple[tuple[str, 
         line = f"{new.key.implementation} is another version: old {before}, new {after}"
         if not new.ours and before and after and before != after and line not in found:
             found.append(line)
+        work = [one.setting.get("flops", "") for one in (old, new)]
+        line = f"{new.key.case} is other work: old {work[0]} FLOPs, new {work[1]}"
+        if all(work) and work[0] != work[1] and line not in found:
+            found.append(line)
     rounds = [
         sorted({len(one.times[m]) for pair in both for m in JUDGED if m in (one := pair[side]).times})
         for side in (0, 1)

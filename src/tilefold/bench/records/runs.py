@@ -41,7 +41,7 @@ class Measured:
     """One implementation on one case in one run.
 
     times: method -> each round's milliseconds.  rough: its record is of before rounds were kept, and of more than three of them,
-    so `times` holds the 20th percentile, the median and the 80th in their place.  setting: device, commit, date, versions.
+    so `times` holds the 20th percentile, the median and the 80th in their place.  setting: device, commit, date, versions, FLOPs.
     clock: median of the SM's in MHz."""
 
     key: Key
@@ -151,7 +151,9 @@ def _of_video(row: Mapping[str, Any]) -> Iterator[Measured]:
         low, high = (row.get("spread") or {}).get(name, (ms, ms))
         status, kept = "WRONG" if name in wrong else "ok", (row.get("rounds_ms") or {}).get(name)
         times = {"events": tuple(kept or (float(low), float(ms), float(high)))}
-        yield Measured(_key(row, name), status, "", not name.startswith("dense "), times, not kept, _setting(row))
+        yield Measured(
+            _key(row, name), status, "", not name.startswith(("dense ", "lists ")), times, not kept, _setting(row)
+        )
 
 
 def _key(row: Mapping[str, Any], who: str) -> Key:
@@ -161,7 +163,8 @@ def _key(row: Mapping[str, Any], who: str) -> Key:
 
 def _setting(row: Mapping[str, Any]) -> dict[str, str]:
     names = ("device", "commit", "date", "torch", "triton", "version")
-    return {name: str(row[name]) for name in names if row.get(name)}
+    flops = row.get("flops") or row.get("fine_flops")
+    return {name: str(row[name]) for name in names if row.get(name)} | ({"flops": str(flops)} if flops else {})
 
 
 def _clock(row: Mapping[str, Any]) -> float | None:

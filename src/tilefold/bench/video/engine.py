@@ -31,13 +31,14 @@ class VideoEngine:
 
     @property
     def known(self) -> Mapping[str, Any]:
-        from tilefold.bench.attention.peers import IMPLEMENTATIONS
-        from tilefold.bench.video.stages import PEERS
+        from tilefold.bench.video.stages import implementations
 
-        return {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS)}
+        return implementations()
 
     def usual(self, device: str) -> tuple[str, ...]:
-        return ("cudnn", "fa4") if device == "cuda" else ("math",)
+        from tilefold.bench.video.stages import USUAL
+
+        return USUAL[device]
 
     def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
         """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""

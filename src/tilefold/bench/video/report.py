@@ -6,13 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from tilefold.bench import page
-from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.attention.report import version_named
 from tilefold.bench.judge import Verdict
 from tilefold.bench.records.record import digits, finite, times
 from tilefold.bench.setting import Setting
-from tilefold.bench.video.stages import TOTAL
-from tilefold.bench.video.sweep import FINE, SWEEPS, Overtake, Point, SweepRow, overtakes
+from tilefold.bench.video.crossover import Overtake, overtakes
+from tilefold.bench.video.stages import TOTAL, implementations
+from tilefold.bench.video.sweep import FINE, SWEEPS, Point, SweepRow
 
 __all__ = [
     "lines_of",
@@ -47,26 +47,38 @@ def title_of(rows: Sequence[SweepRow], setting: Setting) -> str:
 
 
 def table_of(rows: Sequence[SweepRow]) -> page.Rows:
-    """One sweep: the swept value; ms of the fine stage, of all stages one by one, and of the whole; what the fine stage computes
-    and draws of K and V a second; of each dense peer its ms and how many times as fast the fine stage and the whole are."""
+    """One sweep: the swept value; KV blocks that a list keeps, of how many; ms of the fine stage, of all stages one by one, and
+    of the whole; what the fine stage computes and draws of K and V a second; of each dense peer its ms and how many times as fast
+    the fine stage and the whole are; of each peer over the same lists its ms and how many times as fast the fine stage is."""
     dense = list(dict.fromkeys(name for row in rows for name in row.dense))
     series = list(dict.fromkeys(row.point.series for row in rows))
     unit = SWEEPS[rows[0].point.sweep]
-    head = [unit, *(["line"] if len(series) > 1 else []), "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
+    head = [unit, *(["line"] if len(series) > 1 else []), "kept", "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
     for name in dense:
         head += [f"{name} ms", "fine", "total"]
-    return page.Rows((*head, "max error"), tuple(_cells(row, dense, len(series) > 1) for row in rows))
+    others = list(dict.fromkeys(name for row in rows for name in row.listed_peers))
+    for name in others:
+        head += [f"{name} ms", "fine"]
+    return page.Rows((*head, "max error"), tuple(_cells(row, dense, others, len(series) > 1) for row in rows))
 
 
-def _cells(row: SweepRow, dense: list[str], several: bool) -> tuple[str, ...]:
+def _cells(row: SweepRow, dense: list[str], others: list[str], several: bool) -> tuple[str, ...]:
     fine = row.ms(FINE)
     value = f"{row.value:.1f}" if row.point.sweep == "sparsity" else f"{row.value:.0f}"
     rates = (row.cost.flops, row.cost.l2_bytes)
-    cells = [value, *([row.point.series] if several else []), *map(_ms, (fine, row.sum_ms, row.ms(TOTAL)))]
+    cells = [
+        value,
+        *([row.point.series] if several else []),
+        "" if row.failure else row.kept,
+        *map(_ms, (fine, row.sum_ms, row.ms(TOTAL))),
+    ]
     cells += ["" if not fine else digits(each / fine * 1e-9) for each in rates]
     for name in dense:
         gains = [row.speedup(what, name) for what in (FINE, TOTAL)]
         cells += [_ms(row.ms(name)), *("" if gain is None else times(gain) for gain in gains)]
+    for name in others:
+        gain = row.speedup(FINE, name)
+        cells += [_ms(row.ms(name)), "" if gain is None else times(gain)]
     errors = [f"{v.max_error:.0e}" if v.ok else "WRONG" for n, v in row.verdicts.items() if n in (FINE, TOTAL)]
     return (*cells, ", ".join(errors))
 
@@ -96,7 +108,9 @@ def records_of(rows: Sequence[SweepRow], setting: Setting) -> list[dict[str, Any
 def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
     point, fine = row.point, row.ms(FINE)
     shape = asdict(point.shape)
-    timed = [each for each in IMPLEMENTATIONS.values() if f"dense {each.title}" in row.timings]
+    timed = [
+        one for one in implementations().values() if {f"dense {one.title}", f"lists {one.title}"} & row.timings.keys()
+    ]
     return {
         "commit": setting.commit,
         "device": setting.device,
@@ -114,6 +128,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "sparsity": point.sparsity,
         "page_size": point.page_size,
         "density": row.density,
+        "kept": row.kept,
         "ms": {name: timing.ms for name, timing in row.timings.items()},
         "rounds_ms": {name: list(timing.values) for name, timing in row.timings.items()},
         "spread": {name: (timing.low, timing.high) for name, timing in row.timings.items()},
@@ -121,7 +136,8 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
         "fine_flops": row.cost.flops,
         "fine_l2_bytes": row.cost.l2_bytes,
         "fine_tflops": row.cost.flops / fine * 1e-9 if fine else None,
-        "speedup": {name: {what: row.speedup(what, name) for what in (FINE, TOTAL)} for name in row.dense},
+        "speedup": {name: {what: row.speedup(what, name) for what in (FINE, TOTAL)} for name in row.dense}
+        | {name: {FINE: row.speedup(FINE, name)} for name in row.listed_peers},
         "errors": {name: _error(verdict) for name, verdict in row.verdicts.items()},
         "notes": row.notes,
         "versions": {each.title: version_named(each.name, setting) for each in timed},

@@ -1,25 +1,30 @@
 """The video pipeline stage by stage: what each takes, what it should take, and dense attention beside it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
-from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
+from tilefold.plan.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
 from tilefold.plan.video_launches import TOGETHER
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from tilefold.bench.attention.cases import Case
+    from tilefold.bench.implementation import Implementation, Inputs
     from tilefold.plan.device import Device
+    from tilefold.sparse import BlockIndex
     from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
+    "ALONE",
+    "LISTED",
     "PEERS",
     "TOTAL",
+    "USUAL",
     "Made",
     "Ready",
     "StageRow",
@@ -27,6 +32,8 @@ __all__ = [
     "VideoRun",
     "dense_calls",
     "dense_case",
+    "implementations",
+    "listed_calls",
     "listed_pairs",
     "prepare_stages",
     "profile_video",
@@ -36,8 +43,11 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
-PEERS = ("cudnn", "flash", "efficient", "math", "fa4")
+PEERS = ("cudnn", "flash", "efficient", "math", "fa4")  # dense
+LISTED = ("bsa", "tk", "fastvideo", "flex", "fa4-lists")  # they follow lists
+USUAL = {"cuda": ("cudnn", "fa4", "bsa", "tk"), "cpu": ("math",)}  # who is measured unasked
 TOTAL = "pipeline"
+ALONE = "index alone"  # the lists of a map of blocks; `select` makes its own lists in its launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +120,16 @@ def profile_video(
     dense, notes = dense_calls(dense_case(shape), (q, k, v), where, peers, grad if backward else None)
     timings = time_calls(calls | dense, where, rounds)
     costs = stage_costs(shape, listed, coarse.kind)
+    beside = {ALONE: index_cost(shape, ready.capacity)}
     total = sum(timings[name].ms for name in STAGES)
-    rows = tuple(_row(name, timing, costs, shape, device, total) for name, timing in timings.items())
+    rows = tuple(_row(name, timing, costs, beside, shape, device, total) for name, timing in timings.items())
     return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Calls of the stages, of fine and fuse at once, and of the whole, over the same inputs. listed: pairs of
-    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch."""
+    """Calls of the stages, of fine and fuse at once, of the index alone, and of the whole, over the same inputs. listed: pairs of
+    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch; index: the lists."""
 
     inputs: "VideoInputs"
     calls: dict[str, Call]
@@ -126,6 +137,7 @@ class Ready:
     capacity: int
     kind: str = "block"
     reduction: str = "mean"
+    index: "BlockIndex | None" = None
 
 
 def prepare_stages(
@@ -142,9 +154,19 @@ def prepare_stages(
     calls = {name: call for name, call in made.calls.items() if name != TOTAL}
     if branch is not None:
         calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())
+    calls[ALONE] = index_alone(index)
     calls[TOTAL] = made.calls[TOTAL]
     listed, capacity = listed_pairs(made.stages, shape), int(index.indices.shape[-1])
-    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction)
+    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction, index)
+
+
+def index_alone(index: "BlockIndex") -> Call:
+    """The index stage by itself: the same lists from a map of the blocks."""
+    from tilefold import sparse
+
+    keep, (block_q, block_k, seq_q, seq_k) = index.to_map(), index.geometry
+    sizes: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "seq_q": seq_q, "seq_k": seq_k}
+    return lambda: sparse.index(keep, **sizes, capacity=index.capacity)
 
 
 # ---------------------------------------------------------------- what the sweeps measure, too
@@ -232,21 +254,54 @@ def dense_calls(
     grad: "Tensor | None" = None,
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
-    import torch
-
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
     from tilefold.bench.implementation import Inputs
+
+    return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
+
+
+def listed_calls(
+    case: "Case",
+    tensors: "tuple[Tensor, Tensor, Tensor]",
+    index: "BlockIndex",
+    sparsity: float,
+    where: str,
+    peers: tuple[str, ...],
+) -> tuple[dict[str, Call], list[str]]:
+    """The same of peers that follow lists, over those of the fine stage; sparsity: per cent, as it was asked for."""
+    from tilefold.bench.attention.cases import Case
+    from tilefold.bench.attention.lists import Pattern
+    from tilefold.bench.implementation import Inputs
+
+    known = implementations()
+    listed = Case("sparse", case.problem, Pattern("random", sparsity, index.block_q, index.block_k))
+    return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
+
+
+def implementations() -> "dict[str, Implementation]":
+    """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
+    from tilefold.bench.attention.peers import IMPLEMENTATIONS
+
+    known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
+    return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
+
+
+def _calls_of(
+    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: "Tensor | None" = None
+) -> tuple[dict[str, Call], list[str]]:
+    """(calls by "kind title", why any peer is missing)."""
+    import torch
+
     from tilefold.bench.loop import first_line
 
     calls: dict[str, Call] = {}
     notes = []
-    for name in peers:
-        peer = IMPLEMENTATIONS[name]
-        if why := peer.refuses(case, where):
+    for peer in peers:
+        if why := peer.refuses(inputs.case, where):
             notes.append(f"{peer.title}: {why}")
             continue
         try:
-            run = peer.prepare(Inputs(case, *tensors))
+            run = peer.prepare(inputs)
             with run.context():
                 run.call()
         except Exception as error:  # another library's: the table goes without it
@@ -257,16 +312,16 @@ def dense_calls(
             with run.context():
                 return run.call()
 
-        calls[f"dense {peer.title}"] = forward
+        calls[f"{kind} {peer.title}"] = forward
         if grad is not None:
-            leaves = [t.detach().clone().requires_grad_() for t in tensors]
-            both = peer.prepare(Inputs(case, leaves[0], leaves[1], leaves[2]))
+            leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+            both = peer.prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2]))
 
             def step(run: Any = both, leaves: Any = leaves) -> object:
                 with run.context():
                     return torch.autograd.grad(run.call(), leaves, grad)
 
-            calls[f"dense {peer.title}, forward + backward"] = step
+            calls[f"{kind} {peer.title}, forward + backward"] = step
     return calls, notes
 
 
@@ -283,9 +338,16 @@ def time_calls(calls: dict[str, Call], where: str, rounds: int) -> dict[str, Tim
 
 
 def _row(
-    name: str, timing: Timing, costs: dict[str, Cost], shape: VideoShape, device: "Device", total: float
+    name: str,
+    timing: Timing,
+    costs: dict[str, Cost],
+    beside: dict[str, Cost],
+    shape: VideoShape,
+    device: "Device",
+    total: float,
 ) -> StageRow:
-    cost = costs.get(name)
+    """costs: of the stages; beside: of what is none."""
+    cost = costs.get(name, beside.get(name))
     if name == TOTAL:
         cost = sum(costs.values(), Cost(0, 0, 0))
     elif name == TOGETHER:

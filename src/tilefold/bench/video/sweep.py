@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.attention.grid import Crossing, crossing_of
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, Verdict
 from tilefold.bench.loop import MEMORY, OK, WRONG, complaint, first_line
 from tilefold.bench.timers import Timing
 from tilefold.bench.video.stages import (
+    LISTED,
+    PEERS,
     TOTAL,
     Made,
     VideoInputs,
     dense_calls,
     dense_case,
+    listed_calls,
     listed_pairs,
     self_attention,
     time_calls,
@@ -34,11 +36,9 @@ if TYPE_CHECKING:
 __all__ = [
     "FINE",
     "SWEEPS",
-    "Overtake",
     "Point",
     "SweepRow",
     "measure_point",
-    "overtakes",
     "points_of",
     "run_points",
 ]
@@ -51,7 +51,7 @@ PARTS = ("append", *STAGES)  # what the whole consists of; only a cache has the 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of a sweep: attention over shape.seq tokens by top-k at a sparsity (per cent of the blocks left out).
+    """One place of a sweep: attention over shape.seq tokens by top-k at a sparsity (per cent of the blocks left out, at most).
 
     sweep: one of SWEEPS. In "cached" the newest block's queries attend a cache that then holds shape.seq tokens, in pages of
     page_size tokens or in one piece (None); in the others every token attends every other one."""
@@ -100,9 +100,9 @@ class Point:
 class SweepRow:
     """What was measured at a point.
 
-    listed: pairs of blocks that the lists name. timings: of each stage, of "pipeline" (the whole) and of "dense NAME" for each
-    peer; a result that failed its check has none. verdicts: of what was checked. notes: why something is missing. failure: why
-    there is nothing at all, a status of bench.loop."""
+    listed: pairs of blocks that the lists name. timings: of each stage, of "pipeline" (the whole), of "dense NAME" for each dense
+    peer and of "lists NAME" for each that follows the fine stage's lists; a result that failed its check has none. verdicts: of
+    what was checked. notes: why something is missing. failure: why there is nothing at all, a status of bench.loop."""
 
     point: Point
     listed: int = 0
@@ -120,6 +120,13 @@ class SweepRow:
     def density(self) -> float:
         """The share of all pairs of blocks that is listed, 0 to 1."""
         return self.listed / listed_pairs(None, self.point.shape, self.point.queries)
+
+    @property
+    def kept(self) -> str:
+        """KV blocks that a list keeps, of how many; all lists are of one length."""
+        shape = self.point.shape
+        lists = listed_pairs(None, shape, self.point.queries) // shape.blocks
+        return f"{self.listed / lists:g}/{shape.blocks}"
 
     @property
     def value(self) -> float:
@@ -142,6 +149,11 @@ class SweepRow:
     def dense(self) -> tuple[str, ...]:
         """The dense peers that were timed, as "dense cuDNN"."""
         return tuple(name for name in self.timings if name.startswith("dense "))
+
+    @property
+    def listed_peers(self) -> tuple[str, ...]:
+        """Those over the same lists that were timed, as "lists TK"."""
+        return tuple(name for name in self.timings if name.startswith("lists "))
 
     @property
     def cost(self) -> Cost:
@@ -231,12 +243,20 @@ def _measured(
     shape, case = point.shape, dense_case(point.shape, point.queries)
     inputs = video_inputs(shape, where, seed, point.queries)
     made = self_attention(shape, inputs, *options) if point.queries is None else cached_step(point, inputs, *options)
-    dense, notes = dense_calls(case, (inputs.q, inputs.k, inputs.v), where, peers)
-    verdicts = {**_own_verdicts(point, inputs, made), **_dense_verdicts(point, inputs, dense)}
+    tensors = inputs.q, inputs.k, inputs.v
+    dense, notes = dense_calls(case, tensors, where, tuple(name for name in peers if name in PEERS))
+    others = tuple(name for name in peers if name in LISTED)
+    listed, more = listed_calls(case, tensors, made.stages.index, point.sparsity, where, others)
+    notes += more
+    judge = Judge(Inputs(case, *tensors, made.stages.index))
+    verdicts = {**_own_verdicts(point, inputs, made, judge), **_dense_verdicts(point, inputs, dense)}
+    verdicts |= {name: judge.verdict(call()) for name, call in listed.items()}
     for name, verdict in verdicts.items():
         if not verdict.ok:
             notes.append(f"{name} at {point.name}: WRONG: {complaint(verdict)}")
-    calls = {name: call for name, call in (made.calls | dense).items() if name not in verdicts or verdicts[name].ok}
+    calls = {
+        name: call for name, call in (made.calls | dense | listed).items() if name not in verdicts or verdicts[name].ok
+    }
     if replays:
         calls, missing = _captured(calls)
         notes += missing
@@ -311,7 +331,7 @@ def _captured(calls: dict[str, Callable[[], object]]) -> tuple[dict[str, Callabl
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # another library's: the table goes without it
-            if not name.startswith("dense "):
+            if not name.startswith(("dense ", "lists ")):
                 raise
             notes.append(f"{name}: cannot be captured in a CUDA graph: {first_line(error)}")
             continue
@@ -322,14 +342,14 @@ def _captured(calls: dict[str, Callable[[], object]]) -> tuple[dict[str, Callabl
 # ---------------------------------------------------------------- checks
 
 
-def _own_verdicts(point: Point, inputs: VideoInputs, made: Made) -> dict[str, Verdict]:
-    """The fine stage over its lists, and the whole as both branches times their gates, on sampled rows against fp64."""
+def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -> dict[str, Verdict]:
+    """The fine stage over its lists, which judge knows, and the whole as both branches times their gates, on sampled rows against
+    fp64."""
     import torch
 
     from tilefold import reference
 
     q, k, v = inputs.q, inputs.k, inputs.v
-    judge = Judge(Inputs(dense_case(point.shape, point.queries), q, k, v, made.stages.index))
     rows = judge.rows
 
     def mixed(fine: "Tensor", dtype: "torch.dtype") -> "Tensor":
@@ -351,44 +371,3 @@ def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable
         return {}
     judge = Judge(Inputs(dense_case(point.shape, point.queries), inputs.q, inputs.k, inputs.v))
     return {name: judge.verdict(call()) for name, call in dense.items()}
-
-
-# ---------------------------------------------------------------- the crossover
-
-
-@dataclass(frozen=True, slots=True)
-class Overtake:
-    """From where on a line of a sweep the fine stage, or the whole, is faster than a dense peer."""
-
-    sweep: str
-    series: str
-    what: str
-    dense: str
-    crossing: Crossing
-
-    def __str__(self) -> str:
-        at, unit = self.crossing, SWEEPS[self.sweep]
-        name = "the whole" if self.what == TOTAL else f"the {self.what} stage"
-        digits = ".1f" if self.sweep == "sparsity" else ".0f"
-        least, most = f"{at.least:{digits}}", f"{at.most:{digits}}"
-        if at.sparsity is not None:
-            where = f"overtakes {self.dense} at {at.sparsity:{digits}} {unit} (between {least} and {most})"
-        elif at.always:
-            where = f"is faster than {self.dense} at every point, from {most} {unit} on"
-        else:
-            where = f"does not overtake {self.dense} up to {least} {unit}"
-        return f"{self.series}: {name} {where}"
-
-
-def overtakes(rows: Sequence[SweepRow]) -> list[Overtake]:
-    """The crossovers of every line with two points at least, times between points taken as straight lines."""
-    lines: dict[tuple[str, str, str, str], list[tuple[float, float, float]]] = {}
-    for row in rows:
-        for dense in row.dense:
-            for what in (FINE, TOTAL):
-                mine, other = row.ms(what), row.ms(dense)
-                if mine is not None and other is not None:
-                    line = (row.point.sweep, row.point.series, what, dense)
-                    lines.setdefault(line, []).append((row.value, mine, other))
-    found = ((line, crossing_of(points)) for line, points in lines.items())
-    return [Overtake(*line, crossing) for line, crossing in found if crossing is not None]

@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
-from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, plan_conv
+from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, method_named, plan_conv
 from ..call import check_integer, keyed
 from ..device import device_of
 from ..operator import Operator
@@ -40,9 +40,9 @@ def conv2d(
     x [N, C, H, W] or [C, H, W], weight [K, C / groups, R, S], bias [K]; fp16, bf16 or fp32, all the same; any strides (a weight
     with taps inside channels is repacked once a call).  The result [N, K, Ho, Wo] is channels-last where x or
     weight is, as torch's.  padding: zeros on every side, or "valid" (none), or "same" (the size of x; stride 1 only).
-    method: "implicit" (x is read as it lies, no copy of it is made), "relayout" (channels-first tensors are first copied to
-    channels-last, and so are the gradients'), "im2col" (columns, then a GEMM), "auto": the plan's choice of the first two, by
-    time; groups of few channels take a kernel without tensor cores.
+    method: "implicit" or "direct" (x is read as it lies, no copy of it is made), "relayout" (channels-first tensors are first
+    copied to channels-last, and so are the gradients'), "im2col" (columns, then a GEMM), "auto": the plan's choice of implicit
+    and relayout, by time; groups of few channels take a kernel without tensor cores.
     activation: None, "relu", "silu", "gelu", "gelu_tanh".  tf32: of fp32, round factors to tf32.
     plan: of `conv_plan`, followed exactly; it was made for this problem, this device and, if given, this method.
     First derivatives of x, weight and bias.  The same bits in every run.
@@ -83,8 +83,7 @@ def _call(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: A
     if groups < 1:
         raise ValueRangeError(f"groups must be at least 1, got {groups}")
     check_activation(activation)
-    if method not in ("auto", *METHODS):
-        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
+    method = method_named(method)
     if plan is not None and not isinstance(plan, ConvPlan):
         raise DtypeError(f"plan must be a ConvPlan or None, got {type(plan).__name__}")
     _check_tensors(x, weight, bias, groups)

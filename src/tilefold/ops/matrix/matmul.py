@@ -71,9 +71,21 @@ def bmm(
 
     a [B, M, K] or [M, K], b [B, K, N] or [K, N], one of them with a batch: the other serves all of it and is not copied, and its
         gradient is summed over the batch in fp32 as it is made.  Any batch strides.
-    bias: broadcast to [B, M, N], so [N], [M, 1] or [B, 1, 1]."""
+    bias: broadcast to [B, M, N], so [N], [M, 1] or [B, 1, 1]; also [B, 1], a number a batch entry, unless B is M or 1, where
+        broadcasting gives it another meaning and that one holds: [B, 1, 1] means the same for every M."""
+    bias = _of_entries(a, b, bias)
     check(a, b, bias, None, None, activation, order, tf32, out_dtype, True)
     return _call(a, b, bias, None, None, activation, order, tf32, out_dtype, plan)
+
+
+def _of_entries(a: Any, b: Any, bias: Any) -> Any:
+    """A bias [B, 1] that does not broadcast with the result, but has a number for each batch entry, as [B, 1, 1]."""
+    if not all(isinstance(t, torch.Tensor) for t in (a, b, bias)) or bias.dim() != 2 or bias.shape[1] != 1:
+        return bias
+    batched = [t.shape[0] for t in (a, b) if t.dim() == 3]
+    if not batched or min(a.dim(), b.dim()) < 2 or bias.shape[0] in (1, a.shape[-2]) or bias.shape[0] != batched[0]:
+        return bias
+    return bias.unsqueeze(-1)
 
 
 def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: Any, activation: str | None, order: str, tf32: bool,

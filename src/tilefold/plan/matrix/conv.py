@@ -9,7 +9,7 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.matrix.conv_layout import FEW, copied, copied_bytes, copy_pays, padded
 
-__all__ = ["METHODS", "PARTS", "ConvPlan", "ConvProblem", "ConvTile", "plan_conv"]
+__all__ = ["METHODS", "PARTS", "ConvPlan", "ConvProblem", "ConvTile", "method_named", "plan_conv"]
 
 IMPLICIT, IM2COL, RELAYOUT, DIRECT = "implicit", "im2col", "relayout", "direct"
 METHODS = (IMPLICIT, IM2COL, RELAYOUT)
@@ -241,11 +241,19 @@ class ConvPlan:
         )
 
 
+def method_named(method: str) -> str:
+    """The method that a name asks for: "direct" is what others call the implicit one.  ValueRangeError for an unknown name."""
+    if method not in ("auto", *METHODS, DIRECT):
+        raise ValueRangeError(
+            f"method must be one of 'auto', {', '.join(map(repr, (*METHODS, DIRECT)))}, got {method!r}"
+        )
+    return IMPLICIT if method == DIRECT else method
+
+
 @lru_cache(maxsize=4096)
 def plan_conv(problem: ConvProblem, device: Device, method: str = "auto") -> ConvPlan:
     """The plan: pure, the same every time.  ValueRangeError for an unknown method, Unsupported for too large a grid."""
-    if method not in ("auto", *METHODS):
-        raise ValueRangeError(f"method must be one of 'auto', {', '.join(map(repr, METHODS))}, got {method!r}")
+    method = method_named(method)
     chosen, reason, rejected = _method(problem, method, device)
     if chosen == DIRECT:
         tile = ConvTile(32, 32, 1, 4, 1) if device.backend == "interpreter" else ConvTile(32, 64, 1, 4, 1)
