@@ -50,9 +50,10 @@ class Trial:
 class Outcome:
     """What came of a problem.
 
-    planned: fields of the rules' plan; best: of the fastest, the rules' own where none was faster.  planned_us, tuned_us: of
-    both, in the same turns; 0 where nothing was timed.  searched: ALL candidates, HALF (what quick searches), or "" if the time was
-    over.  clear: all but the slowest fifth of the best plan's turns were faster than all but the fastest fifth of the other's.
+    planned: fields of the rules' plan; best: of the fastest, the rules' own where none was faster.
+    planned_us, tuned_us: of both, in the same turns; 0 where nothing was timed.
+    searched: ALL candidates, HALF (what quick searches), or "" if the time was over.
+    clear: all but the slowest fifth of the best plan's turns were faster than all but the fastest fifth of the other's.
     note: why nothing could be measured, or ""."""
 
     tunable: Tunable
