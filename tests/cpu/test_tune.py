@@ -1,5 +1,6 @@
 """`tilefold tune`: candidates that fit, checked before they are timed; what is measured is kept; the table and who uses it."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -124,6 +125,17 @@ def test_where_nothing_is_faster_nothing_is_taken(tmp_path):
     assert one_percent.best != one_percent.planned and not one_percent.worth
 
 
+def test_a_gain_within_the_noise_is_not_taken(tmp_path):
+    """A third faster by the median, but turns overlap."""
+    turns = itertools.cycle([0.5, 1.0, 1.5])
+    found = searched(
+        tmp_path / "log.jsonl", TUNABLES["decode"], Clock(lambda plan: next(turns) if plan.block_n == 16 else 1.2)
+    )
+    assert found.best["block_n"] == 16 and found.gain == 1.2 and not found.clear and not found.worth
+    kept = Log(tmp_path / "log.jsonl", IDENTITY).outcome(TUNABLES["decode"])
+    assert not kept.worth and kept.gain == found.gain
+
+
 def _planted(monkeypatch, wrong, spoil):
     """Candidates for which wrong(plan) give spoil(result)."""
     work = Tunable.work
@@ -227,6 +239,30 @@ def test_quick_is_half_and_the_whole_goes_on(tmp_path):
     assert half.searched == "half" and len(half.trials) == 3
     assert searched(path, TUNABLES["decode"], Clock(None), quick=True).trials == half.trials
     assert len(searched(path, TUNABLES["decode"], clock).trials) == 5
+
+
+def test_what_quick_found_is_not_lost_where_the_whole_was_cut_off(tmp_path):
+    """The other half of the first group comes before what quick found in the second one."""
+    path, clock = tmp_path / "log.jsonl", Clock(lambda plan: 0.5 if plan.block_n == 16 else 1.0)
+    assert searched(path, TUNABLES["decode"], clock, quick=True).best["block_n"] == 16
+    cut = searched(path, TUNABLES["decode"], Clock(clock.ms), seconds=0.5)
+    assert cut.searched == "" and cut.best["block_n"] == 16 and cut.worth
+
+
+def test_the_best_is_checked_once_more(tmp_path, monkeypatch):
+    """One that is wrong now and then is found out; the next best is taken."""
+    calls = []
+
+    def at_last(plan):
+        calls.append(plan.block_n) if plan.block_n == 16 else None
+        return calls.count(16) > 1 and plan.block_n == 16
+
+    _planted(monkeypatch, at_last, _one_wrong)
+    clock = Clock(lambda plan: {16: 0.5, 64: 0.8}.get(plan.block_n, 1.0))
+    found = searched(tmp_path / "log.jsonl", TUNABLES["decode"], clock)
+    assert found.best["block_n"] == 64 and found.worth
+    assert {one.status for one in found.trials if one.fields["block_n"] == 16} == {"WRONG"}
+    assert Log(tmp_path / "log.jsonl", IDENTITY).outcome(TUNABLES["decode"]).best == found.best
 
 
 def test_what_ended_the_process_is_not_tried_again_and_what_the_user_ended_is(tmp_path, monkeypatch):

@@ -44,7 +44,9 @@ def test_a_taken_plan_is_used(tmp_path, monkeypatch) -> None:
     device, tunable = device_of(torch.device("cuda")), TUNABLES[1]
     (found,) = tune([tunable], device, "cuda", Log(tmp_path / "log.jsonl", identity_of(device)), Limits(15.0))
     other = next(one.fields for one in found.trials if one.status == "ok")
-    claimed = Outcome(tunable, found.problem, found.planned, other, 2.0, 1.0, found.trials, found.searched, found.date)
+    claimed = Outcome(
+        tunable, found.problem, found.planned, other, 2.0, 1.0, found.trials, found.searched, found.date, True
+    )
     write_table(tmp_path / "t.json", table_of_outcomes([claimed], identity_of(device), None))
     monkeypatch.setenv("TILEFOLD_TUNED", str(tmp_path / "t.json"))
     q, k, v = (

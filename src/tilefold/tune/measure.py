@@ -48,9 +48,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a problem.  planned: fields of the rules' plan; best: of the fastest, the rules' own where none was faster.
-    planned_us, tuned_us: of both, in the same turns; 0 where nothing was timed.  searched: ALL candidates, HALF (what quick
-    searches), or "" if the time was over.  note: why nothing could be measured, or ""."""
+    """What came of a problem.
+
+    planned: fields of the rules' plan; best: of the fastest, the rules' own where none was faster.
+    planned_us, tuned_us: of both, in the same turns; 0 where nothing was timed.
+    searched: ALL candidates, HALF (what quick searches), or "" if the time was over.
+    clear: all but the slowest fifth of the best plan's turns were faster than all but the fastest fifth of the other's.
+    note: why nothing could be measured, or ""."""
 
     tunable: Tunable
     problem: Changes = field(default_factory=dict)
@@ -61,6 +65,7 @@ class Outcome:
     trials: tuple[Trial, ...] = ()
     searched: str = ""
     date: str = ""
+    clear: bool = False
     note: str = ""
 
     @property
@@ -71,7 +76,7 @@ class Outcome:
     @property
     def worth(self) -> bool:
         """Whether the table is to have it."""
-        return self.best != self.planned and self.gain >= LEAST_GAIN
+        return self.clear and self.best != self.planned and self.gain >= LEAST_GAIN
 
     def over(self, quick: bool) -> bool:
         """Whether there is nothing left to try."""
@@ -141,8 +146,9 @@ class Log:
         if row is None:
             return None
         planned, best = ({name: _plain(value) for name, value in row[which].items()} for which in ("planned", "best"))
-        return Outcome(tunable, row["problem"], planned, best, row["planned_us"], row["tuned_us"],
-                       tuple(self.trials.get(_case(tunable), {}).values()), row["searched"], row["date"])  # fmt: skip
+        trials = tuple(self.trials.get(_case(tunable), {}).values())
+        return Outcome(tunable, row["problem"], planned, best, row["planned_us"], row["tuned_us"], trials, row["searched"],
+                       row["date"], row["clear"])  # fmt: skip
 
 
 def tune(
@@ -226,18 +232,19 @@ class _Search:
         if calls is None:
             return Outcome(tunable, problem, ruled, ruled, note=f"the rules' plan: {status}: {note}")
         self.reference = self.sampling(self.planned, calls)
-        best, complete = self._searched(ruled, progress)
+        complete = self._searched(ruled, progress)
         progress("the best once more")
-        times = self._last(ruled, best)
+        best, before, after = self._last(ruled)
+        clear = after.high < before.low
         trials = tuple(self.trials.values())
         searched = "" if not complete else HALF if self.limits.quick else ALL
-        made = Outcome(tunable, problem, ruled, best, *times, trials, searched, _today())
-        self.log.write(self.case, FINAL, problem=problem, planned=ruled, best=best, planned_us=times[0], tuned_us=times[1],
-                       searched=searched)  # fmt: skip
+        made = Outcome(tunable, problem, ruled, best, before.us, after.us, trials, searched, _today(), clear)
+        self.log.write(self.case, FINAL, problem=problem, planned=ruled, best=best, planned_us=before.us, tuned_us=after.us,
+                       searched=searched, clear=clear)  # fmt: skip
         return made
 
-    def _searched(self, ruled: Changes, progress: Callable[[str], None]) -> tuple[Changes, bool]:
-        """The fields with the least ratio, and whether every candidate was tried before the time was over."""
+    def _searched(self, ruled: Changes, progress: Callable[[str], None]) -> bool:
+        """Try the candidates; whether the time was enough for all."""
         best, ratio = ruled, 1.0
         for group in groups_of(self.tunable.kind):
             base = best
@@ -245,13 +252,13 @@ class _Search:
                 fields = fields_of(self.tunable.kind, plan)
                 if _key(fields) not in self.trials:
                     if self.limits.now() >= self.until:
-                        return best, False
+                        return False
                     progress(f"candidate {len(self.trials) + 1}")
                     self._try(plan, fields)
                 trial = self.trials[_key(fields)]
                 if trial.status == OK and trial.ratio < ratio:
                     best, ratio = fields, trial.ratio
-        return best, True
+        return True
 
     def _candidates(self, group: Any, ruled: Changes, base: Changes) -> Iterator[Plan]:
         """The plans of a group that fit the device, each once, and not the rules' own."""
@@ -275,8 +282,11 @@ class _Search:
         except KeyboardInterrupt:  # not the candidate's doing
             self.log.write(self.case, INTERRUPTED, fields=fields)
             raise
-        self.trials[_key(fields)] = Trial(fields, status, note, ratio)
-        self.log.write(self.case, status, fields=fields, note=note, ratio=ratio)
+        self._keep(Trial(fields, status, note, ratio))
+
+    def _keep(self, trial: Trial) -> None:
+        self.trials[_key(trial.fields)] = trial
+        self.log.write(self.case, trial.status, fields=trial.fields, note=trial.note, ratio=trial.ratio)
 
     def _measured(self, plan: Plan) -> tuple[str, str, float]:
         """(status, note, ratio)."""
@@ -309,15 +319,20 @@ class _Search:
                 break
         return ratio
 
-    def _last(self, ruled: Changes, best: Changes) -> tuple[float, float]:
-        """Microseconds of the rules' plan and of the best one."""
-        samplers, turns = {"rules": self.reference}, TURNS
-        if best != ruled:
+    def _last(self, ruled: Changes) -> tuple[Changes, timers.Timing, timers.Timing]:
+        """(the best fields, times of the rules' plan and of the best one): of all trials, checked and timed once more."""
+        while faster := [one for one in self.trials.values() if one.status == OK and one.ratio < 1]:
+            best = min(faster, key=lambda one: one.ratio).fields
             plan = applied(self.planned, best)
-            turns = LAST_TURNS
-            samplers["best"] = self.sampling(plan, [self.work.call(one, plan) for one in self.work.sets])
-        found = timers.time_alternating(samplers, turns)
-        return found["rules"].us, found.get("best", found["rules"]).us
+            status, note, _, calls = self._checked(plan)
+            if calls is None:
+                self._keep(Trial(best, status, note))
+                continue
+            samplers = {"rules": self.reference, "best": self.sampling(plan, calls)}
+            found = timers.time_alternating(samplers, LAST_TURNS)
+            return best, found["rules"], found["best"]
+        alone = timers.time_alternating({"rules": self.reference}, TURNS)["rules"]
+        return ruled, alone, alone
 
 
 def identity_of(device: "Device") -> dict[str, str]:
