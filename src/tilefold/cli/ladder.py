@@ -10,7 +10,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, print_tables, table_of, user_errors, writable
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -176,7 +176,7 @@ def _show(console: Console, result: "Result", gpu: bool) -> None:
     masks = ", causal" if p.causal else ""
     heads = f"{p.heads} heads" + (f" on {p.kv_heads}" if p.group > 1 else "")
     console.print(Text(f"\n{tokens}, {heads}, D={p.dim_qk}, batch {p.batch}, {p.dtype}{masks}", style="bold"))
-    console.print(table_of(*(_timed(result) if gpu else _counted(result))))
+    print_tables(console, *(_timed(result) if gpu else _counted(result)))
     for line in result.lines if gpu else ():
         if text := why(line):
             console.print(Text(text, style="dim"), soft_wrap=True)
