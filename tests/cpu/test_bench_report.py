@@ -101,11 +101,11 @@ def test_equal_notes_are_said_once():
 
 def test_details_show_host_and_graph_only_where_measured():
     cells = measured()
-    text = printed(report.detail_table(cells))
+    text = printed(*report.detail_tables(cells))
     assert "host us" not in text
     assert "cold us" not in text
     with_host = Cell(cells[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
-    text = printed(report.detail_table([with_host]))
+    text = printed(*report.detail_tables([with_host]))
     assert "host us" in text
     assert "21.3" in text
     assert "cold us" not in text

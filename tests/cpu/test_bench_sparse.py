@@ -269,7 +269,7 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
     with console.capture() as capture:
         for table in report.speed_tables(parts[0], 120):
             console.print(table)
-        console.print(report.detail_table(parts[0]))
+        console.print(*report.detail_tables(parts[0]))
     text = capture.get()
     header = text.splitlines()[0].split()
     assert header == ["D,", "H", "N", "x", "B", "lists", "kept", "ms", "tilefold", "best", "BSA", "TK", "cuDNN"]
@@ -351,7 +351,7 @@ def test_cold_and_warm_replays_have_columns_of_their_own():
     cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
     console = Console(width=140, color_system=None)
     with console.capture() as capture:
-        console.print(report.detail_table([cell]))
+        console.print(*report.detail_tables([cell]))
     assert {"cold", "warm"} < set(capture.get().split())
     (row,) = report.rows_of([cell], SETTING)
     assert (row["graph_us"], row["graph_warm_us"]) == (pytest.approx(12.5), pytest.approx(11.8))

@@ -160,11 +160,14 @@ def test_what_kernels_hand_on_is_rounded(dtype, u):
         return lambda: torch.autograd.grad(call(x), x, g)[0]
 
     same_norm(off(slope(stored), dtype), u * binade(g) / 3**0.5, 0.1)
-    lse, mode, total = rand(50).double().requires_grad_(), Rounding(dtype), 0.0
+    lse, mode, total, one = rand(50).double().requires_grad_(), Rounding(dtype), 0.0, torch.eye(40).double()
     for seed in range(60):
         with mode.again(seed):
-            total = total + torch.autograd.grad(attended(x * 1.0, lse), lse, g)[0].square()
-    same_norm((total / 60).sqrt(), u * torch.sqrt((g * binade(x)).square().sum(1) / 3).detach(), 0.1)
+            total = total + torch.autograd.grad(attended(x * 1.0, one, lse), lse, g)[0].square()
+    both = (g * binade(x)).square() + (
+        g * x
+    ).square()  # of what is stored, and of the operand of the product that made it
+    same_norm((total / 60).sqrt(), u * torch.sqrt(both.sum(1) / 3).detach(), 0.1)
     same_norm(off(slope(lambda t: activated(torch.relu, t)), dtype), u * binade(g * (x > 0)) / 3**0.5, 0.1)
 
 

@@ -12,9 +12,12 @@ from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import RenderableType
+    from rich.table import Table
 
-__all__ = ["Picture", "Rows", "Words", "new_figure", "save_png", "to_html"]
+__all__ = ["Picture", "Rows", "Words", "columns_that_fit", "grouped_tables", "new_figure", "save_png", "to_html"]
 
+INDENT = 2  # of rows under their title
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 84em; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
 table { border-collapse: collapse; margin: 1em 0; font-size: 14px; font-variant-numeric: tabular-nums; }
@@ -47,6 +50,57 @@ class Picture:
 
     figure: Any
     caption: str
+
+
+def columns_that_fit(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, keys: int, gap: int = 2
+) -> list[tuple[int, ...]]:
+    """How a table is cut into tables of at most `width` characters with `gap` between columns: the columns of each, the first
+    `keys` and as many more as fit, one at least."""
+    widths = [max(map(len, column)) + gap for column in zip(head, *rows, strict=True)]
+    first = tuple(range(keys))
+    parts: list[list[int]] = [[]]
+    for at in range(keys, len(head)):
+        if parts[-1] and sum(widths[i] for i in (*first, *parts[-1], at)) - gap > width:
+            parts.append([])
+        parts[-1].append(at)
+    return [(*first, *part) for part in parts]
+
+
+def grouped_tables(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, keys: int, left: int = 2
+) -> "list[RenderableType]":
+    """A table whose first column is long: each value of it is a line, and under it are its rows, all of one shape.  Cut as
+    `columns_that_fit` does; keys and left count the first column, too."""
+    from rich.text import Text
+
+    cut = [tuple(row[1:]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(head[1:], *cut, strict=True)]
+    parts: list[RenderableType] = []
+    for at in columns_that_fit(head[1:], cut, width - INDENT, keys - 1):
+        parts.append(_aligned([head[1:]], at, widths, left - 1, "bold"))
+        for name in dict.fromkeys(row[0] for row in rows):
+            parts += [Text(name), _aligned([row[1:] for row in rows if row[0] == name], at, widths, left - 1)]
+        parts.append(Text(""))
+    return parts
+
+
+def _aligned(
+    rows: Sequence[Sequence[str]], columns: Sequence[int], widths: Sequence[int], left: int, style: str = ""
+) -> "Table":
+    """Rows without a head, of given widths, so that tables under each other line up."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for n, i in enumerate(columns):
+        table.add_column(
+            justify="left" if i < left else "right", no_wrap=True, min_width=widths[i] + (0 if n else INDENT)
+        )
+    for row in rows:
+        cells = [Text(row[i], style="bold red" if row[i] == "WRONG" else style) for i in columns]
+        table.add_row(Text(" " * INDENT).append_text(cells[0]), *cells[1:])
+    return table
 
 
 def new_figure(width: float, height: float) -> "Figure":

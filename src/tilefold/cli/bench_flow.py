@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, print_tables, table_of, writable
+from tilefold.cli.runtime import Runtime, print_tables, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Done", "Outputs", "finish", "header", "measure", "peer_names", "show", "show_comparison"]
 
-WIDTH, DETAIL_WIDTH = 150, 130  # a narrow terminal wraps the lines of wide tables rather than cut their figures
 LOUD = ("WRONG", "failed", "ended with", "DEVICE", "GPU was lost")
 
 
@@ -171,11 +170,9 @@ def show(done: Done, setting: "Setting", runtime: Runtime, details: bool, consol
     if isinstance(done.engine, AttentionEngine):
         _show_attention(done, setting, details or not runtime.gpu, console)
     else:
-        wide = Console(width=max(console.width, WIDTH), file=console.file)
         for sheet in done.engine.sheets(done.results, setting):
             console.print(Text(sheet.title, style="bold"))
-            wide.print(table_of(sheet.head, sheet.rows))
-            console.print()
+            print_tables(console, sheet.head, sheet.rows)
         say(done.engine.notes(done.results), console)
     if done.power is not None:
         say([str(done.power)], console)
@@ -202,9 +199,8 @@ def _show_attention(done: Done, setting: "Setting", details: bool, console: Cons
         print_tables(console, theirs.head, theirs.rows)
     if details or any(cell.case.pattern for cell in cells):
         console.print()
-        wide = Console(width=max(console.width, DETAIL_WIDTH), file=console.file)
-        wide.print(report.detail_table(cells))
-        console.print()
+        for piece in report.detail_tables(cells, console.width):
+            console.print(piece)
     say(report.notes_of(cells), console)
 
 
@@ -223,9 +219,7 @@ def show_comparison(found: "Comparison", fail_slower: float | None, console: Con
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
     table = change_table(found)
     if table.rows:
-        wide = Console(width=max(console.width, WIDTH), file=console.file)
-        wide.print(table_of(table.head, table.rows, left=3))
-        console.print()
+        print_tables(console, table.head, table.rows, left=3)
     say(change_lines(found), console)
     bad = found.regressions(None if fail_slower is None else fail_slower / 100)
     for one in bad:

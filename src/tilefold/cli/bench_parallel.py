@@ -19,7 +19,7 @@ from tilefold.cli.runtime import (
     integers,
     names_from,
     prepare_runtime,
-    table_of,
+    print_tables,
     user_errors,
     writable,
 )
@@ -226,8 +226,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
             f"{'causal' if work.causal else 'full'}{'' if work.deterministic else ', any order'}; ms, TFLOP/s a rank, GB a rank"
         )
     )
-    wide = Console(width=max(console.width, 130), file=console.file)
-    wide.print(table_of(HEAD, rows_of(lines)))
+    print_tables(console, HEAD, rows_of(lines), keys=3)
     for line in lines:
         if line.note:
             style = "red" if line.status in ("WRONG", "failed") else "dim"

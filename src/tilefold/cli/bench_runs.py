@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.bench_flow import WIDTH, say, show_comparison
+from tilefold.cli.bench_flow import say, show_comparison
 from tilefold.cli.bench_options import CaseFilter, FailSlower, Json, Markdown, Noise
-from tilefold.cli.runtime import table_of, user_errors, writable
+from tilefold.cli.runtime import print_tables, user_errors, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -127,12 +127,10 @@ def history(
     if not any(one.timed for one in series):
         raise ValueRangeError(f"{folder} has no times" + (f" of devices with {device!r}" if device else ""))
     console = Console()
-    wide = Console(width=max(console.width, WIDTH), file=console.file)
     for name, of in dict.fromkeys((one.device, one.key.family) for one in series):
         table = history_table([one for one in series if (one.device, one.key.family) == (name, of)], noise / 100)
         console.print(Text(f"{of} on {name}", style="bold"), soft_wrap=True)
-        wide.print(table_of(table.head, table.rows, left=3))
-        console.print()
+        print_tables(console, table.head, table.rows, left=3)
     if json is not None:
         json.write_text(json_module.dumps([asdict(one) for one in series], indent=2) + "\n", encoding="utf-8")
         say([f"wrote {json}"], console)
@@ -153,4 +151,4 @@ def peers() -> None:
             if one.name != "tilefold":
                 there = version_of(one.package) or ("here" if installed(one) else "not installed")
                 rows.append((engine.name, one.name, one.package, there, one.what))
-    Console(width=WIDTH).print(table_of(("family", "name", "package", "version", "what"), rows, left=5))
+    print_tables(Console(), ("family", "name", "package", "version", "what"), rows, left=5, keys=2)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.runtime import prepare_runtime, print_tables, user_errors, writable
 
 if TYPE_CHECKING:
     from tilefold.bench.startup import Start
@@ -57,7 +57,7 @@ def startup(
                 starts += measure_start(
                     case, runtime.device, 1 if quick else rounds, ours, lambda what: status.update(what)
                 )
-    console.print(table_of(HEAD, rows_of(starts)))
+    print_tables(console, HEAD, rows_of(starts))
     for line in lines_of(starts):
         if not runtime.gpu and "WRONG" not in line:
             continue  # what is wanted holds for a GPU

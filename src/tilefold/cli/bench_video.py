@@ -13,7 +13,7 @@ from tilefold.cli.runtime import (
     integers,
     names_from,
     prepare_runtime,
-    table_of,
+    print_tables,
     user_errors,
     writable,
 )
@@ -49,7 +49,6 @@ fine stage's lists (bsa, tk, fastvideo, flex, fa4-lists): how many times as fast
 with a cold L2 cache, in rounds whose order alternates; cached, and all with --graph, as replays of CUDA graphs. Exit code 1 if a
 result of tilefold is wrong.
 """
-WIDTH = 150  # figures of two peers side by side; a narrow terminal wraps their lines rather than cut them
 
 
 @user_errors
@@ -176,12 +175,11 @@ def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", conso
     """Print a table for each sweep and the sentences below them."""
     from tilefold.bench.video import report as video_report
 
-    wide = Console(width=max(console.width, WIDTH), file=console.file)
     for some in video_report.sweeps_of(rows):
         table = video_report.table_of(some)
         console.print(Text(video_report.title_of(some, setting), style="bold"))
-        wide.print(table_of(table.head, table.rows))
-        console.print()
+        keys = 2 if "line" in table.head else 1
+        print_tables(console, table.head, table.rows, keys=keys)
     for line in video_report.lines_of(rows, left):
         console.print(Text(line, style="red" if "WRONG" in line else ""), soft_wrap=True)
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.runtime import Runtime, prepare_runtime, print_tables, user_errors, writable
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _show(found: "list[Profile]", counters: "Sequence[Measured]", json: Path | N
     profiles = [with_counters(each, counters) if counters else each for each in found]
     for each in profiles:
         console.print(Text(each.device, style="bold"))
-        console.print(table_of(HEAD, each.table()))
+        print_tables(console, HEAD, each.table())
         for line in each.lines():
             console.print(Text(line), soft_wrap=True)
     _write(profiles, json, markdown)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tilefold.bench.page import columns_that_fit, grouped_tables
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 
 __all__ = [
@@ -176,21 +177,21 @@ def tables_of(
 ) -> list[Table]:
     """A plain table, cut into several where it is wider than `width` characters: each has the first `keys` columns (by default
     those that are left-aligned) and as many more as fit, one at least."""
-    keys = left if keys is None else keys
-    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
-    parts: list[list[int]] = [[]]
-    for at in range(keys, len(head)):
-        if parts[-1] and sum(widths[i] for i in (*range(keys), *parts[-1], at)) > width + 2:
-            parts.append([])
-        parts[-1].append(at)
-    places = [(*range(keys), *part) for part in parts]
+    places = columns_that_fit(head, rows, width, left if keys is None else keys)
     return [table_of([head[i] for i in at], [[row[i] for i in at] for row in rows], left) for at in places]
 
 
 def print_tables(
     console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, keys: int | None = None
 ) -> None:
-    """Print `tables_of` the console's width, an empty line behind each."""
+    """Print `tables_of` the console's width, an empty line behind each; where the keys leave no room for a column, the first of
+    them are lines with their rows below (`grouped_tables`)."""
+    keys = left if keys is None else keys
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+    if keys > 1 and sum(widths[:keys]) + max(widths[keys:], default=0) - 2 > console.width:
+        for piece in grouped_tables(head, rows, console.width, keys, left):
+            console.print(piece)
+        return
     for table in tables_of(head, rows, console.width, left, keys):
         console.print(table)
         console.print()

@@ -97,7 +97,7 @@ def _softmax_times(
         return s.new_zeros(*s.shape[:3], v.shape[3]), s.new_full(s.shape[:3], float("-inf"))
     lse = torch.logsumexp(s, 3)
     p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return attended((p if factor is None else p * factor) @ v, lse), lse
+    return attended(p if factor is None else p * factor, v, lse), lse
 
 
 def philox(

@@ -125,7 +125,7 @@ def attend_rows(
     s = s.masked_fill(~(keep[:, :, None, :] & live[..., None]), -math.inf)
     lse = torch.logsumexp(s, 3) if rows else s.new_full(s.shape[:3], -math.inf)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = attended(p @ rows_v, lse)
+    out = attended(p, rows_v, lse)
     per_block = in_blocks(p.detach(), block)  # [B, H, Qb, block, rows]
     if reduction == "max":
         scores = per_block.amax(3)

@@ -313,9 +313,15 @@ def stored(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _Stored.apply(x)) if Rounding.entered else x  # type: ignore[no-untyped-call]
 
 
-def attended(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """out [..., D], as backward passes read it: sum(out dout), of what the dtype holds, is part of the gradient of lse [...]."""
-    return cast(torch.Tensor, _Attended.apply(out, lse)) if Rounding.entered else out  # type: ignore[no-untyped-call]
+def attended(p: torch.Tensor, v: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """out = p v [..., D], as backward passes read it: sum(out dout) is part of the gradient of lse [...], of the out that the
+    dtype holds and that rounded p made."""
+    out = p @ v
+    if not Rounding.entered:
+        return out
+    with _disable_current_modes(), torch.no_grad():
+        clean = p @ v
+    return cast(torch.Tensor, _Attended.apply(out, lse, clean))  # type: ignore[no-untyped-call]
 
 
 def activated(function: Callable[[torch.Tensor], torch.Tensor], z: torch.Tensor) -> torch.Tensor:
@@ -335,16 +341,17 @@ class _Stored(torch.autograd.Function):
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(out)
+    def forward(ctx: Any, out: torch.Tensor, lse: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            ctx.save_for_backward(out, clean - out)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (out,) = ctx.saved_tensors
+        out, off = ctx.saved_tensors
         mode = Rounding.entered[-1]
         with _disable_current_modes():
-            return grad, mode.row_off(out, grad)
+            return grad, mode.row_off(out, grad) + (off * grad).sum(-1), None
 
 
 class _Activated(torch.autograd.Function):

@@ -18,6 +18,7 @@ from tilefold.bench.attention.grid import (
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.attention.run import Cell
 from tilefold.bench.loop import OK, WRONG
+from tilefold.bench.page import grouped_tables
 from tilefold.bench.records.record import (
     LABELS,
     Sheet,
@@ -33,11 +34,12 @@ from tilefold.bench.setting import Setting
 from tilefold.bench.video import reported
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 __all__ = [
     "crossing_lines",
-    "detail_table",
+    "detail_tables",
     "directions",
     "findings",
     "geometric_means",
@@ -50,8 +52,8 @@ __all__ = [
     "speed_tables",
 ]
 
-# Columns of a speed table, in characters: those that are always there but the third, one peer's, and the best peer's ratio.
-FIXED_WIDTH, PEER_WIDTH, BEST_WIDTH = 39, 13, 7
+# Columns of a speed table in characters, with the gap behind each: our time and rate, one peer's, the best peer's ratio.
+GAP, OWN_WIDTH, PEER_WIDTH, BEST_WIDTH = 2, 18, 14, 7
 
 
 def directions(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -134,11 +136,15 @@ def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
         for name in grid.implementations
         if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
     ]
-    third = max(len(what_of(cell)) for cell in cells) + max(len(cell.case.kept) + 2 for cell in cells)
-    best = BEST_WIDTH if best_ratios(grid) else 0
-    fit = max(1, (width - FIXED_WIDTH - third - best) // PEER_WIDTH)
-    groups = [peers[start : start + fit] for start in range(0, len(peers), fit)] or [[]]
-    return [_speed_table(grid, group, unit_of(cells)[0]) for group in groups]
+    keys = sum(max(map(len, column)) + GAP for column in zip(*(shape_of(cell) for cell in cells), strict=True))
+    own = OWN_WIDTH + (BEST_WIDTH if best_ratios(grid) else 0)
+    own += max(len(cell.case.kept) + GAP for cell in cells) if kept_heading(grid) else 0
+    room = width + GAP - keys
+    beside = max(0, (room - own) // PEER_WIDTH)
+    # Where no peer fits beside our own figures, those of others follow without ours.
+    fit = beside or max(1, room // PEER_WIDTH)
+    groups = [peers[:beside], *(peers[start : start + fit] for start in range(beside, len(peers), fit))]
+    return [_speed_table(grid, group, unit_of(cells)[0], bool(beside) or not n) for n, group in enumerate(groups)]
 
 
 def best_ratios(grid: Grid) -> dict[str, float]:
@@ -152,14 +158,16 @@ def best_ratios(grid: Grid) -> dict[str, float]:
     return found
 
 
-def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
+def _speed_table(grid: Grid, peers: list[str], scale: float, own: bool) -> "Table":
+    """own: with our own figures."""
     from rich.table import Table
 
     means, best = geometric_means(grid.cells), best_ratios(grid)
     table = Table(pad_edge=False, box=None)
     table.add_column("D, H", no_wrap=True)
-    third, kept = third_heading(grid), kept_heading(grid)
-    middle = [*kept, "ms", "tilefold", *(["best"] if best else [])]
+    third, kept = third_heading(grid), kept_heading(grid) if own else []
+    best = best if own else {}
+    middle = [*kept, "ms", "tilefold", *(["best"] if best else [])] if own else []
     for heading in ("N x B", third, *middle, *(title_of(name) for name in peers)):
         style = "bold" if heading == "tilefold" else ""
         table.add_column(heading, justify="left" if heading == third else "right", no_wrap=True, style=style)
@@ -171,7 +179,7 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
             table.add_row()
         row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
         row += [ours.case.kept] if kept else []
-        row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)]
+        row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)] if own else []
         row += [coloured(best[case]) if case in best else ""] if best else []
         table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
         shown = (dims, tokens)
@@ -183,8 +191,7 @@ def _speed_table(grid: Grid, peers: list[str], scale: float) -> "Table":
             "(geom.)",
             "",
             *([""] if kept else []),
-            "",
-            "",
+            *(["", ""] if own else []),
             *middle,
             *(coloured(means[n][0]) if n in means else "" for n in peers),
         )
@@ -205,12 +212,10 @@ def crossing_lines(cells: Sequence[Cell]) -> list[str]:
     return [f"tilefold overtakes dense cuDNN {where}: {what}" for what, where in crossings(cells)]
 
 
-def detail_table(cells: Sequence[Cell]) -> "Table":
-    """One row per case and implementation: median and spread, error beside its limit, and if measured: host cost, graph replays
-    (cold: K and V come from memory; warm: what fits stays in the L2 cache), memory that a call takes beyond inputs and results.
-    """
-    from rich.table import Table
-
+def detail_tables(cells: Sequence[Cell], width: int = 100) -> "list[RenderableType]":
+    """Under each case a row an implementation: median and spread, error beside its limit, and if measured: host cost, graph
+    replays (cold: K and V come from memory; warm: what fits stays in the L2 cache), memory that a call takes beyond inputs and
+    results.  Columns that do not fit the width follow in a table of their own."""
     measured: dict[str, Callable[[Cell], str]] = {
         "host us": lambda cell: digits(cell.host.us) if cell.host else "",
         "cold us": lambda cell: digits(cell.graph.us) if cell.graph else "",
@@ -218,23 +223,21 @@ def detail_table(cells: Sequence[Cell]) -> "Table":
         "MB more": lambda cell: "" if cell.scratch is None else f"{cell.scratch / 1e6:.1f}",
     }
     extra = [heading for heading, text in measured.items() if any(text(cell) for cell in cells)]
-    table = Table(pad_edge=False, box=None)
-    table.add_column("case", no_wrap=True)
-    table.add_column("implementation", no_wrap=True)
-    for heading in ("ms", "20-80 %", *extra, "max error", "limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    shown = ""
-    for cell in cells:
-        if cell.verdict is None:
-            continue
-        name = cell.case.name if cell.case.name != shown else ""
-        shown = cell.case.name
-        time = cell.timing
-        row = [name, title_of(cell.implementation), digits(time.ms) if time else "[bold red]WRONG[/]"]
-        row.append(f"{digits(time.low)}-{digits(time.high)}" if time else "")
-        row += [measured[heading](cell) for heading in extra]
-        table.add_row(*row, f"{cell.verdict.max_error:.1e}", f"{cell.verdict.max_limit:.1e}")
-    return table
+    head = ("", "ms", "20-80 %", *extra, "max error", "limit")
+    rows = [
+        (cell.case.name, *_detail(cell, [measured[heading] for heading in extra]))
+        for cell in cells
+        if cell.verdict is not None
+    ]
+    return grouped_tables(("case", *head), rows, width, keys=2)
+
+
+def _detail(cell: Cell, extra: "Sequence[Callable[[Cell], str]]") -> tuple[str, ...]:
+    time, verdict = cell.timing, cell.verdict
+    assert verdict is not None
+    times = (digits(time.ms), f"{digits(time.low)}-{digits(time.high)}") if time else ("WRONG", "")
+    errors = f"{verdict.max_error:.1e}", f"{verdict.max_limit:.1e}"
+    return (title_of(cell.implementation), *times, *(text(cell) for text in extra), *errors)
 
 
 def notes_of(cells: Sequence[Cell]) -> list[str]:
