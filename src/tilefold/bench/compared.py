@@ -161,12 +161,18 @@ def _pipeline(
     import torch
 
     from tilefold import reference, sparse
+    from tilefold.reference.rounding import plain
 
     run: Any = sparse.sparse_video_attention
     if name in ORACLES:
         work = torch.float64 if name == "fp64" else tensors["q"].dtype
         tensors = {key: t.to(work) for key, t in tensors.items()}
-        run, options = reference.sparse_video_attention, {**options, "index": lists, "dtype": work}
+        options = {**options, "index": lists, "dtype": work}
+
+        def run(**given: Any) -> Any:
+            with plain():
+                return reference.sparse_video_attention(**given)
+
     if grad is not None:
         leaves = {key: t.detach().requires_grad_() for key, t in tensors.items()}
         out, stages = run(**leaves, **options, return_stages=True)
