@@ -317,7 +317,7 @@ def attended(p: torch.Tensor, v: torch.Tensor, lse: torch.Tensor) -> torch.Tenso
     """out = p v [..., D], as backward passes read it: sum(out dout) is part of the gradient of lse [...], of the out that the
     dtype holds and that rounded p made."""
     out = p @ v
-    if not Rounding.entered:
+    if not Rounding.entered or not out.requires_grad:
         return out
     with _disable_current_modes(), torch.no_grad():
         clean = p @ v
