@@ -53,11 +53,13 @@ TILE = 16
 STEP = 8
 """Terms that a matrix unit adds at once, at least."""
 SPARE = 4
-"""By how much finer than the sum's last place it cuts off each of them: two bits, as measured on Hopper GPUs."""
+"""By how much finer than the sum's last place it cuts off each of them: two bits on Hopper GPUs (Khattak and Mikaitis,
+arXiv:2512.07004)."""
 SMALLEST = 2.0**-14
 """The smallest normal number of eight bits, in units of a row's largest one: kernels put that at 2^8."""
 CODED = {torch.float8_e4m3fn: (2.0**-13, 32, 1, 128), torch.float8_e5m2: (2.0**-13, 32, 1, 128)}
-"""Of operands of eight bits on Hopper GPUs: roundoff of the sums, STEP, SPARE, and terms after which kernels add to fp32."""
+"""Of operands of eight bits on Hopper GPUs, whose sums have 13 bits behind the point: their roundoff, STEP, SPARE, and terms
+after which kernels add to fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 PRODUCTS: dict[str, tuple[int, ...]] = {
     "mm": (0, 1),
