@@ -66,6 +66,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def prepare(most: int = 0, memcheck: bool = False) -> Any:
     """The process ready to run problems: the interpreter where there is no GPU, launches counted."""
+    os.environ["TILEFOLD_TUNED"] = "none"  # plans by rules, whatever was measured on this machine
     if memcheck:
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     import torch

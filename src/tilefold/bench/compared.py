@@ -167,12 +167,7 @@ def _pipeline(
     if name in ORACLES:
         work = torch.float64 if name == "fp64" else tensors["q"].dtype
         tensors = {key: t.to(work) for key, t in tensors.items()}
-        options = {**options, "index": lists, "dtype": work}
-
-        def run(**given: Any) -> Any:
-            with plain():
-                return reference.sparse_video_attention(**given)
-
+        run, options = plain()(reference.sparse_video_attention), {**options, "index": lists, "dtype": work}
     if grad is not None:
         leaves = {key: t.detach().requires_grad_() for key, t in tensors.items()}
         out, stages = run(**leaves, **options, return_stages=True)

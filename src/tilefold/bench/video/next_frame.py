@@ -59,11 +59,8 @@ class PlainVideoAttention(SparseVideoAttention):
     """The same module computed by the reference in plain torch, in the dtype of its tensors: for the CPU, where the
     interpreter is slower, and for comparison.  A top_k is taken by `BlockIndex.from_topk`: the reference goes row by row."""
 
+    @plain()
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        with plain():
-            return self.computed(q, k, v, options)
-
-    def computed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
         coarse, select = options["coarse"], options.get("select")
         if coarse is not None and select is not None and isinstance(select.top_k, int):
             names = ("weight_k", "weight_v", "scale", "block", "block_sizes", "query_sizes")
