@@ -8,7 +8,8 @@ A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives the
   sum, q that of the terms' squares, 0.541 the mean of 1 / m^2 over significands 1 <= m < 2 of evenly spread logarithm.  A
   reduction that is no product is one of tiles of 16 terms or more: n is at most 16 + n / 16.
 * A matrix unit that multiplies narrower numbers cuts its sums off instead of rounding them, after every 8 terms or more: an
-  error of one sign, `_of_cutting`.
+  error of one sign, `_of_cutting`.  Where that is larger than fp32's roundings, of eight bits, part of it makes all results of
+  a product smaller at once: a sum over them, as a softmax's, does not average it out.
 * Kernels keep scores, probabilities and sums in fp32.  Of what they compute they round only operands of products to a narrower
   dtype, by at most u of their size: the reference does not know the factor that a kernel keeps them with.  Tensors that the dtype
   holds exactly, as inputs, are not off.
@@ -60,6 +61,9 @@ SMALLEST = 2.0**-14
 CODED = {torch.float8_e4m3fn: (2.0**-13, 32, 1, 128), torch.float8_e5m2: (2.0**-13, 32, 1, 128)}
 """Of operands of eight bits on Hopper GPUs, whose sums have 13 bits behind the point: their roundoff, STEP, SPARE, and terms
 after which kernels add to fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+TOWARDS_ZERO = 0.5
+"""How often more than not a partial sum has the whole sum's sign: after t of n random terms 2 / pi asin((t / n)^(1/2)), here its
+mean."""
 
 PRODUCTS: dict[str, tuple[int, ...]] = {
     "mm": (0, 1),
@@ -132,6 +136,11 @@ class Rounding(TorchDispatchMode):
         for i, x in enumerate(tree_leaves(out)):
             if _counts(x):
 
+                def cut(i: int = i, x: torch.Tensor = x) -> torch.Tensor:
+                    sums[:] = sums or _sums(func, name, args, kwargs)
+                    squares, terms = sums[i]
+                    return torch.copysign(_of_cutting(x, squares, terms, self.dtype)[1], x)
+
                 def size(i: int = i, x: torch.Tensor = x) -> torch.Tensor:
                     sums[:] = sums or _sums(func, name, args, kwargs)
                     own = self._of_tanh(x) if name == "tanh" else self._half(x, self.kept)
@@ -140,20 +149,24 @@ class Rounding(TorchDispatchMode):
                     squares, terms = sums[i]
                     of_sum = _of_sum(x, squares, terms)
                     if name in PRODUCTS and self.dtype != torch.float32:
-                        of_sum = torch.hypot(of_sum, _of_cutting(x, squares, terms, self.dtype))
+                        of_sum = torch.hypot(of_sum, _of_cutting(x, squares, terms, self.dtype)[0])
                     return of_sum if self.kept == torch.float32 else torch.hypot(of_sum, own)
 
+                if name in PRODUCTS and self.dtype in CODED:
+                    self._off(x, cut, together=True)
                 self._off(x, size)
         return out
 
-    def _off(self, x: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """x, in place, off by at most its size: what `make` gives, or gave in the first run."""
+    def _off(self, x: torch.Tensor, make: Callable[[], torch.Tensor], together: bool = False) -> torch.Tensor:
+        """x, in place, off by at most its size: what `make` gives, or gave in the first run.  together: one draw for all of x."""
         at, self.at = self.at, self.at + 1
         size = self.sizes[at] if at < len(self.sizes) else None
         if size is None or size.shape != x.shape:
             size = torch.nan_to_num_(make(), 0.0, 0.0, 0.0)
             if at == len(self.sizes):
                 self.sizes.append(size if size.numel() <= LARGEST else None)
+        if together:
+            return x.add_(size, alpha=self.random.choice((-1, 1)) / math.sqrt(3))
         table, n = _table(x.device), x.numel()
         start = self.random.randrange(NUMBERS - n % NUMBERS)
         table = table if start + n <= NUMBERS else table.repeat(1 + -(-n // NUMBERS))
@@ -227,15 +240,20 @@ def _of_sum(x: torch.Tensor, squares: Any, terms: float) -> torch.Tensor:
     return size.sqrt_().mul_(U32)
 
 
-def _of_cutting(x: torch.Tensor, squares: Any, terms: float, dtype: torch.dtype) -> torch.Tensor:
+def _of_cutting(x: torch.Tensor, squares: Any, terms: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """What a matrix unit takes away from sums of `terms` products (Fasi, Higham, Mikaitis and Pranesh, PeerJ CS 7, 2021, e330):
-    from each partial sum after STEP terms, and from each term, on average half of what the last place that is kept counts."""
+    from each partial sum after STEP terms, and from each term, on average half of what the last place that is kept counts.
+
+    Its deviation apart from what all sums have in common, and that: the mean of what partial sums of x's sign lose."""
     u, step, spare, most = CODED.get(dtype, (U32, STEP, SPARE, terms))
     added = min(terms, most)
-    partial = (x * x / 4 + squares / 12).sqrt_()
+    partial = (x * x / 4 + squares / 12).sqrt_().mul_(math.sqrt(3) / MEAN * u)
     one_sign = x.abs() * (added / math.sqrt(max(1, terms))) / squares.sqrt().clamp_min(1e-290)
-    size: torch.Tensor = (one_sign / spare + added / step).mul_(partial).mul_(math.sqrt(3) / MEAN * u)
-    return size
+    size: torch.Tensor = (one_sign / spare + added / step).mul_(partial)
+    if dtype not in CODED:
+        return size, torch.zeros((), dtype=x.dtype)
+    common = partial.mul_(TOWARDS_ZERO * added / step)
+    return (size.square_() - common * common).sqrt_(), common
 
 
 def _sums(func: Any, name: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
