@@ -6,21 +6,10 @@ import torch
 import tilefold
 from cases import judge, packed, prefix, prefix_twin, qkv, rand
 from gradient_cases import check_gradients, gradients, oracle
+from graphs import captured
 from tilefold.plan.limits import Tile
 
 DEVICE = torch.device("cuda")
-
-
-def captured(step):
-    """(graph, what a replay fills) of a step that ran once before, on a stream of its own."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
-    return graph, made
 
 
 pytestmark = pytest.mark.no_poison

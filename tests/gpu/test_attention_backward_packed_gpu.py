@@ -8,6 +8,7 @@ import torch
 import tilefold
 from cases import judge, packed, rand
 from gradient_cases import WHERE, gradients, oracle
+from graphs import captured
 from tilefold.plan import attention_backward_packed as rules
 from tilefold.plan.attention_backward_hopper import KERNEL
 
@@ -198,13 +199,7 @@ def test_graph_follows_the_offsets():
         out = tilefold.attention_varlen(*tensors, *where, causal=True, backward_plan=plan)
         return torch.autograd.grad(out, tensors, dout)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for ends in (
         [0, 1000, 1500, 1800, 2048],
         [0, 0, 0, 1200, 1201],

@@ -8,6 +8,7 @@ import torch
 import tilefold
 from cases import judge, qkv, rand
 from gradient_cases import gradients, oracle
+from graphs import captured
 from tilefold.plan.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions
 from tilefold.reference.rounding import Rounding
 
@@ -147,13 +148,7 @@ def test_graph():
     def step():
         return torch.autograd.grad(tilefold.attention(q, k, v, causal=True, backward_plan=plan), (q, k, v), dout)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for _ in range(3):
         with torch.no_grad():
             q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))

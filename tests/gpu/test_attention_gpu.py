@@ -7,6 +7,7 @@ import torch
 
 import tilefold
 from cases import check, dense_plan, judge, qkv, rand
+from graphs import captured
 from tilefold import reference
 
 DEVICE = torch.device("cuda")
@@ -76,13 +77,7 @@ def _fixed(q, k, v, window):
 def test_cuda_graph_replays_with_changed_inputs(dim):
     q, k, v = qkv(2, 300, 500, 8, 2, dim, dtype=torch.bfloat16, device=DEVICE)
     sinks = rand(8, device=DEVICE)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        tilefold.attention(q, k, v, causal=True, sinks=sinks)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = tilefold.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    graph, (out, lse) = captured(lambda: tilefold.attention(q, k, v, causal=True, sinks=sinks, return_lse=True))
     for _ in range(3):
         for t in (q, k, v, sinks):
             t.copy_(torch.randn_like(t))

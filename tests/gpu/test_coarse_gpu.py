@@ -7,6 +7,7 @@ import torch
 
 from cases import judge, qkv, rand
 from coarse_cases import held, padding, run, sized, weights
+from graphs import captured
 from tilefold import reference, sparse
 
 DEVICE = torch.device("cuda")
@@ -107,15 +108,7 @@ def test_graph_replays_with_changed_inputs():
         out = sparse.fuse(rough.out, inputs[0], gate)
         return out, rough.scores, *torch.autograd.grad(out.float().square().sum(), (*inputs, w, gate))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, held = captured(step)
     for seed in (1, 2):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -123,7 +116,7 @@ def test_graph_replays_with_changed_inputs():
                 t.copy_(torch.randn_like(t))
             sizes.copy_(torch.randint(0, 65, (32,)))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(held, step(), strict=True))
 
 
 def test_no_synchronisation():

@@ -7,6 +7,7 @@ import torch
 
 import tilefold
 from decode_cases import E4M3, INT8, Case, run
+from graphs import captured
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
@@ -82,14 +83,7 @@ def test_graph_with_other_lengths(changes):
     lengths = torch.full((8,), 4096, dtype=torch.int32, device=DEVICE)
     plan = dataclasses.replace(tilefold.attention_kvcache_plan(q, k, v, cache_seqlens=lengths), **changes)
     call = lambda: tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, plan=plan)  # noqa: E731
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = captured(call)
     for step in range(20):
         lengths.copy_(torch.randint(0, 4097, (8,), dtype=torch.int32))
         q.normal_()

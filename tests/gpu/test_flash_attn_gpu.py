@@ -5,6 +5,7 @@ import torch
 
 from cases import judge, packed, qkv, rand
 from flash_cases import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
+from graphs import captured
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
 from tilefold.ops.cache.rotary import apply_rotary
@@ -186,14 +187,7 @@ def test_a_graph_follows_lengths_and_tables():
     def step():
         return fa.flash_attn_with_kvcache(q, *held, *new, cos, sin, lengths, block_table=table, causal=True)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for length in (3, 200, 511):
         lengths.fill_(length)
         table.copy_(table.flip(0))

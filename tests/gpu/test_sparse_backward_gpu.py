@@ -5,6 +5,7 @@ import torch
 
 import tilefold
 from cases import judge, qkv
+from graphs import captured
 from index_cases import top
 from tilefold import BlockIndex, reference
 from tilefold.ops.device import device_of
@@ -94,13 +95,7 @@ def test_graph_replays_with_changed_lists():
         turned = index.with_tensors(*index.tensors())  # a record of its own: its transpose belongs to the graph
         return torch.autograd.grad(tilefold.sparse_attention(*inputs, turned), inputs, dout)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for keep in (1, 9, 5):
         other = top(512, 2048, keep)
         index.indices[..., :keep].copy_(other.indices)

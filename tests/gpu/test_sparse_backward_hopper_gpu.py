@@ -5,6 +5,7 @@ import torch
 
 import tilefold
 from cases import judge, qkv, rand
+from graphs import captured
 from tilefold import BlockIndex, reference
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
@@ -168,13 +169,7 @@ def test_graph_replays_with_changed_lists():
     def step():
         return ours(q, k, v, index.with_tensors(*index.tensors()), dout, dlse)  # its transpose belongs to the graph
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for _ in range(3):
         other = lists(1, 4, 640, 1024)
         index.indices.copy_(other.indices)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import judge, qkv, rand
+from graphs import captured
 from tilefold import BlockIndex, reference, sparse
 from tilefold.ops.sparse.sparse_call import Lists, SparseCall
 from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
@@ -92,15 +93,7 @@ def test_a_captured_pipeline_selects_anew():
         select = sparse.SelectOptions(method="top_k", top_k=4)
         return sparse.sparse_video_attention(*tensors, select=select, gate_coarse=gate, **more)
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = captured(call)
     seen = []
     for _ in range(3):
         for t, new in zip(tensors, qkv(1, 1024, 1024, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE), strict=True):

@@ -17,6 +17,7 @@ from .report import add_row, summarise
 __all__ = ["ROOT", "identity", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+EACH = 9 << 29  # bytes of the GPU's memory for a process: with 2.5 GB each 11 of 2200 tests had too little
 GREEN, FAILED, NO_GPU, UNFINISHED = 0, 1, 2, 3  # exit codes
 ASK = """
 import json, platform, subprocess, torch
@@ -33,6 +34,7 @@ except ImportError:
     found["pytest"] = "none"
 if torch.cuda.is_available():
     found["device"] = torch.cuda.get_device_name()
+    found["memory"] = torch.cuda.get_device_properties(0).total_memory
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found["driver"] = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()[0]
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -
     if why := _unfit(found):
         print(f"test-gpu: {why}", file=sys.stderr)
         return NO_GPU
-    run = {**found, **identity(args.tests), "cores": len(os.sched_getaffinity(0)), "jobs": args.jobs}
+    cores, memory = len(os.sched_getaffinity(0)), found.pop("memory", None)
+    args.jobs = args.jobs or (cores if memory is None else max(1, min(cores, memory // EACH)))
+    run = {**found, **identity(args.tests), "cores": cores, "jobs": args.jobs}
     run["selected"] = shlex.split(args.pytest)
     run = run_piece(args, run, environment(), begin)
     summary = summarise(args.folder, run)
@@ -61,14 +65,15 @@ def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -
 
 
 def _arguments() -> argparse.ArgumentParser:
-    cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m gpu_run", description="all of tests/gpu, in pieces")
     parser.add_argument(
         "--seconds", type=float, default=510.0, help="start no test after that; the next call goes on (510)"
     )
     parser.add_argument("--grace", type=float, default=50.0, help="seconds more for tests that run then (50)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that one test may take (240)")
-    parser.add_argument("--jobs", type=int, default=cores, help="processes (default: as many as cores)")
+    parser.add_argument(
+        "--jobs", type=int, help="processes (default: as many as cores, and a GPU's memory has room for)"
+    )
     parser.add_argument("--record", type=Path, help="a JSONL file that the row of a complete run is added to")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever an earlier call left")
     parser.add_argument("--pytest", default="", help="more options for pytest, as -k; such a run is not recorded")
