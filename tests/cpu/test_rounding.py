@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -200,6 +201,27 @@ def test_a_reference_in_a_narrow_dtype_is_one_deviation_off():
     wanted = deviating(lambda: reference.attention(q, k, v), torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
     assert all((b >= a).all() and (b > a).any() for a, b in zip(exact, wanted, strict=True))
+
+
+@dataclass(frozen=True)
+class Stages:
+    whole: torch.Tensor
+    name: str
+
+
+def test_what_lies_in_a_record_deviates():
+    """As the stages of the video pipeline do: a tensor in a dataclass was one that has no error."""
+
+    @in_dtype
+    def both(x, *, dtype=torch.float64):
+        y = x.to(dtype) @ x.to(dtype).mT
+        return y, Stages(y * 3, "y")
+
+    x = torch.randn(5, 40).half().double().requires_grad_()
+    exact, off = both(x), both(x, dtype=torch.float32)
+    assert off[1].name == "y" and (off[0] > exact[0]).all() and (off[1].whole > exact[1].whole).all()
+    grads = [torch.autograd.grad(found[1].whole.sum(), x)[0] for found in (exact, off)]
+    assert not torch.equal(*grads) and torch.allclose(*grads)
 
 
 def test_gradients_deviate_too():

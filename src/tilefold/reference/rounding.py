@@ -26,6 +26,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -396,7 +397,7 @@ def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = t
     call: computes in fp64, the same each time, gradients by `torch.autograd.grad` included; returns tensors in any structure.
     kept: what is rounded to between operations; fp32 as kernels do, `dtype` where each operation is a kernel.  The rounding of
     the result to `dtype` is not included."""
-    flat, form = tree_flatten(call())
+    flat, whole = opened(call())
     exact = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
     off = [torch.zeros_like(x) if _counts(x) else None for x in exact]
     draws = ELEMENTS // max(1, sum(x.numel() for x in off if x is not None))
@@ -404,12 +405,34 @@ def deviating(call: Callable[[], Any], dtype: torch.dtype, kept: torch.dtype = t
     mode = Rounding(dtype, kept=kept)
     for draw in range(draws):
         with mode.again(draw):
-            found = tree_leaves(call())
+            found, _ = opened(call())
         for total, x, y in zip(off, exact, found, strict=True):
             if total is not None:
                 total += (y.detach() - x).square_().nan_to_num_(0.0, 0.0, 0.0)
     made = [x if o is None else x + (o / draws).sqrt_() for x, o in zip(exact, off, strict=True)]
-    return tree_unflatten(made, form)
+    return whole(made)
+
+
+def opened(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a structure, the fields of dataclasses among them, and what puts others in their places."""
+    leaves, form = tree_flatten(structure)
+    records = [is_dataclass(x) and not isinstance(x, type) for x in leaves]
+    names = [[f.name for f in fields(x)] if record else [] for x, record in zip(leaves, records, strict=True)]
+    flat = [
+        value
+        for x, record, mine in zip(leaves, records, names, strict=True)
+        for value in ([getattr(x, name) for name in mine] if record else [x])
+    ]
+
+    def whole(found: list[Any]) -> Any:
+        left = iter(found)
+        made = [
+            replace(x, **{name: next(left) for name in mine}) if record else next(left)
+            for x, record, mine in zip(leaves, records, names, strict=True)
+        ]
+        return tree_unflatten(made, form)
+
+    return flat, whole
 
 
 PLAIN = contextvars.ContextVar("PLAIN", default=False)
@@ -447,12 +470,14 @@ def in_dtype(function: F) -> F:
         chosen = {id(x): i for i, x in enumerate(leaves)}
         spec: list[Any] = []
 
-        def call(inputs: Any) -> Any:
+        def call(inputs: Any) -> list[Any]:
             given, named = tree_unflatten([inputs[chosen[id(x)]] if id(x) in chosen else x for x in flat], form)
-            return function(*given, **named)
+            found, whole = opened(function(*given, **named))
+            spec[:] = [whole]
+            return found
 
-        results = _Deviating.apply(call, dtype, spec, *leaves)  # type: ignore[no-untyped-call]
-        return tree_unflatten(list(results), spec[0])
+        results = _Deviating.apply(call, dtype, *leaves)  # type: ignore[no-untyped-call]
+        return spec[0](list(results))
 
     return cast(F, computed)
 
@@ -461,20 +486,18 @@ class _Deviating(torch.autograd.Function):
     """Results and gradients by one standard deviation too large."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, dtype: torch.dtype, spec: list[Any], *leaves: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Any, dtype: torch.dtype, *leaves: torch.Tensor) -> Any:
         ctx.call, ctx.dtype = call, dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*leaves)
-        found, form = tree_flatten(deviating(lambda: call(leaves), dtype))
-        spec.append(form)
-        return tuple(found)
+        return tuple(deviating(lambda: call(leaves), dtype))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         def pulled() -> Any:
             with torch.enable_grad():
                 mine = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-                found = tree_leaves(ctx.call(mine))
+                found = ctx.call(mine)
                 pairs = [
                     (x, c)
                     for x, c in zip(found, cotangents, strict=True)
@@ -483,4 +506,4 @@ class _Deviating(torch.autograd.Function):
                 made = torch.autograd.grad([x for x, _ in pairs], mine, [c for _, c in pairs], allow_unused=True)
             return list(made)
 
-        return None, None, None, *deviating(pulled, ctx.dtype)
+        return None, None, *deviating(pulled, ctx.dtype)
