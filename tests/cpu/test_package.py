@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT_BUDGET_S = 0.050
+IMPORT_SHARE = 0.05  # of what torch takes; 0.03 where it was measured
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "src" / "tilefold" / "__init__.py").exists(), reason="the package has no __init__.py yet"
@@ -21,13 +21,14 @@ pytestmark = pytest.mark.skipif(
 
 IMPORT_AND_REPORT = """
 import json, sys, time
-import torch
 start = time.process_time()
+import torch
+middle = time.process_time()
 import tilefold
-seconds = time.process_time() - start
+share = (time.process_time() - middle) / (middle - start)
 heavy = [name for name in ("triton", "transformers", "typer", "rich", "matplotlib") if name in sys.modules]
 already = json.loads(sys.argv[1])
-print(json.dumps({"seconds": seconds, "heavy": [n for n in heavy if n not in already], "cuda": torch.cuda.is_initialized()}))
+print(json.dumps({"share": share, "heavy": [n for n in heavy if n not in already], "cuda": torch.cuda.is_initialized()}))
 """
 TORCH_ALONE = """
 import json, sys, torch
@@ -69,15 +70,13 @@ def test_import_is_lazy_and_touches_no_gpu() -> None:
 
 
 def test_import_costs_little_more_than_torch() -> None:
-    """Processor time, the least of several runs: neighbours only ever make an import slower."""
+    """Processor time beside torch's in the same process, the least of several runs: neighbours only make an import slower."""
     best = float("inf")
-    for _ in range(24):
-        best = min(best, float(str(report_import()["seconds"])))
-        if best <= IMPORT_BUDGET_S:
+    for _ in range(8):
+        best = min(best, float(str(report_import()["share"])))
+        if best <= IMPORT_SHARE:
             return
-    pytest.fail(
-        f"`import tilefold` takes {best * 1e3:.0f} ms of a processor beyond torch; the budget is {IMPORT_BUDGET_S * 1e3:.0f} ms"
-    )
+    pytest.fail(f"`import tilefold` takes {best:.1%} of the time that torch takes; the budget is {IMPORT_SHARE:.0%}")
 
 
 def test_one_version() -> None:
