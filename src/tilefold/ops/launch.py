@@ -6,7 +6,7 @@ what Triton specialises on is the same: dtypes, 16-byte alignment, integers that
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Launch:
         self._tail = tuple(constants[name] for name in fn.arg_names if name in constants)
         self._compiled: Any = None
 
-    def __call__(self, args: tuple[Any, ...]) -> None:
+    def __call__(self, args: Sequence[Any]) -> None:
         """Launch on the current stream of the device (in the interpreter: run)."""
         if self._compiled is None or _hooked():
             self._first(args)
@@ -61,7 +61,7 @@ class Launch:
             with torch.cuda.device(self.device):
                 self._launch(args)
 
-    def compile(self, args: tuple[Any, ...]) -> None:
+    def compile(self, args: Sequence[Any]) -> None:
         """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
         with torch.cuda.device(self.device):
             ahead(self.fn, args, self.keywords)
@@ -72,11 +72,11 @@ class Launch:
         """Whether the next launch reuses the compiled kernel: then pointers may be given as addresses, too."""
         return self._compiled is not None and not _hooked()
 
-    def _launch(self, args: tuple[Any, ...]) -> None:
+    def _launch(self, args: Sequence[Any]) -> None:
         run, head, current_stream, middle = self._compiled
         run(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
 
-    def _first(self, args: tuple[Any, ...]) -> None:
+    def _first(self, args: Sequence[Any]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
         if interpreting():
             if isinstance(self.fn, triton.JITFunction):
@@ -130,7 +130,7 @@ def _plainly(error: BaseException) -> InterpreterError:
     return InterpreterError(f"{type(error).__name__} in {code.co_name} ({code.co_filename}:{frame.tb_lineno}): {error}")
 
 
-def _specialisations(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+def _specialisations(fn: Any, args: Sequence[Any]) -> list[Any]:
     """What of the args decides a compilation; parameters that fn does not specialise count by their type alone."""
     return [_class(arg, param.do_not_specialize) for arg, param in zip(args, fn.params, strict=False)]
 
@@ -148,7 +148,7 @@ def _class(arg: Any, by_type: bool = False) -> Any:
     return id(arg) if callable(arg) else type(arg)
 
 
-def args_functions(args: tuple[Any, ...]) -> list[Any]:
+def args_functions(args: Sequence[Any]) -> list[Any]:
     """The functions among the args: kept, so that their ids stay theirs."""
     found: list[Any] = []
     for arg in args:

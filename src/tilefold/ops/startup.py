@@ -16,7 +16,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = ["DISABLE", "ahead", "beside", "disabled", "uncollected"]
@@ -45,7 +45,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def ahead(fn: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+def ahead(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     """Before fn is compiled for args and keywords: begin what its launch will need.  The current device is the one meant."""
     if disabled():
         return
@@ -83,7 +83,7 @@ def beside(work: Callable[[], Any]) -> None:
     threading.Thread(target=run, name="tilefold-startup", daemon=False).start()
 
 
-def _launcher(fn: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Callable[[], Any] | None:
+def _launcher(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Callable[[], Any] | None:
     """What builds the launcher that Triton will ask for, or None if it is built or this Triton's launchers are not known."""
     import triton
     from triton.runtime import build

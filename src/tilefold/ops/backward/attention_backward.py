@@ -283,7 +283,7 @@ def _bound(
     if found is None:
         from ...plan.attention_backward import plan_attention_backward
 
-        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scalars[0]
+        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
         with uncollected():
             if plan.kernel in (HOPPER, REDUCE):
                 found = _gluon(call, plan).bind(scale, tensors, dout, call, plan)

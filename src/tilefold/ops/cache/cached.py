@@ -7,17 +7,28 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_parts import dropout_of, head_strides, kind_of, mods_of, problem_of
+from ..bound import Bound, Slot, strides_named
+from ..call import Call, window_of
+from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of
 from ..device import device_of, interpreting
 from ..faults import Watch
 from ..places import check_side
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
-from .cached_call import Cache, cached_key, cached_shapes, cached_sizes, check_room, check_values, watched_cache
+from .cached_call import (
+    Cache,
+    cache_values,
+    cached_key,
+    cached_shapes,
+    cached_sizes,
+    check_room,
+    check_values,
+    watched_cache,
+)
 
 __all__ = ["attention_cached", "check_cached", "example_launch"]
 
+GIVEN = ("q", "k", "v", "out", "lse", "call", "cache")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 LEAST_ROWS = 16  # of a tile of the decode kernel
 
@@ -30,11 +41,9 @@ class Prepared:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     splits: int = 1
-    scalars: tuple[Any, ...] = ()
     launch: Any = None
     merge: Any = None
     merge_args: tuple[Any, ...] = ()
-    mods: Any = None
     decode: Any = None  # instead of launch
     short: Any = None  # beside it: sequences of few queries
 
@@ -138,10 +147,7 @@ def _forward(
             torch.empty((p.splits, *p.out_shape), dtype=torch.float32, device=q.device),
             torch.empty((p.splits, *p.lse_shape), dtype=torch.float32, device=q.device),
         )
-    score, masks = mods_of(p.mods, float(call.softcap), call, q.dtype == torch.float32)
-    p.launch(
-        (q, k, v, *parts, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *p.scalars, score, masks, dropout_of(call))
-    )
+    p.launch((q, k, v, *parts, call, cache))
     if p.merge is not None:
         p.merge((*parts, out, lse, *p.merge_args))
     if p.short is not None:
@@ -232,18 +238,30 @@ def _bind(
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
-    per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
-    scalars = (
-        scale, n["seq_q"], least_q, n["capacity"], cache.more, n["heads"], n["heads"] // n["kv_heads"], left, right,
-        0 if call.sinks is None else call.sinks.stride(0), 0 if cache.block_table is None else cache.block_table.stride(0),
-        math.prod(lse_shape), per_batch, lse_shape[-1], *rows[0], *rows[1], *rows[2], math.prod(out_shape), *out_strides,
-    )  # fmt: skip
+    values = {
+        **option_values(call, window, mods, float(call.softcap), q.dtype),
+        **cache_values(cache),
+        "Q": Slot("q"),
+        "K": Slot("k"),
+        "V": Slot("v"),
+        "scale": scale,
+        "max_q": n["seq_q"],
+        "least_q": least_q,
+        "capacity": n["capacity"],
+        "heads": n["heads"],
+        "group": n["heads"] // n["kv_heads"],
+        **strides_named("q", rows[0], "bmh"),
+        **strides_named("k", rows[1], "bnh"),
+        **strides_named("v", rows[2], "bnh"),
+        **strides_named("o", (math.prod(out_shape), *out_strides), "sbmh"),
+        "stride_ls": math.prod(lse_shape),
+        **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
+    }
     merge, merge_args = None, ()
     if splits > 1:
         merge, merge_args = _merge(out_shape, lse_shape, splits, emulate, block_v, device)
-    launch = Launch(kernel, (programs, splits, 1), constants, options, device)
-    return Prepared(sizes, out_shape, lse_shape, splits, scalars, launch, merge, merge_args, mods)
+    launch = Bound(Launch(kernel, (programs, splits, 1), constants, options, device), GIVEN, values)
+    return Prepared(sizes, out_shape, lse_shape, splits, launch, merge, merge_args)
 
 
 def _row_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -357,5 +375,5 @@ def example_launch(
     tile, parts = plan_cached(problem, device_named(device), splits)
     p = _bind(q, k, v, call, cache, sizes, tile, parts)
     out, lse = tensor(*p.out_shape, kind=torch.float32), tensor(*p.lse_shape, kind=torch.float32)
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *p.scalars, (), (), ())
-    return p.launch.fn, args, p.launch.keywords
+    bound: Bound = p.launch
+    return bound.example((q, k, v, out, lse, call, cache))

@@ -6,11 +6,12 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..bound import attribute
 from ..call import Call, check_heads, check_integer, check_options, facts_of
 from ..checked import checked_places
 from ..faults import Watch
 
-__all__ = ["Cache", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_room",
+__all__ = ["Cache", "cache_values", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_room",
            "check_scales", "check_values", "watched_cache"]  # fmt: skip
 
 _INT = (torch.int32,)
@@ -38,6 +39,14 @@ class Cache(NamedTuple):
     max_k: int = 0
     more: int = 0
     splits: int = 0
+
+
+def cache_values(cache: Cache) -> dict[str, Any]:
+    """Where keys lie, by the kernels' names, of what a call gives as "cache"."""
+    names = {"Lengths": "lengths", "Pads": "pads", "BatchIndex": "batch_index", "Table": "block_table", "CuQ": "cu_q",
+             "CuK": "cu_k"}  # fmt: skip
+    slots = {name: attribute("cache", field, getattr(cache, field)) for name, field in names.items()}
+    return {**slots, "stride_tb": 0 if cache.block_table is None else cache.block_table.stride(0), "more": cache.more}
 
 
 def _names(cache: Cache) -> dict[str, str]:

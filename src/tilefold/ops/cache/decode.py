@@ -1,6 +1,7 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +9,13 @@ import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..call import UNBOUNDED, Call, facts_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, mods_of, problem_of
+from ..bound import Bound, Slot, strides_named
+from ..call import Call, facts_of, window_of
+from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..watch import in_forward_mode, is_transformed, is_watched
-from .cached_call import Cache, cached_shapes
+from .cached_call import Cache, cache_values, cached_shapes
 from .decode_counters import counters
 
 if TYPE_CHECKING:
@@ -41,13 +43,8 @@ class Decoder:
     """A call of one kind, ready to be run again and again."""
 
     plan: "DecodePlan"
-    launch: Any
-    merge: Any
-    scalars: tuple[Any, ...]
-    merge_scalars: tuple[Any, ...]
-    mods: Any
-    as_bytes: bool  # the kernel takes e4m3 as bytes
-    in_pairs: bool  # and two elements of V as one of 16 bits
+    launch: Bound
+    merge: Bound | None
     rows: int  # of partial results, 0: there are none
     counted: int  # items that the last program to arrive merges, 0: none does
     limit: int = 0  # how many pages, or caches, there are
@@ -71,37 +68,29 @@ class Decoder:
                 part, stat = memory.split_with_sizes((size, 2 * rows))
             if self.counted:
                 arrived = counters(self.counted, device)
-        if self.as_bytes:
-            k, v = k.view(torch.uint8), v.view(torch.uint8)
-        if self.in_pairs:
-            v = v.view(torch.int16)
-        score, masks = mods_of(self.mods, float(call.softcap), call, q.dtype == torch.float32)
-        watched = UNWATCHED if watch is None else self._watched(watch, cache, device)
-        self.launch((q, k, v, out, lse, call.sinks, cache.cu_q, cache.cu_k, *cache[:4], *scales, part, stat, arrived, *watched,
-                     *self.scalars, score, masks))  # fmt: skip
+        noted = None if watch is None else self._noted(watch, cache, device)
+        given = q, k, v, out, lse, call, cache, scales, part, stat, arrived, noted
+        self.launch(given)
         if self.merge is not None:
-            self.merge((part, stat, out, lse, cache.cu_q, cache.cu_k, *cache[:2], *self.merge_scalars))
+            self.merge(given)
 
     def grown(self, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> "Decoder":
         """The same launches for keys in one piece of another length, which the plan has to hold for (`plan_holds`)."""
-        length = k.shape[1 if layout == "bshd" else 2]
-        at, merged = self.launch.fn.arg_names.index, list(self.merge_scalars)
-        scalars = list(self.scalars)
-        first = at("scale")  # `scalars` begin there
-        scalars[at("capacity") - first] = length
-        for name, t in (("stride_kb", k), ("stride_vb", v)):
-            scalars[at(name) - first : at(name) - first + 3] = head_strides(t, layout)
-        if self.merge is not None:
-            merge_at = self.merge.fn.arg_names.index
-            merged[merge_at("capacity") - merge_at("batch")] = length
-        return replace(self, scalars=tuple(scalars), merge_scalars=tuple(merged))
+        length = {"capacity": k.shape[1 if layout == "bshd" else 2]}
+        strides = {name: one for letter, t in (("k", k), ("v", v)) for name, one in
+                   strides_named(letter, head_strides(t, layout), "bnh").items()}  # fmt: skip
+        merge = None if self.merge is None else self.merge.with_values(length)
+        return replace(self, launch=self.launch.with_values(length | strides), merge=merge)
 
-    def _watched(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
+    def _noted(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
         """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""
         columns = 0 if cache.block_table is None else cache.block_table.shape[1]
         return (note_of(device), watch.operation, self.limit, watch.fewest, watch.shift, watch.columns or columns)
 
 
+GIVEN = ("q", "k", "v", "out", "lse", "call", "cache", "scales", "part", "stat", "arrived", "noted")
+"""What a call gives to the launches."""
+NOTED = ("Fault", "operation", "limit", "fewest", "shift", "columns")
 UNWATCHED = (None, 0, 0, 0, 0, 0)
 NO_SCALES: Scales = (None, None)
 
@@ -224,9 +213,9 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
 
 def bind_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], scales: Scales,
-    plan: "DecodePlan",
+    plan: "DecodePlan", watched: bool = False,
 ) -> Decoder:  # fmt: skip
-    """Kernel, grid, scalars and constants of a plan."""
+    """Kernel, grid, scalars and constants of a plan; watched: faults are noted."""
     from ...device import mods
     from ...kernels.attention_decode import attention_decode as kernel
     from ..launch import Launch
@@ -243,31 +232,59 @@ def bind_decode(
     if pairs:
         rows[2] = tuple(stride // 2 for stride in rows[2])
     constants = _constants(plan, q, sizes, cache, scales, wide, pairs, window)
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
-    per_batch = 0 if cache.cu_q is not None else n["heads"] * n["seq_q"]
-    strides_out = _out_strides(out_shape, call.layout)
-    shape = (n["batch"], n["seq_q"], n["capacity"], cache.more, n["kv_heads"], n["heads"] // n["kv_heads"], left, right,
-             plan.blocks, max(1, plan.splits), plan.least)  # fmt: skip
-    scalars = (
-        scale, *shape, 0 if call.sinks is None else call.sinks.stride(0),
-        0 if cache.block_table is None else cache.block_table.stride(0), per_batch, lse_shape[-1],
-        *_scale_strides(scales[0]), *_scale_strides(scales[1]), *rows[0], *rows[1], *rows[2], *strides_out,
-    )  # fmt: skip
+    partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
+    values = {
+        **option_values(call, window, mods, float(call.softcap), q.dtype),
+        **cache_values(cache),
+        "Q": Slot("q"),
+        **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
+        "KScale": None if scales[0] is None else Slot("scales", operator.itemgetter(0)),
+        "VScale": None if scales[1] is None else Slot("scales", operator.itemgetter(1)),
+        "Part": Slot("part"),
+        "Stat": Slot("stat"),
+        "Arrived": Slot("arrived"),
+        **{name: Slot("noted", operator.itemgetter(i)) if watched else UNWATCHED[i] for i, name in enumerate(NOTED)},
+        "scale": scale,
+        "batch": n["batch"],
+        "max_q": n["seq_q"],
+        "capacity": n["capacity"],
+        "kv_heads": n["kv_heads"],
+        "group": n["heads"] // n["kv_heads"],
+        "blocks": plan.blocks,
+        "splits": max(1, plan.splits),
+        "least": plan.least,
+        "programs": plan.grid,
+        **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
+        **strides_named("ks", _scale_strides(scales[0]), "ph"),
+        **strides_named("vs", _scale_strides(scales[1]), "ph"),
+        **strides_named("q", rows[0], "bmh"),
+        **strides_named("k", rows[1], "bnh"),
+        **strides_named("v", rows[2], "bnh"),
+        **strides_named("o", _out_strides(out_shape, call.layout), "bmh"),
+    }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
-    launch = Launch(kernel, (plan.grid, 1, 1), constants, options, index)
-    merge: Any = None
-    merge_scalars: tuple[Any, ...] = ()
+    launch = Bound(Launch(kernel, (plan.grid, 1, 1), constants, options, index), GIVEN, values)
+    merge = None
     if plan.merge == "kernel" and plan.splits != 1:
-        merge = _merge(plan, constants, n, index)
-        merge_scalars = (*shape, plan.grid, per_batch, lse_shape[-1], *strides_out)
-    as_bytes = p.storage == "float8_e4m3fn" and constants["QUANT"] == 3
+        merge = Bound(_merge(plan, constants, n, index), GIVEN, values)
     limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
-    partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
-    return Decoder(plan, launch, merge, scalars, merge_scalars, mods, as_bytes, pairs, partial,
-                   counted if plan.merge == "last" else 0, limit)  # fmt: skip
+    return Decoder(plan, launch, merge, partial, counted if plan.merge == "last" else 0, limit)
+
+
+def _stored(as_bytes: bool, pairs: bool) -> dict[str, Slot]:
+    """K and V as the kernel takes them: e4m3 as bytes, two elements of V as one of 16 bits."""
+
+    def bytes_of(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.uint8)
+
+    def pairs_of(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.int16)
+
+    k = bytes_of if as_bytes else None
+    return {"K": Slot("k", k), "V": Slot("v", pairs_of if pairs else k)}
 
 
 def _out_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
@@ -349,7 +366,7 @@ def example_launch(
     record = device_named(device)
     plan = plan_decode(problem_of_decode(q, k, v, call, cache, sizes, bool(dim_v)), record, splits)
     made = bind_decode(
-        q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes)
+        q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes), watched
     )
     out_shape, lse_shape = cached_shapes(sizes, cache)
     out, lse, floats = (
@@ -357,14 +374,8 @@ def example_launch(
         tensor(*lse_shape, kind=torch.float32),
         tensor(64, kind=torch.float32),
     )
-    if merge:
-        args = (floats, floats, out, lse, None, None, *cache[:2], *made.merge_scalars)
-        return made.merge.fn, args, made.merge.keywords
-    if made.as_bytes:
-        k, v = tensor(*k.shape, kind=torch.uint8), tensor(*v.shape, kind=torch.uint8)
-    if made.in_pairs:
-        v = tensor(*v.shape[:-1], v.shape[-1] // 2, kind=torch.int16)
+    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32)
     parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
-    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32) if watched else UNWATCHED
-    args = (q, k, v, out, lse, None, None, None, *cache[:4], *scales, *parts, *noted, *made.scalars, (), ())
-    return made.launch.fn, args, made.launch.keywords
+    bound = made.merge if merge else made.launch
+    assert bound is not None
+    return bound.example((q, k, v, out, lse, call, cache, scales, *parts, noted))

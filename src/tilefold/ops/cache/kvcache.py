@@ -151,7 +151,7 @@ def _record(
     except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
         p = key = None
     if p is None:
-        p = _prepare(q, k, v, call, cache, scales, plan)
+        p = _prepare(q, k, v, call, cache, scales, plan, watched)
         if watched:
             check_room(p.sizes)
         if key is not None:
@@ -160,8 +160,9 @@ def _record(
 
 
 def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any
-) -> Prepared:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
+    watched: bool = False,
+) -> Prepared:  # fmt: skip
     from ...plan.decode import serves
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
@@ -172,7 +173,7 @@ def _prepare(
     made = _planned(q, k, v, call, cache, sizes, shared, plan)
     if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
-    decoder = bind_decode(q, k, v, call, cache, sizes, scales, made)
+    decoder = bind_decode(q, k, v, call, cache, sizes, scales, made, watched)
     return Prepared(sizes, *shapes, decoder, interpreted=interpreting())
 
 

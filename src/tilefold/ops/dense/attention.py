@@ -13,10 +13,10 @@ import torch
 
 from ...errors import DtypeError
 from ...types import Layout
+from ..bound import Bound, Slot, strides_named
 from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
 from ..call import (
-    UNBOUNDED,
     Call,
     Packed,
     check_hooks,
@@ -33,14 +33,14 @@ from ..places import check_inside
 from ..records import remember
 from ..startup import uncollected
 from .attention_parts import (
+    GIVEN,
     Prepared,
     broadcast_strides,
     describe_box,
-    dropout_of,
     head_strides,
     hooks_of,
     kind_of,
-    mods_of,
+    option_values,
     problem_of,
 )
 from .attention_tiles import tiles_of
@@ -75,7 +75,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), NO_SCALES)
         else:
-            prepared.launch(_arguments(prepared, q, k, v, out, lse, call))
+            prepared.bound((q, k, v, out, lse, call))
     return out, lse
 
 
@@ -220,14 +220,13 @@ def _bind(
     from ...kernels import attention_forward as kernels
     from ..launch import Launch
 
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
     heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
-    lengths = (sizes["seq_q"], sizes["total_q"]) if plan.problem.varlen else (sizes["seq_q"], sizes["seq_k"])
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
     out_strides = head_strides(torch.empty(out_shape, device="meta"), call.layout)
-    box = plan.kernel == "attention_forward_box"
-    sides = ((k, plan.block_qk), (v, plan.block_v)) if box else ()
-    boxes = tuple(describe_box(t, call.layout, plan.block_n, block_d) for t, block_d in sides)
+    sides: dict[str, Slot] = {"K": Slot("k"), "V": Slot("v")}
+    if plan.kernel == "attention_forward_box":
+        boxes = (describe_box(t, call.layout, plan.block_n, d) for t, d in ((k, plan.block_qk), (v, plan.block_v)))
+        sides = {side: Slot(of, box.over) for (side, (of, _)), box in zip(sides.items(), boxes, strict=True)}
     constants = {
         "KIND": kind_of(window),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
@@ -242,19 +241,25 @@ def _bind(
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
-    return Prepared(
-        planned=plan,
-        out_shape=out_shape,
-        lse_shape=lse_shape,
-        scalars=(scale, *lengths, heads, group, left, right, 0 if call.sinks is None else call.sinks.stride(0)),
-        strides=q_strides + (() if box else k_strides + v_strides) + out_strides,
-        softcap=softcap,
-        boxes=boxes,
-        plain=is_plain(call) and not softcap,
-        mods=mods,
-        launch=Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0),
-        keep=hooks_of(call),
-    )
+    values = {
+        "Q": Slot("q"),
+        **sides,
+        "scale": scale,
+        "seq_q": sizes["seq_q"],
+        "seq_k": sizes["seq_k"],
+        "max_q": sizes["seq_q"],
+        "total_q": sizes.get("total_q"),
+        "heads": heads,
+        "group": group,
+        **strides_named("q", q_strides, "bmh"),
+        **strides_named("k", k_strides, "bnh"),
+        **strides_named("v", v_strides, "bnh"),
+        **strides_named("o", out_strides, "bmh"),
+        **option_values(call, window, mods, softcap, q.dtype),
+    }
+    launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
+    bound = Bound(launch, GIVEN, values)
+    return Prepared(plan, out_shape, lse_shape, scale, softcap, bound, mods, keep=hooks_of(call))
 
 
 def _bind_decoder(
@@ -277,7 +282,7 @@ def _bind_decoder(
         planned=plan,
         out_shape=out_shape,
         lse_shape=lse_shape,
-        scalars=(scale,),
+        scale=scale,
         softcap=float(call.softcap),
         mods=mods,
         decoder=decoder,
@@ -293,31 +298,6 @@ def _cache_of(call: Call) -> Cache:
     return Cache(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
 
 
-# ---------------------------------------------------------------- every time
-
-
-def _arguments(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
-) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order."""
-    if getattr(p.plan, "kernel", "") == HOPPER_KERNEL:
-        from . import attention_hopper
-
-        return attention_hopper.arguments(p, q, k, v, out, lse, call)
-    kk: Any = k
-    vv: Any = v
-    if p.boxes:
-        kk, vv = p.boxes[0].over(k), p.boxes[1].over(v)
-    tensors: tuple[Any, ...] = (q, kk, vv, out, lse, call.sinks)
-    score: tuple[Any, ...] = ()
-    masks: tuple[Any, ...] = ()
-    if not p.plain:
-        score, masks = mods_of(p.mods, p.softcap, call, q.dtype == torch.float32)
-        if call.packed is not None:
-            tensors += call.packed[:2]
-    return (*tensors, *p.scalars, *p.strides, score, masks, dropout_of(call))
-
-
 # ---------------------------------------------------------------- without a GPU
 
 
@@ -327,8 +307,8 @@ def example_launch(
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
     bias: its dtype, if not that of q."""
     (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias)
-    args = _arguments(prepared, q, k, v, out, lse, call)
-    return prepared.launch.fn, args, prepared.launch.keywords
+    bound: Bound = prepared.bound
+    return bound.example((q, k, v, out, lse, call))
 
 
 def example_call(

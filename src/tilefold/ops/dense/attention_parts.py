@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...types import Layout
-from ..call import Call
+from ..bound import Slot, attribute
+from ..call import UNBOUNDED, Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem
     from ..launch import Box
 
 __all__ = [
+    "GIVEN",
     "Prepared",
     "boxable",
     "broadcast_strides",
@@ -23,26 +25,27 @@ __all__ = [
     "hooks_of",
     "kind_of",
     "mods_of",
+    "option_values",
     "problem_of",
 ]
 
 
+GIVEN = ("q", "k", "v", "out", "lse", "call")
+"""What a call gives to a `Bound` of forward attention."""
+
+
 @dataclass(slots=True)
 class Prepared:
-    """All that follows from a call's key: the plan, output shapes, and the launch with its run-time scalars."""
+    """All that follows from a call's key: the plan, output shapes, and the launch with its arguments."""
 
     planned: "AttentionPlan | DecodePlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    scalars: tuple[Any, ...] = ()
-    strides: tuple[int, ...] = ()
-    extras: tuple[Any, ...] = ()  # what follows the strides, where that is the same each time
+    scale: float = 1.0
     softcap: float = 0.0
-    boxes: "tuple[Box, ...]" = ()
-    plain: bool = True  # no mods and no packed offsets among the arguments
-    launch: Any = None
+    bound: Any = None  # the launch with its arguments, of what GIVEN names
     mods: Any = None  # the module device.mods, which `import tilefold` does not load
-    decoder: Any = None  # the decode kernel's launches, instead of `launch`, where plan is a DecodePlan
+    decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
 
@@ -132,6 +135,29 @@ def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind
     return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
 
 
+def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype) -> dict[str, Any]:
+    """Results and options by the kernels' names: the same for every kernel that takes mods."""
+    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    exact = dtype == torch.float32
+    made: dict[str, Any] = {
+        "Out": Slot("out"),
+        "Lse": Slot("lse"),
+        "left": left,
+        "right": right,
+        "Sinks": attribute("call", "sinks", call.sinks),
+        "stride_sinks": 0 if call.sinks is None else call.sinks.stride(0),
+        "CuQ": attribute("call", "packed.cu_q", call.packed),
+        "CuK": attribute("call", "packed.cu_k", call.packed),
+        "score_mods": (),
+        "mask_mods": (),
+        "dropout": Slot("call", dropout_of) if call.dropout_p else (),
+    }
+    if mods_of(mods, softcap, call, exact) != ((), ()):
+        made["score_mods"] = Slot("call", lambda given: score_mods_of(mods, softcap, given, exact))
+        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given))
+    return made
+
+
 def dropout_of(call: Call) -> tuple[Any, ...]:
     """(seed, p, factor of what is kept) for the kernels, () without dropout."""
     p = call.dropout_p
@@ -140,8 +166,12 @@ def dropout_of(call: Call) -> tuple[Any, ...]:
 
 def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
+    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call)
+
+
+def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[Any, ...]:
+    """(function, its arguments) of each."""
     score: list[Any] = []
-    masks: list[Any] = []
     if softcap:
         score.append((mods.softcap_exact if exact else mods.softcap, (softcap,)))
     if call.alibi_slopes is not None:
@@ -151,11 +181,17 @@ def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[A
         score.append((mods.bias, (call.bias, *broadcast_strides(call.bias))))
     if call.score_mod is not None:
         score.append((call.score_mod, call.score_args))
+    return tuple(score)
+
+
+def mask_mods_of(mods: Any, call: Call) -> tuple[Any, ...]:
+    """(function, its arguments) of each."""
+    masks: list[Any] = []
     if call.mask is not None:
         masks.append((mods.keep, (call.mask, *broadcast_strides(call.mask))))
     if call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
-    return tuple(score), tuple(masks)
+    return tuple(masks)
 
 
 def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:

@@ -1,0 +1,69 @@
+"""Arguments of launches by name: what stands in the template, what a call gives, what is refused."""
+
+import types
+
+import pytest
+
+from tilefold.ops.bound import Bound, Slot, attribute, strides_named
+
+
+class Launch:
+    """Of a kernel (Q, scale, Bias, cap, BLOCK), which notes its arguments."""
+
+    def __init__(self):
+        self.fn = types.SimpleNamespace(__name__="kernel", arg_names=["Q", "scale", "Bias", "cap", "BLOCK"])
+        self.keywords, self.told = {"BLOCK": 64, "num_warps": 4}, []
+
+    def __call__(self, args):
+        self.told.append(list(args))
+
+
+GIVEN = ("q", "call")
+VALUES = {
+    "cap": 30.0,
+    "scale": 0.5,
+    "Q": Slot("q"),
+    "Bias": Slot("call", lambda call: call.bias * 2),
+    "of_another_kernel": 1,
+}
+
+
+def test_arguments_are_in_the_kernels_order():
+    launch = Launch()
+    bound = Bound(launch, GIVEN, VALUES)
+    assert bound.names == ["Q", "scale", "Bias", "cap"]
+    for q, bias in (("q", 1), ("another", 5)):
+        bound((q, types.SimpleNamespace(bias=bias)))
+        assert launch.told[-1] == [q, 0.5, 2 * bias, 30.0]
+    assert bound.example(("q", types.SimpleNamespace(bias=1))) == (launch.fn, ("q", 0.5, 2, 30.0), launch.keywords)
+
+
+def test_a_parameter_without_a_value_is_named():
+    with pytest.raises(KeyError, match="kernel has a parameter 'cap' that its binding does not know"):
+        Bound(Launch(), GIVEN, {name: value for name, value in VALUES.items() if name != "cap"})
+    with pytest.raises(ValueError, match="tuple.index"):
+        Bound(Launch(), GIVEN, {**VALUES, "Q": Slot("query")})
+
+
+def test_other_values():
+    """The first one keeps its own."""
+    bound = Bound(Launch(), GIVEN, {**VALUES, "Bias": None})
+    other = bound.with_values({"scale": 0.25})
+    assert other.arguments(("q", None)) == ["q", 0.25, None, 30.0] and bound.arguments(("q", None)) == [
+        "q",
+        0.5,
+        None,
+        30.0,
+    ]
+    assert other.launch is bound.launch
+    for name in ("of_another_kernel", "Q"):
+        with pytest.raises(KeyError, match=f"kernel has no parameter '{name}' that is the same in all calls"):
+            bound.with_values({name: 2})
+
+
+def test_strides_and_attributes():
+    assert strides_named("q", (7, 5, 3), "bmh") == {"stride_qb": 7, "stride_qm": 5, "stride_qh": 3}
+    assert strides_named("q", (5, 3), "bmh") == {"stride_qm": 5, "stride_qh": 3}
+    assert attribute("call", "packed.cu_q", None) is None
+    slot = attribute("call", "packed.cu_q", "there is one")
+    assert slot.of == "call" and slot.make(types.SimpleNamespace(packed=types.SimpleNamespace(cu_q=3))) == 3
