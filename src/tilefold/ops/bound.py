@@ -23,10 +23,10 @@ class Bound:
     launch: of the kernel.  given: names of what a call gives, in order.  values: by the kernel's names; more than it has may be
     there, so that kernels share a table.  KeyError names a parameter that has no value."""
 
-    __slots__ = ("_as_given", "_made", "_template", "launch", "names")
+    __slots__ = ("_as_given", "_made", "_template", "launch", "names", "values")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
-        self.launch = launch
+        self.launch, self.values = launch, values
         self.names = [name for name in launch.fn.arg_names if name not in launch.keywords]
         self._template: list[Any] = []
         as_given: list[tuple[int, int]] = []
@@ -76,7 +76,7 @@ class Bound:
         """The same launch with other values; KeyError for a name that is no parameter of the kernel, or a slot."""
         made = object.__new__(Bound)
         made.launch, made.names, made._template = self.launch, self.names, self._template.copy()
-        made._as_given, made._made = self._as_given, self._made
+        made.values, made._as_given, made._made = {**self.values, **values}, self._as_given, self._made
         slots = {at for at, *_ in (*self._as_given, *self._made)}
         for name, value in values.items():
             if name not in self.names or self.names.index(name) in slots:
@@ -90,6 +90,6 @@ def attribute(of: str, path: str, value: object) -> Slot | None:
     return None if value is None else Slot(of, operator.attrgetter(path))
 
 
-def strides_named(letter: str, strides: Sequence[int], dims: str) -> dict[str, int]:
+def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
     return {f"stride_{letter}{dim}": stride for dim, stride in zip(dims[-len(strides) :], strides, strict=True)}

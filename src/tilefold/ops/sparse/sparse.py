@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
 from ..device import device_of, interpreting
@@ -13,7 +14,7 @@ from ..places import check_inside, check_pages
 from ..records import remember
 from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
-from .sparse_parts import HOPPER_KERNEL, Prepared, list_strides, mods_of_call
+from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Lists",
     "SparseCall",
-    "arguments",
     "bind",
     "dense_call",
     "forward",
@@ -45,12 +45,12 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
         _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
-        p.launch(arguments(p, q, k, v, out, lse, call))
+        p.bound((q, k, v, out, lse, call))
     else:
         part = torch.empty((splits, *p.out_shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, *p.lse_shape), dtype=torch.float32, device=q.device)
-        p.launch(arguments(p, q, k, v, part, part_lse, call))
-        p.merge((part, part_lse, out, lse, *p.merge_args))
+        p.bound((q, k, v, part, part_lse, call))
+        p.merge((part, part_lse, out, lse))
     return out, lse
 
 
@@ -137,37 +137,54 @@ def bind(
 
         return sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
     problem = plan.problem
-    n, index = problem.attention, call.lists
+    n = problem.attention
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
     out_like = torch.empty(shapes[0], device="meta")
     out_strides = head_strides(out_like, call.layout)
-    box = plan.kernel == "sparse_forward_box"
-    sides = ((k, n.block_qk), (v, n.block_v)) if box else ()
+    sides: dict[str, Slot] = {"K": Slot("k"), "V": Slot("v")}
+    if plan.kernel == "sparse_forward_box":
+        boxes = (describe_box(t, call.layout, plan.block_n, d) for t, d in ((k, n.block_qk), (v, n.block_v)))
+        sides = {side: Slot(of, box.over) for (side, (of, _)), box in zip(sides.items(), boxes, strict=True)}
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
-    device = q.device.index or 0
-    part_strides = (math.prod(shapes[0]), *out_strides)
+    launch = Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
-    batch, rows, around = (1, sizes["total_q"], (0,)) if n.varlen else (n.batch, n.seq_q, ())
+    batch, rows = (1, sizes["total_q"]) if n.varlen else (n.batch, n.seq_q)
+    values = {
+        "Q": Slot("q"),
+        **sides,
+        "Out": Slot("out"),
+        "Lse": Slot("lse"),
+        "CuQ": attribute("call", "packed.cu_q", call.packed),
+        "CuK": attribute("call", "packed.cu_k", call.packed),
+        "Table": attribute("call", "paged.block_table", call.paged),
+        "Lengths": attribute("call", "paged.cache_seqlens", call.paged),
+        "scale": scale,
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "total_q": rows,
+        "heads": n.heads,
+        "group": n.group,
+        "batch": n.batch,
+        **strides_named("q", q_strides, "bmh"),
+        **strides_named("k", k_strides, "bnh" if call.paged is None else "pnh"),
+        **strides_named("v", v_strides, "bnh" if call.paged is None else "pnh"),
+        "stride_os": math.prod(shapes[0]),
+        **strides_named("o", out_strides, "bmh"),
+        "stride_tb": None if call.paged is None else call.paged.block_table.stride(0),
+        **list_values(call),
+        **mod_values(mods, call, q.dtype),
+    }
     return Prepared(
         plan=plan,
         out_shape=shapes[0],
         lse_shape=shapes[1],
-        scalars=(scale, n.seq_q, rows if n.varlen else n.seq_k, n.heads, n.heads // n.kv_heads, n.batch),
-        strides=(
-            *q_strides,
-            *(() if box else k_strides + v_strides),
-            *part_strides,
-            *list_strides(index),
-            *(() if call.paged is None else (call.paged.block_table.stride(0),)),
-        ),
-        boxes=tuple(describe_box(t, call.layout, plan.block_n, width) for t, width in sides),
+        scale=scale,
         mods=mods,
-        launch=Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, device),
-        merge=_merge(plan, rows * n.heads * batch, emulate, early, device),
-        merge_args=(plan.splits, batch, rows, n.heads, part_strides[0], *around, *out_strides, *around, *out_strides),
+        bound=Bound(launch, GIVEN, values),
+        merge=_merge(plan, batch, rows, (math.prod(shapes[0]), *out_strides), emulate, early, launch.device),
         keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )
 
@@ -194,31 +211,25 @@ def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, 
     }
 
 
-def _merge(plan: "SparsePlan", rows: int, emulate: bool, early: bool, device: int) -> Any:
-    """The launch that merges the shares of `rows` rows."""
+def _merge(
+    plan: "SparsePlan", batch: int, rows: int, strides: tuple[int, ...], emulate: bool, early: bool, device: int
+) -> Bound:
+    """The launch that merges the shares of `rows` rows of each of `batch` sequences; strides: of a share, and of out."""
     from ...kernels.combine import combine
     from ..launch import Launch
 
     n = plan.problem.attention
     constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": early}
     options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
-    return Launch(combine, (rows, 1, 1), constants, options, device)
-
-
-def arguments(
-    p: Prepared,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: SparseCall,
-) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order."""
-    if p.plan is not None and p.plan.kernel == HOPPER_KERNEL:
-        from . import sparse_hopper
-
-        return sparse_hopper.arguments(p, q, k, v, out, lse, call)
-    sides = (p.boxes[0].over(k), p.boxes[1].over(v)) if p.boxes else (k, v)
-    score, masks = mods_of_call(p, q, call)
-    return (q, *sides, out, lse, *call.lists[:4], *call.placement, *p.scalars, *p.strides, score, masks)
+    launch = Launch(combine, (rows * n.heads * batch, 1, 1), constants, options, device)
+    each = strides[1:] if len(strides) == 4 else (0, *strides[1:])
+    values = {
+        **{name: Slot(of) for name, of in zip(("Part", "PartLse", "Out", "Lse"), TO_MERGE, strict=True)},
+        "splits": plan.splits,
+        "batch": batch,
+        "seq_q": rows,
+        "heads": n.heads,
+        **strides_named("p", (strides[0], *each), "sbmh"),
+        **strides_named("o", each, "bmh"),
+    }
+    return Bound(launch, TO_MERGE, values)

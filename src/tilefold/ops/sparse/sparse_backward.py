@@ -214,7 +214,7 @@ def _bound(
         with uncollected():
             plan = _plan(prepared, call, saved[0])
             if plan.kernel == HOPPER_KERNEL:
-                found = sparse_backward_hopper.bind(prepared.scalars[0], saved, dout, call, transposed, plan)
+                found = sparse_backward_hopper.bind(prepared.scale, saved, dout, call, transposed, plan)
                 if found is None:  # after a warning: this Triton cannot make it
                     plan = _plan(prepared, call, saved[0], portable=True)
             found = found or _bind(prepared, saved, dout, call, transposed, plan)
@@ -268,7 +268,7 @@ def _bind(
     }
     edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
     edge_q = packed or call.lists.query_sizes is not None or n.seq_q % problem.block_q != 0
-    device, group, scale = q.device.index or 0, n.heads // n.kv_heads, prepared.scalars[0]
+    device, group, scale = q.device.index or 0, n.heads // n.kv_heads, prepared.scale
     inputs = (*q_strides, *k_strides, *v_strides, *do_strides)
     turned = transposed._replace(block_sizes=call.lists.block_sizes, query_sizes=call.lists.query_sizes)
     rows = q.shape[0] if packed else n.seq_q

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bound import Bound
 from ..call import Packed, Paged, result_shapes, sizes_of
-from . import sparse, sparse_hopper, sparse_mixed
+from . import sparse, sparse_mixed
 from .sparse_call import Lists, SparseCall, dense_call
 from .sparse_parts import Prepared
 
@@ -62,12 +63,11 @@ def example_launch(
     """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
     memory, to compile ahead."""
     qkv, call, p, out, lse = example_call(plan)
+    bound: Bound = p.merge if merge else p.bound
     if merge:
-        part, part_lse = _meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape)
-        return p.merge.fn, (part, part_lse, out, lse, *p.merge_args), p.merge.keywords
+        return bound.example((_meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape), out, lse))
+    given = (*qkv, out, lse, call)
     if mixed:
         branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
-        launch, box, strides = sparse_mixed.bind(p, call, out, branch, gate, gate)
-        args = sparse_hopper.arguments(p, *qkv, out, lse, call, (box.over(branch), gate, gate, *strides))
-        return launch.fn, args, launch.keywords
-    return p.launch.fn, sparse.arguments(p, *qkv, out, lse, call), p.launch.keywords
+        bound, given = sparse_mixed.bind(p, call, out, branch, gate, gate), (*given, branch, gate, gate)  # type: ignore[assignment]
+    return bound.example(given)

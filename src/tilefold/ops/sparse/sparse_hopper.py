@@ -1,20 +1,21 @@
 """Binding of the Gluon kernel for block-sparse attention on sm_90."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..bound import Bound, Slot, strides_named
 from ..dense.attention_parts import head_strides
 from ..hopper import box_of, require, tickets
 from .sparse_call import SparseCall
-from .sparse_parts import Prepared, list_strides
+from .sparse_parts import GIVEN, Prepared, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
 
-__all__ = ["arguments", "bind", "compile"]
+__all__ = ["bind", "compile"]
 
-NOTHING = (0,) * 6  # strides of what is not there
+NO_GATES = {f"stride_{name}": 0 for name in ("yb", "ym", "yh", "zb", "zm", "zh")}
 
 
 def bind(
@@ -54,43 +55,44 @@ def bind(
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
     out_strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
+    boxes = {name: box_of(t, call.layout, rows) for name, t, rows in
+             (("q", q, 64), ("k", k, problem.block_k), ("v", v, problem.block_k))}  # fmt: skip
+    lists = list_values(call)
+    values = {
+        **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
+        "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
+        "Out": Slot("out"),
+        "Lse": Slot("lse"),
+        **lists,
+        # counts stand for sizes that there are none of, and are not read as such
+        **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
+        "Tickets": Slot("q", lambda t: tickets(t.device)),
+        "GateB": Slot("lse"),
+        "Gate": Slot("lse"),
+        "scale": scale,
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "heads": n.heads,
+        "group": n.group,
+        "q_blocks": q_blocks,
+        "items": n.batch * n.heads * q_blocks,
+        **strides_named("o", out_strides, "bmh"),
+        **NO_GATES,
+    }
+    launch = Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0)
     return Prepared(
         plan=plan,
         out_shape=shapes[0],
         lse_shape=shapes[1],
-        scalars=(scale, n.seq_q, n.seq_k, n.heads, n.group, q_blocks, n.batch * n.heads * q_blocks),
-        strides=(*out_strides, *list_strides(index)),
-        boxes=tuple(box_of(t, call.layout, rows) for t, rows in ((q, 64), (k, problem.block_k), (v, problem.block_k))),
+        scale=scale,
         mods=mods,
-        launch=Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0),
+        bound=Bound(launch, GIVEN, values),
         keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
     )
-
-
-def arguments(
-    p: Prepared,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: SparseCall,
-    mixed: tuple[Any, ...] | None = None,
-) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order; counts stand for sizes that there are none of, and are not read as such.
-
-    mixed: the other branch as boxes, its gate, this one's gate, and the strides of the two."""
-    index, (q_box, k_box, v_box) = call.lists, p.boxes
-    sizes, query_sizes = (index.counts if t is None else t for t in (index.block_sizes, index.query_sizes))
-    sides = (q_box.over(q), k_box.over(k), v_box.over(v))
-    counter = tickets(q.device)
-    branch, *gates = mixed or (sides[0], lse, lse, *NOTHING)
-    lists = index.indices, index.counts, sizes, query_sizes
-    return (*sides, branch, out, lse, *lists, counter, *gates[:2], *p.scalars, *p.strides, *gates[2:])
 
 
 def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> None:
     """Compile the kernel for this call, without a result; what the compiler raises passes through."""
     out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    p.launch.compile(arguments(p, q, k, v, out, lse, call))
+    p.bound.compile((q, k, v, out, lse, call))

@@ -4,18 +4,14 @@ Where the kernel for this GPU can do it, the branch is read once and nothing of 
 two are fused by a launch of their own.  No gradient passes: the backward pass needs the fine branch by itself.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from ..bound import Bound, Slot, strides_named
 from ..dense.attention_parts import boxable
 from . import fuse, sparse
 from .project import facts
 from .sparse_call import SparseCall
-from .sparse_parts import HOPPER_KERNEL, Prepared
-
-if TYPE_CHECKING:
-    from ..launch import Box, Launch
+from .sparse_parts import GIVEN, HOPPER_KERNEL, Prepared
 
 __all__ = ["attend_and_fuse", "bind"]
 
@@ -37,35 +33,33 @@ def attend_and_fuse(
     if p.plan is None or p.plan.kernel != HOPPER_KERNEL or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
-    from . import sparse_hopper
-
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     key = tuple(map(facts, (branch, gate_branch, gate)))
-    launch, box, strides = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
-    gates = (lse if g is None else g for g in (gate_branch, gate))
-    launch(sparse_hopper.arguments(p, q, k, v, out, lse, call, (box.over(branch), *gates, *strides)))
+    bound = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
+    bound((q, k, v, out, lse, call, branch, gate_branch, gate))
     return out
 
 
 def bind(
     p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
-) -> "tuple[Launch, Box, tuple[int, ...]]":
-    """The launch of this combination, the branch as boxes, and the strides (batch, sequence, heads) of both gates."""
+) -> Bound:
+    """The launch of this combination: the sparse one, with the branch as boxes and both gates by their strides."""
     from ...kernels.hopper import sparse_forward as kernel
     from ..hopper import box_of
     from ..launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
-    made = p.launch
+    made = p.bound.launch
     parts = ((kernel.BRANCH, branch), (kernel.BRANCH_GATE, gate_branch), (kernel.GATE, gate))
     bits = sum(bit.value for bit, tensor in parts if tensor is not None)
-    strides: tuple[int, ...] = ()
-    for g in (gate_branch, gate):
-        strides += (0, 0, 0) if g is None else _gate_strides(g, call.layout)
     assert p.plan is not None
-    box = box_of(branch, call.layout, p.plan.problem.block_k)
-    return Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device), box, strides
+    values = {**p.bound.values, "branch_desc": Slot("branch", box_of(branch, call.layout, p.plan.problem.block_k).over)}
+    for name, letter, of, t in (("GateB", "y", "gate_branch", gate_branch), ("Gate", "z", "gate", gate)):
+        if t is not None:
+            values |= {name: Slot(of), **strides_named(letter, _gate_strides(t, call.layout), "bmh")}
+    launch = Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device)
+    return Bound(launch, (*GIVEN, "branch", "gate_branch", "gate"), values)
 
 
 def _gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:

@@ -5,14 +5,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bound import Slot, attribute, strides_named
 from ..dense.attention_parts import mods_of
 from .sparse_call import Lists, SparseCall, dense_call
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
-    from ..launch import Box
 
-__all__ = ["HOPPER_KERNEL", "Prepared", "list_strides", "mods_of_call"]
+__all__ = [
+    "GIVEN",
+    "HOPPER_KERNEL",
+    "TO_MERGE",
+    "Prepared",
+    "list_strides",
+    "list_values",
+    "mod_values",
+    "mods_of_call",
+]
 
 HOPPER_KERNEL = "sparse_forward_hopper"
 
@@ -24,16 +33,41 @@ class Prepared:
     plan: "SparsePlan | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    scalars: tuple[Any, ...] = ()
-    strides: tuple[int, ...] = ()
-    boxes: "tuple[Box, ...]" = ()
+    scale: float = 1.0
     mods: Any = None
-    launch: Any = None
-    merge: Any = None
-    merge_args: tuple[int, ...] = ()
+    bound: Any = None  # the launch with its arguments, of what GIVEN names
+    merge: Any = None  # of what TO_MERGE names
     keep: tuple[Any, ...] = field(default=())
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
     mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
+
+
+GIVEN = ("q", "k", "v", "out", "lse", "call")
+TO_MERGE = ("part", "part_lse", "out", "lse")
+"""What a call gives to the launches."""
+
+
+def list_values(call: SparseCall) -> dict[str, Any]:
+    """The lists by the kernels' names."""
+    names = {"Index": "indices", "Count": "counts", "Sizes": "block_sizes", "QuerySizes": "query_sizes"}
+    tensors = {name: attribute("call", f"lists.{field}", getattr(call.lists, field)) for name, field in names.items()}
+    return {**tensors, **strides_named("", list_strides(call.lists), LISTED)}
+
+
+LISTED = ("ib", "ih", "iq", "cb", "ch", "sb", "sh", "pb", "ph")  # as `list_strides` gives them
+
+
+def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any]:
+    """Score and mask mods by the kernels' names; a user's function may have other arguments in each call."""
+    bare = call._replace(score_mod=None, mask_mod=None)
+    score, masks = mods_of(mods, float(call.softcap), dense_call(bare), dtype == torch.float32)
+    masks = ((mods.causal, ()), *masks) if call.causal else masks
+    made: dict[str, Any] = {"score_mods": score, "mask_mods": masks}
+    if call.score_mod is not None:
+        made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
+    if call.mask_mod is not None:
+        made["mask_mods"] = Slot("call", lambda given: (*masks, (given.mask_mod, given.mask_args)))
+    return made
 
 
 def list_strides(index: Lists) -> tuple[int, ...]:
