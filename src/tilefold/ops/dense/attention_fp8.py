@@ -10,6 +10,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Constant, Layout, Window
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..records import remember
@@ -31,6 +32,8 @@ __all__ = [
     "result_shapes_of",
 ]
 
+GIVEN = ("q", "k", "v", "made", "out", "lse", "call")
+"""What a call gives to the launches; made: V transposed."""
 TRANSPOSED_AT_ONCE = 128  # keys
 
 
@@ -54,12 +57,7 @@ class Prepared:
     plan: "AttentionFp8Plan | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    scalars: tuple[Any, ...] = ()
-    strides: tuple[int, ...] = ()
-    descale_strides: tuple[int, ...] = ()
-    boxes: "tuple[Box, ...]" = ()
     transposed_shape: tuple[int, ...] = ()
-    transposition: tuple[int, ...] = ()  # its run-time scalars
     transpose: Any = None
     launch: Any = None
     scale: float = 1.0
@@ -88,8 +86,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) ->
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is not None:
         made = torch.empty(p.transposed_shape, dtype=torch.uint8, device=q.device)
-        p.transpose(_transposition(p, v, made))
-        p.launch(_arguments(p, q, k, made, out, lse, call))
+        given = q, k, v, made, out, lse, call
+        p.transpose(given)
+        p.launch(given)
     return out, lse
 
 
@@ -203,7 +202,7 @@ def _bind(
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
     if plan.kernel != rules.KERNEL:
         return Prepared(plan, *shapes, scale=scale, keep=call.plan)
-    from ..hopper import require
+    from ..hopper import require, tickets
 
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
@@ -211,31 +210,52 @@ def _bind(
     from ..launch import Launch
 
     window = window_of(call.window, call.causal)
-    sides = (UNBOUNDED if side < 0 else side for side in window)
     blocks, items = -(-n.seq_q // plan.block_m), plan.grid[0]
     places = rules.places_of(n.seq_k)
     turned = n.batch, n.kv_heads, n.dim_v, places
     parts = -(-places // TRANSPOSED_AT_ONCE)
     device = q.device.index or 0
     constants, options = _constants(plan, kind_of(window))
-    q_group = 1 if call.q_descale is None else n.heads // call.q_descale.shape[1]
+    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    values = {
+        **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
+        "Out": Slot("out"),
+        "Lse": Slot("lse"),
+        "Tickets": Slot("q", lambda t: tickets(t.device)),
+        "scale": scale,
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "heads": n.heads,
+        "group": n.group,
+        "q_blocks": blocks,
+        "items": items,
+        "left": left,
+        "right": right,
+        **strides_named("o", head_strides(torch.empty(shapes[0], device="meta"), call.layout), "bmh"),
+        "q_group": 1 if call.q_descale is None else n.heads // call.q_descale.shape[1],
+    }
+    for name, factor in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):
+        values[f"{name.upper()}Scale"] = attribute("call", f"{name}_descale", factor)
+        values |= strides_named(name, (0, 0) if factor is None else factor.stride(), "bh")
+    transposition = {
+        "V": Slot("v", lambda t: t.view(torch.uint8)),  # bytes to bytes
+        "Out": Slot("made"),
+        "seq_k": n.seq_k,
+        "heads": n.kv_heads,
+        "blocks": parts,
+        "places": places,
+        **strides_named("", head_strides(v, call.layout), "bnh"),
+    }
+    block_d = max(16, 1 << (n.dim_v - 1).bit_length())
+    turning = {"DIM": n.dim_v, "BLOCK_D": block_d, "BLOCK_N": TRANSPOSED_AT_ONCE}
+    turn = Launch(transpose_values, (n.batch * n.kv_heads * parts, 1, 1), turning, {"num_warps": 4}, device)
+    launch = Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device)
     return Prepared(
         plan,
         *shapes,
-        scalars=(scale, n.seq_q, n.seq_k, n.heads, n.group, blocks, items, *sides),
-        strides=head_strides(torch.empty(shapes[0], device="meta"), call.layout),
-        descale_strides=(q_group, *(s for t in call[4:7] for s in ((0, 0) if t is None else t.stride()))),
-        boxes=_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
         transposed_shape=turned,
-        transposition=(n.seq_k, n.kv_heads, parts, places, *head_strides(v, call.layout)),
-        transpose=Launch(
-            transpose_values,
-            (n.batch * n.kv_heads * parts, 1, 1),
-            {"DIM": n.dim_v, "BLOCK_D": max(16, 1 << (n.dim_v - 1).bit_length()), "BLOCK_N": TRANSPOSED_AT_ONCE},
-            {"num_warps": 4},
-            device,
-        ),
-        launch=Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device),
+        transpose=Bound(turn, GIVEN, transposition),
+        launch=Bound(launch, GIVEN, values),
         keep=call.plan,
     )
 
@@ -266,7 +286,7 @@ def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dic
 
 def _boxes(
     q: torch.Tensor, k: torch.Tensor, turned: torch.Tensor, layout: Layout, plan: "AttentionFp8Plan"
-) -> "tuple[Box, ...]":
+) -> dict[str, Slot]:
     """The descriptors of Q, K and V^T [B, H, D, places]: rows of 128 bytes at most lie together."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...plan.fp8_hopper import fp8_width
@@ -278,31 +298,12 @@ def _boxes(
         return describe_box(t, order, rows, columns, TensorDescriptor, shared)
 
     rows = fp8_width(plan.problem.dim_v)
-    return box(q, layout, 64, panel), box(k, layout, plan.block_n, panel), box(turned, "bhsd", rows, plan.block_n)
-
-
-# ---------------------------------------------------------------- every time
-
-
-def _transposition(p: Prepared, v: torch.Tensor, made: torch.Tensor) -> tuple[Any, ...]:
-    """Arguments of transpose_values: bytes to bytes."""
-    return (v.view(torch.uint8), made, *p.transposition)
-
-
-def _arguments(
-    p: Prepared,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    made: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: Fp8Call,
-) -> tuple[Any, ...]:
-    """The kernel's run-time arguments, in order; None for descales that there are none of."""
-    from ..hopper import tickets
-
-    boxes = (box.over(t) for box, t in zip(p.boxes, (q, k, made.view(E4M3)), strict=True))
-    return (*boxes, out, lse, tickets(q.device), *p.scalars, *p.strides, *call[4:7], *p.descale_strides)
+    values = box(turned, "bhsd", rows, plan.block_n)
+    return {
+        "q_desc": Slot("q", box(q, layout, 64, panel).over),
+        "k_desc": Slot("k", box(k, layout, plan.block_n, panel).over),
+        "v_desc": Slot("made", lambda made: values.over(made.view(E4M3))),
+    }
 
 
 def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> None:
@@ -310,8 +311,9 @@ def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cal
     out = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
     made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
-    p.transpose.compile(_transposition(p, v, made))
-    p.launch.compile(_arguments(p, q, k, made, out, lse, call))
+    given = q, k, v, made, out, lse, call
+    p.transpose.compile(given)
+    p.launch.compile(given)
 
 
 def _dequantised(
@@ -348,22 +350,21 @@ def example_launch(
     problem: "AttentionProblem", plan: "AttentionFp8Plan"
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
-    p, q, k, _, call = _example(problem, plan)
-    out, lse = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta"), torch.empty(p.lse_shape, device="meta")
-    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
-    return p.launch.fn, _arguments(p, q, k, made, out, lse, call), p.launch.keywords
+    p, given = _example(problem, plan)
+    bound: Bound = p.launch
+    return bound.example(given)
 
 
 def example_transposition(
     problem: "AttentionProblem", plan: "AttentionFp8Plan"
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The same of transpose_values."""
-    p, _, _, v, _ = _example(problem, plan)
-    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
-    return p.transpose.fn, _transposition(p, v, made), p.transpose.keywords
+    p, given = _example(problem, plan)
+    bound: Bound = p.transpose
+    return bound.example(given)
 
 
-def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> Any:
+def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> tuple[Prepared, tuple[Any, ...]]:
     shapes = (
         (n.batch, n.seq_q, n.heads, n.dim_qk),
         (n.batch, n.seq_k, n.kv_heads, n.dim_qk),
@@ -372,4 +373,7 @@ def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> Any:
     q, k, v = (torch.empty(shape, dtype=E4M3, device="meta") for shape in shapes)
     factor = torch.empty(n.batch, n.kv_heads, device="meta")
     call = Fp8Call(n.causal, n.window, q_descale=factor, k_descale=factor, v_descale=factor, plan=plan)
-    return _bind(q, k, v, call, plan, result_shapes_of(q, k, v, call)), q, k, v, call
+    p = _bind(q, k, v, call, plan, result_shapes_of(q, k, v, call))
+    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
+    out, lse = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta"), torch.empty(p.lse_shape, device="meta")
+    return p, (q, k, v, made, out, lse, call)
