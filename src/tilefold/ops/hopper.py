@@ -11,12 +11,23 @@ import torch
 
 from ..errors import Unsupported
 from ..types import Layout
+from .bound import Slot
 from .dense.attention_parts import describe_box, head_strides
 
 if TYPE_CHECKING:
     from .launch import Box
 
-__all__ = ["DISABLE", "bound_or_none", "box_of", "chosen_or_none", "disabled", "inside_operator", "require", "tickets"]
+__all__ = [
+    "DISABLE",
+    "TICKETS",
+    "bound_or_none",
+    "box_of",
+    "chosen_or_none",
+    "disabled",
+    "inside_operator",
+    "require",
+    "tickets",
+]
 
 Made = TypeVar("Made")
 
@@ -82,6 +93,10 @@ def tickets(device: torch.device) -> torch.Tensor:
     if found is None:
         found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
+
+
+TICKETS = Slot("q", lambda t: tickets(t.device))
+"""The counter as an argument by name."""
 
 
 def require(field: str, kernel: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention_parts import dropout_of, kind_of, mods_of
+from ..dense.attention_parts import dropout_of, kind_of, mods_of, sequence_strides
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
@@ -23,7 +23,6 @@ from .backward_parts import (
     delta_launch,
     readable,
     require_score_grad,
-    sequence_strides,
     streamed,
     tiled,
 )

@@ -7,7 +7,7 @@ import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..dense.attention_parts import boxable, describe_box, head_strides
+from ..dense.attention_parts import boxable, describe_box
 
 if TYPE_CHECKING:
     from ...plan.limits import Tile
@@ -20,7 +20,6 @@ __all__ = [
     "delta_launch",
     "readable",
     "require_score_grad",
-    "sequence_strides",
     "streamed",
     "tiled",
 ]
@@ -80,11 +79,6 @@ def streamed(
         return (*tensors, *statistics), (*tensors, *statistics)
     q, k, v, dout = (box.over(t) for box, t in zip(bound.boxes, tensors, strict=True))
     return (tensors[0], k, v, tensors[3], *statistics), (q, tensors[1], tensors[2], dout, *statistics)
-
-
-def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """(batch, row, head); a packed tensor has batch stride 0."""
-    return (0, *head_strides(t, layout)) if t.dim() == 3 else head_strides(t, layout)
 
 
 def readable(dout: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..bound import Bound, Slot, strides_named
+from ..bound import Bound, strides_named
 from ..call import Call, window_of
-from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of
+from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import device_of, interpreting
 from ..faults import Watch
 from ..places import check_side
@@ -215,7 +215,6 @@ def _bind(
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
     rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
-    out_strides = _row_strides(out_shape)
     block_v = padded_value_dim(n["dim_v"], n["dim_qk"])
     emulate = interpreting() and q.dtype == torch.bfloat16
     constants = {
@@ -239,21 +238,11 @@ def _bind(
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
     values = {
+        **shared_values(n, scale, q, k, v, out_shape, "bshd"),
         **option_values(call, window, mods, float(call.softcap), q.dtype),
         **cache_values(cache),
-        "Q": Slot("q"),
-        "K": Slot("k"),
-        "V": Slot("v"),
-        "scale": scale,
-        "max_q": n["seq_q"],
         "least_q": least_q,
-        "capacity": n["capacity"],
-        "heads": n["heads"],
-        "group": n["heads"] // n["kv_heads"],
-        **strides_named("q", rows[0], "bmh"),
-        **strides_named("k", rows[1], "bnh"),
-        **strides_named("v", rows[2], "bnh"),
-        **strides_named("o", (math.prod(out_shape), *out_strides), "sbmh"),
+        "stride_os": math.prod(out_shape),
         "stride_ls": math.prod(lse_shape),
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
     }

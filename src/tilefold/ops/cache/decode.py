@@ -11,7 +11,7 @@ from ...errors import Unsupported
 from ...types import Layout
 from ..bound import Bound, Slot, strides_named
 from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of
+from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..watch import in_forward_mode, is_transformed, is_watched
@@ -235,9 +235,11 @@ def bind_decode(
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
     partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
     values = {
+        **shared_values(
+            n, scale, q, k, v, out_shape if call.layout == "bshd" else _heads_first(out_shape), call.layout
+        ),
         **option_values(call, window, mods, float(call.softcap), q.dtype),
         **cache_values(cache),
-        "Q": Slot("q"),
         **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
         "KScale": None if scales[0] is None else Slot("scales", operator.itemgetter(0)),
         "VScale": None if scales[1] is None else Slot("scales", operator.itemgetter(1)),
@@ -245,12 +247,6 @@ def bind_decode(
         "Stat": Slot("stat"),
         "Arrived": Slot("arrived"),
         **{name: Slot("noted", operator.itemgetter(i)) if watched else UNWATCHED[i] for i, name in enumerate(NOTED)},
-        "scale": scale,
-        "batch": n["batch"],
-        "max_q": n["seq_q"],
-        "capacity": n["capacity"],
-        "kv_heads": n["kv_heads"],
-        "group": n["heads"] // n["kv_heads"],
         "blocks": plan.blocks,
         "splits": max(1, plan.splits),
         "least": plan.least,
@@ -258,10 +254,7 @@ def bind_decode(
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
         **strides_named("ks", _scale_strides(scales[0]), "ph"),
         **strides_named("vs", _scale_strides(scales[1]), "ph"),
-        **strides_named("q", rows[0], "bmh"),
-        **strides_named("k", rows[1], "bnh"),
         **strides_named("v", rows[2], "bnh"),
-        **strides_named("o", _out_strides(out_shape, call.layout), "bmh"),
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
     if plan.maxnreg is not None:
@@ -287,13 +280,9 @@ def _stored(as_bytes: bool, pairs: bool) -> dict[str, Slot]:
     return {"K": Slot("k", k), "V": Slot("v", pairs_of if pairs else k)}
 
 
-def _out_strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, int, int]:
-    """(batch, row, head) of a contiguous result; shape: [batch, seq, heads, dim], or packed [total, heads, dim]."""
-    dim = shape[-1]
-    if len(shape) == 3:
-        return 0, shape[1] * dim, dim
-    row, head = (shape[2] * dim, dim) if layout == "bshd" else (dim, shape[1] * dim)
-    return math.prod(shape[1:]), row, head
+def _heads_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[batch, heads, seq, dim] of [batch, seq, heads, dim]."""
+    return shape[0], shape[2], shape[1], shape[3]
 
 
 def _dependent(device: "Device") -> dict[str, bool]:

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import DtypeError
 from ...types import Layout
-from ..bound import Bound, Slot, strides_named
+from ..bound import Bound
 from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
 from ..call import (
@@ -35,13 +35,14 @@ from ..startup import uncollected
 from .attention_parts import (
     GIVEN,
     Prepared,
+    boxed,
     broadcast_strides,
-    describe_box,
     head_strides,
     hooks_of,
     kind_of,
     option_values,
     problem_of,
+    shared_values,
 )
 from .attention_tiles import tiles_of
 
@@ -220,17 +221,10 @@ def _bind(
     from ...kernels import attention_forward as kernels
     from ..launch import Launch
 
-    heads, group = sizes["heads"], sizes["heads"] // sizes["kv_heads"]
-    q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
-    out_strides = head_strides(torch.empty(out_shape, device="meta"), call.layout)
-    sides: dict[str, Slot] = {"K": Slot("k"), "V": Slot("v")}
-    if plan.kernel == "attention_forward_box":
-        boxes = (describe_box(t, call.layout, plan.block_n, d) for t, d in ((k, plan.block_qk), (v, plan.block_v)))
-        sides = {side: Slot(of, box.over) for (side, (of, _)), box in zip(sides.items(), boxes, strict=True)}
     constants = {
         "KIND": kind_of(window),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": q_strides[-2] * plan.block_m >= 1 << 31,
+        "WIDE": head_strides(q, call.layout)[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
         "DIM_V": sizes["dim_v"],
         "BLOCK_M": plan.block_m,
@@ -241,22 +235,10 @@ def _bind(
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
-    values = {
-        "Q": Slot("q"),
-        **sides,
-        "scale": scale,
-        "seq_q": sizes["seq_q"],
-        "seq_k": sizes["seq_k"],
-        "max_q": sizes["seq_q"],
-        "total_q": sizes.get("total_q"),
-        "heads": heads,
-        "group": group,
-        **strides_named("q", q_strides, "bmh"),
-        **strides_named("k", k_strides, "bnh"),
-        **strides_named("v", v_strides, "bnh"),
-        **strides_named("o", out_strides, "bmh"),
-        **option_values(call, window, mods, softcap, q.dtype),
-    }
+    values = shared_values(sizes, scale, q, k, v, out_shape, call.layout)
+    values |= option_values(call, window, mods, softcap, q.dtype)
+    if plan.kernel == "attention_forward_box":
+        values |= boxed(k, v, call.layout, plan.block_n, (plan.block_qk, plan.block_v))
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     bound = Bound(launch, GIVEN, values)
     return Prepared(plan, out_shape, lse_shape, scale, softcap, bound, mods, keep=hooks_of(call))

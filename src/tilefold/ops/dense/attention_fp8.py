@@ -14,7 +14,7 @@ from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..records import remember
-from .attention_parts import boxable, describe_box, head_strides, kind_of
+from .attention_parts import boxable, describe_box, head_strides, kind_of, shared_values
 from .fp8 import E4M3
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _bind(
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
     if plan.kernel != rules.KERNEL:
         return Prepared(plan, *shapes, scale=scale, keep=call.plan)
-    from ..hopper import require, tickets
+    from ..hopper import TICKETS, require
 
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
@@ -217,21 +217,15 @@ def _bind(
     device = q.device.index or 0
     constants, options = _constants(plan, kind_of(window))
     left, right = (UNBOUNDED if side < 0 else side for side in window)
+    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
+        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
-        "Out": Slot("out"),
-        "Lse": Slot("lse"),
-        "Tickets": Slot("q", lambda t: tickets(t.device)),
-        "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
+        "Tickets": TICKETS,
         "q_blocks": blocks,
         "items": items,
         "left": left,
         "right": right,
-        **strides_named("o", head_strides(torch.empty(shapes[0], device="meta"), call.layout), "bmh"),
         "q_group": 1 if call.q_descale is None else n.heads // call.q_descale.shape[1],
     }
     for name, factor in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):

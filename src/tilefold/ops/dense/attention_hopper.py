@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute
 from ..call import Call
-from ..hopper import box_of, require, tickets
-from .attention_parts import GIVEN, Prepared, head_strides, hooks_of, kind_of, option_values
+from ..hopper import TICKETS, box_of, require
+from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, option_values, shared_values
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
@@ -42,25 +42,19 @@ def bind(
     if call.packed is not None:  # places of all sequences: kernels.hopper.forward_work.sequence_of_place
         blocks = q.shape[0] // plan.block_m + n.batch
         items = blocks * n.heads
-    strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
-    if call.packed is not None:
-        strides = 0, *strides
-    values = option_values(call, window, mods, 0.0, q.dtype) | {
+    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads // pack, "kv_heads": n.kv_heads}
+    values = {
+        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
+        **option_values(call, window, mods, 0.0, q.dtype),
         **_boxes(q, k, v, call, plan, pack),
-        "Tickets": Slot("q", lambda t: tickets(t.device)),
-        "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads // pack,
-        "group": n.group // pack,
+        **_mod_values(call, plan),
+        "Tickets": TICKETS,
         "q_blocks": blocks,
         "items": items,
-        **strides_named("o", strides, "bmh"),
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
         "cap": float(call.softcap) or None,
         "batch": None if call.packed is None else n.batch,
         "total_q": None if call.packed is None else q.shape[0],
-        **_mod_values(call, plan),
     }
     grid = min(rules.hopper_programs(n, plan.tile, plan.device), items), 1, 1
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}

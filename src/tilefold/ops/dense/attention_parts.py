@@ -1,13 +1,13 @@
 """What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...types import Layout
-from ..bound import Slot, attribute
+from ..bound import Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -18,6 +18,7 @@ __all__ = [
     "GIVEN",
     "Prepared",
     "boxable",
+    "boxed",
     "broadcast_strides",
     "describe_box",
     "dropout_of",
@@ -27,6 +28,8 @@ __all__ = [
     "mods_of",
     "option_values",
     "problem_of",
+    "sequence_strides",
+    "shared_values",
 ]
 
 
@@ -121,6 +124,11 @@ def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
 
 
+def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head); a packed tensor has batch stride 0."""
+    return (0, *head_strides(t, layout)) if t.dim() == 3 else head_strides(t, layout)
+
+
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
     """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
     use one row's."""
@@ -135,13 +143,34 @@ def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind
     return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
 
 
+def shared_values(
+    sizes: Mapping[str, int], scale: float, q: Any, k: Any, v: Any, out_shape: tuple[int, ...], layout: Layout
+) -> dict[str, Any]:
+    """What all forward kernels of attention take, by their names; sizes: at least seq_q, heads, kv_heads."""
+    strides = [sequence_strides(t, layout) for t in (q, k, v, torch.empty(out_shape, device="meta"))]
+    named = zip("qkvo", strides, ("bmh", "bnh", "bnh", "bmh"), strict=True)
+    tensors = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
+    lengths = {"max_q": sizes["seq_q"], "group": sizes["heads"] // max(1, sizes["kv_heads"])}
+    return {
+        **tensors,
+        "scale": scale,
+        **sizes,
+        **lengths,
+        **{n: s for each in named for n, s in strides_named(*each).items()},
+    }
+
+
+def boxed(k: torch.Tensor, v: torch.Tensor, layout: Layout, rows: int, blocks: tuple[int, int]) -> dict[str, Slot]:
+    """K and V by descriptors of `rows` rows; blocks: columns of each."""
+    pair = zip("KV", (k, v), blocks, strict=True)
+    return {name: Slot(name.lower(), describe_box(t, layout, rows, block_d).over) for name, t, block_d in pair}
+
+
 def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype) -> dict[str, Any]:
-    """Results and options by the kernels' names: the same for every kernel that takes mods."""
+    """Options by the kernels' names: the same for every kernel that takes mods."""
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     exact = dtype == torch.float32
     made: dict[str, Any] = {
-        "Out": Slot("out"),
-        "Lse": Slot("lse"),
         "left": left,
         "right": right,
         "Sinks": attribute("call", "sinks", call.sinks),

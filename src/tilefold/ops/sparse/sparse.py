@@ -8,7 +8,7 @@ import torch
 
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import result_shapes
-from ..dense.attention_parts import boxable, describe_box, head_strides, problem_of
+from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
 from ..device import device_of, interpreting
 from ..places import check_inside, check_pages
 from ..records import remember
@@ -141,10 +141,6 @@ def bind(
     q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
     out_like = torch.empty(shapes[0], device="meta")
     out_strides = head_strides(out_like, call.layout)
-    sides: dict[str, Slot] = {"K": Slot("k"), "V": Slot("v")}
-    if plan.kernel == "sparse_forward_box":
-        boxes = (describe_box(t, call.layout, plan.block_n, d) for t, d in ((k, n.block_qk), (v, n.block_v)))
-        sides = {side: Slot(of, box.over) for (side, (of, _)), box in zip(sides.items(), boxes, strict=True)}
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
@@ -153,30 +149,20 @@ def bind(
     # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
     batch, rows = (1, sizes["total_q"]) if n.varlen else (n.batch, n.seq_q)
     values = {
-        "Q": Slot("q"),
-        **sides,
-        "Out": Slot("out"),
-        "Lse": Slot("lse"),
+        **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, shapes[0], call.layout),
         "CuQ": attribute("call", "packed.cu_q", call.packed),
         "CuK": attribute("call", "packed.cu_k", call.packed),
         "Table": attribute("call", "paged.block_table", call.paged),
         "Lengths": attribute("call", "paged.cache_seqlens", call.paged),
-        "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "total_q": rows,
-        "heads": n.heads,
-        "group": n.group,
-        "batch": n.batch,
-        **strides_named("q", q_strides, "bmh"),
-        **strides_named("k", k_strides, "bnh" if call.paged is None else "pnh"),
-        **strides_named("v", v_strides, "bnh" if call.paged is None else "pnh"),
+        "stride_kp": k_strides[0],
+        "stride_vp": v_strides[0],
         "stride_os": math.prod(shapes[0]),
-        **strides_named("o", out_strides, "bmh"),
         "stride_tb": None if call.paged is None else call.paged.block_table.stride(0),
         **list_values(call),
         **mod_values(mods, call, q.dtype),
     }
+    if plan.kernel == "sparse_forward_box":
+        values |= boxed(k, v, call.layout, plan.block_n, (n.block_qk, n.block_v))
     return Prepared(
         plan=plan,
         out_shape=shapes[0],

@@ -13,11 +13,11 @@ from ..backward.backward_parts import (
     delta_launch,
     readable,
     require_score_grad,
-    sequence_strides,
     streamed,
     tiled,
 )
 from ..call import facts_of
+from ..dense.attention_parts import sequence_strides
 from ..device import device_of, interpreting
 from ..startup import uncollected
 from ..watch import resolved, wants_gradient

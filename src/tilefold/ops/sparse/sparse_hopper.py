@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Slot, strides_named
-from ..dense.attention_parts import head_strides
-from ..hopper import box_of, require, tickets
+from ..bound import Bound, Slot
+from ..dense.attention_parts import shared_values
+from ..hopper import TICKETS, box_of, require
 from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, Prepared, list_values
 
@@ -54,29 +54,22 @@ def bind(
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
-    out_strides = head_strides(torch.empty(shapes[0], device="meta"), call.layout)
     boxes = {name: box_of(t, call.layout, rows) for name, t, rows in
              (("q", q, 64), ("k", k, problem.block_k), ("v", v, problem.block_k))}  # fmt: skip
     lists = list_values(call)
+    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
+        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
         "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
-        "Out": Slot("out"),
-        "Lse": Slot("lse"),
         **lists,
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
-        "Tickets": Slot("q", lambda t: tickets(t.device)),
+        "Tickets": TICKETS,
         "GateB": Slot("lse"),
         "Gate": Slot("lse"),
-        "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
         "q_blocks": q_blocks,
         "items": n.batch * n.heads * q_blocks,
-        **strides_named("o", out_strides, "bmh"),
         **NO_GATES,
     }
     launch = Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0)
