@@ -8,6 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from .records import facts_of
 from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
@@ -33,6 +34,7 @@ __all__ = [
     "is_plain",
     "key_of",
     "layout_hint",
+    "options_of",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -127,15 +129,7 @@ class Call(NamedTuple):
 
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
-    # The types too: 1 == True == 1.0, but causal=1 is refused.
-    window = call.window
-    kinds = (
-        type(call.causal),
-        type(call.scale),
-        type(call.softcap),
-        None if window is None else tuple(map(type, window)),
-    )
-    plain = (facts_of(q), facts_of(k), facts_of(v), call[:5], kinds)
+    plain = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
     if is_plain(call):
         return plain
     packed = call.packed
@@ -147,6 +141,12 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
         (id(call.plan), id(call.score_grad), id(call.backward_plan)),
         (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
     )
+
+
+def options_of(call: Call) -> Any:
+    """causal, window, scale, softcap and layout, and their types: 1 == True == 1.0, but causal=1 is refused."""
+    causal, window, scale, softcap, _ = options = call[:5]
+    return options, type(causal), type(scale), type(softcap), None if window is None else tuple(map(type, window))
 
 
 def is_plain(call: Call) -> bool:
@@ -171,11 +171,6 @@ def is_plain(call: Call) -> bool:
         and score_args == ()
         and mask_args == ()
     )
-
-
-def facts_of(t: torch.Tensor) -> Any:
-    """What of a tensor decides checks, plan and compilation."""
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
 
 
 def keyed(values: Iterable[Any]) -> Any:

@@ -13,7 +13,7 @@ from ..dense.attention_parts import head_strides, kind_of, option_values, proble
 from ..device import device_of, interpreting
 from ..faults import Watch
 from ..places import check_side
-from ..records import remember
+from ..records import recorded
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import (
     Cache,
@@ -46,9 +46,6 @@ class Prepared:
     merge_args: tuple[Any, ...] = ()
     decode: Any = None  # instead of launch
     short: Any = None  # beside it: sequences of few queries
-
-
-_CACHE: dict[Any, Prepared] = {}
 
 
 def attention_cached(
@@ -88,7 +85,7 @@ def check_cached(
         or is_watched((q, k, v, call.alibi_slopes, call.sinks, *cache[:6]))
     ):
         return
-    p = _record(q, k, v, call, cache)
+    p = _prepare(q, k, v, call, cache)
     if check is True or (interpreting() and not check):
         _check_all_values(q, k, cache, p)
 
@@ -105,20 +102,6 @@ def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepare
         check_side(name, "k", cache.cu_k, k.shape[0], cache.max_k if cache.lengths is None else None)
 
 
-def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
-    """What a call of this kind left, or leaves now."""
-    try:
-        key = cached_key(q, k, v, call, cache)
-        p = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        p = key = None
-    if p is None:
-        p = _prepare(q, k, v, call, cache)
-        if key is not None:
-            remember(_CACHE, key, p)
-    return p
-
-
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,11 +110,11 @@ def _forward(
     cache: Cache,
     check: bool | Watch = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _record(q, k, v, call, cache)
+    p = _prepare(q, k, v, call, cache)
     if isinstance(check, Watch) and p.launch is not None:
         check_room(p.sizes)
         cache = watched_cache(cache, p.sizes, check)
-        p = _record(q, k, v, call, cache)
+        p = _prepare(q, k, v, call, cache)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is None:
@@ -158,6 +141,7 @@ def _forward(
 # ---------------------------------------------------------------- the first time
 
 
+@recorded("attention_cached", cached_key)
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
     from ...plan.cached import plan_cached
 

@@ -10,11 +10,11 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, facts_of
+from ..call import MAX_HEAD_DIM, Call
 from ..device import device_of, interpreting
 from ..faults import Watch, watch_of
 from ..places import check_side
-from ..records import remember
+from ..records import facts_of, recorded
 from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
 from .cached_call import (
     QUANTISED,
@@ -57,7 +57,6 @@ class Prepared:
     interpreted: bool = False  # where reading what index tensors hold costs nothing
 
 
-_CACHE: dict[Any, Prepared] = {}
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
@@ -89,7 +88,7 @@ def attention_kvcache(
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
-    return step_of(q, k, v, call, cache, _record(q, k, v, call, cache, NO_SCALES, None, False))
+    return step_of(q, k, v, call, cache, _prepare(q, k, v, call, cache, NO_SCALES, None, False))
 
 
 def _sides(call: Call) -> tuple[int, int]:
@@ -104,7 +103,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     watch = check if isinstance(check, Watch) else None
     watched = watch is not None
-    p = _record(q, k, v, call, cache, scales, plan, watched)
+    p = _prepare(q, k, v, call, cache, scales, plan, watched)
     if p.prompts:
         from .cached import attention_cached
 
@@ -115,7 +114,7 @@ def _forward(
     if watch is not None and (cache.cu_q is not None or p.sizes.get("pages") == 0):
         cache = watched_cache(cache, p.sizes, watch)
         watch = None
-        p = _record(q, k, v, call, cache, scales, plan, False)
+        p = _prepare(q, k, v, call, cache, scales, plan, False)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:
@@ -126,7 +125,7 @@ def _forward(
     return out, lse
 
 
-def _record(
+def _key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -135,38 +134,23 @@ def _record(
     scales: Scales,
     plan: Any,
     watched: bool,
-) -> Prepared:
-    """What a call of this kind left, or leaves now.  watched: on the device."""
-    try:
-        facts = tuple([None if t is None else facts_of(t) for t in scales])
-        key = (
-            cached_key(q, k, v, call, cache),
-            facts,
-            k.data_ptr() == v.data_ptr(),
-            scales[0] is scales[1],
-            plan,
-            watched,
-        )
-        p = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        p = key = None
-    if p is None:
-        p = _prepare(q, k, v, call, cache, scales, plan, watched)
-        if watched:
-            check_room(p.sizes)
-        if key is not None:
-            remember(_CACHE, key, p)
-    return p
+) -> Any:
+    """Everything that a record depends on.  watched: on the device."""
+    facts = tuple([None if t is None else facts_of(t) for t in scales])
+    shared = k.data_ptr() == v.data_ptr()
+    return cached_key(q, k, v, call, cache), facts, shared, scales[0] is scales[1], plan, watched
 
 
+@recorded("attention_kvcache", _key)
 def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
-    watched: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
 ) -> Prepared:  # fmt: skip
     from ...plan.decode import serves
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
+    if watched:
+        check_room(sizes)
     device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)

@@ -7,12 +7,12 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Packed, check_integer, facts_of
+from ..call import MAX_HEAD_DIM, Packed, check_integer
 from ..device import device_of, interpreting
 from ..faults import Mode
 from ..operator import Operator
 from ..places import check_offsets
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
@@ -28,9 +28,6 @@ class Prepared:
     sizes: dict[str, int]
     launch: Any
     scalars: tuple[int, ...] = ()
-
-
-_CACHE: dict[Any, Prepared] = {}
 
 
 def apply_rotary(
@@ -101,14 +98,7 @@ def turn(
     conjugate: bool,
 ) -> torch.Tensor:
     """Launch from x into out, which may be x; max_seqlen -1: not packed."""
-    key = (
-        *(facts_of(t) if isinstance(t, torch.Tensor) else type(t) for t in (x, out, cos, sin, offsets, cu_seqlens)),
-        *(step, max_seqlen, interleaved, conjugate, x is out),
-    )
-    found = _CACHE.get(key)
-    if found is None:
-        made = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
-        found = remember(_CACHE, key, made)
+    found = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
     _check_offset(offset, offsets, step, found.sizes)
     if found.launch is not None:
         if cu_seqlens is not None and interpreting():
@@ -182,6 +172,7 @@ def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[
         )
 
 
+@recorded("apply_rotary", lambda x, out, *others: (facts_of_values(x, out, *others), x is out))
 def _prepare(
     x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
     step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import DtypeError, Unsupported, ValueRangeError
-from ..call import Call, check_integer, keyed
+from ..call import Call, check_integer
 from ..device import device_of, interpreting
 from ..faults import Mode, Watch, watch_of
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 from .cached_call import Cache, cached_shapes
 from .decode import Scales, storage_of
@@ -16,9 +16,6 @@ from .kvcache import attention_kvcache, check_contents, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
-
-
-_CACHE: dict[Any, Any] = {}
 
 
 class SharedPrefix(NamedTuple):
@@ -100,18 +97,15 @@ def _plan(q: torch.Tensor, k: torch.Tensor, given: SharedPrefix, n: dict[str, in
     return plan_shared_prefix(PrefixProblem(*shape), device_of(q.device))
 
 
+@recorded("attention_shared_prefix", lambda q, k, v, given: facts_of_values(q, k, v, *given))
 def _decided(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
 ) -> tuple[dict[str, int], bool]:
     """(sizes, whether the prefix is attended to apart), found once for calls of a kind."""
-    key = keyed((q, k_cache, v_cache, *given))
-    found: tuple[dict[str, int], bool] | None = None if key is None else _CACHE.get(key)
-    if found is None:
-        n = _sizes(q, k_cache, v_cache, given)
-        empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
-        apart = given.cascade if given.cascade is not None else not empty and _plan(q, k_cache, given, n).cascade
-        found = remember(_CACHE, key, (n, apart and not empty))
-    return found
+    n = _sizes(q, k_cache, v_cache, given)
+    empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
+    apart = given.cascade if given.cascade is not None else not empty and _plan(q, k_cache, given, n).cascade
+    return n, apart and not empty
 
 
 def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> dict[str, int]:

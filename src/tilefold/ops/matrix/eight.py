@@ -7,9 +7,8 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported
 from ..cache.decode_counters import counters
-from ..call import keyed
 from ..device import device_of, interpreting
-from ..records import remember
+from ..records import recorded
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ __all__ = ["bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_op", "matm
 KINDS = (torch.int8, torch.float8_e4m3fn)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ROW = 16384  # numbers of a row that a program of quantise_rows holds
-
-_CACHE: dict[Any, Any] = {}
 
 
 def matmul_w8a8(
@@ -80,14 +77,11 @@ def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
 
 
 def _call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    key = keyed((x, weight, weight_scale, bias))
-    run = None if key is None else _CACHE.get(key)
-    if run is None:
-        run = remember(_CACHE, key, _bind(x, weight, weight_scale, bias))
-    made: torch.Tensor = run(x, weight, weight_scale, bias)
+    made: torch.Tensor = _bind(x, weight, weight_scale, bias)(x, weight, weight_scale, bias)
     return made
 
 
+@recorded("eight")
 def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> Any:
     """The function that makes calls like this one, after all checks."""
     n, k = check(x, weight, weight_scale, bias)

@@ -12,7 +12,7 @@ from ...quant import QuantizedTensor
 from ..cache.decode_counters import counters
 from ..call import facts_of
 from ..device import device_of, interpreting
-from ..records import remember
+from ..records import recorded, remember
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
@@ -40,13 +40,9 @@ def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | 
     n, k = weight.shape
     if out is None:
         out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    key = "dequantise", _facts(weight), dtype, out.stride(0)
-    launch, tail = _CACHE.get(key) or remember(_CACHE, key, _bind_dequantise(weight, out))
+    launch, tail = _bind_dequantise(weight, out)
     launch((weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table, out, *tail))
     return out
-
-
-_CACHE: dict[Any, Any] = {}
 
 
 def _facts(weight: QuantizedTensor) -> Any:
@@ -61,6 +57,7 @@ def _scale_strides(weight: QuantizedTensor) -> tuple[int, int]:
     return (0, 0) if weight.scales.numel() == 1 else (weight.shape[0], 1)
 
 
+@recorded("dequantise", lambda weight, out: (_facts(weight), out.dtype, out.stride(0)))
 def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
     from ...kernels.matrix.lowbit_dequantise import lowbit_dequantise
     from ..launch import Launch
@@ -257,10 +254,12 @@ def _lanes(device: torch.device) -> torch.Tensor:
     """0, 1, 2, 3 on a device."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # written by replays alone: this call's own
         return torch.arange(4, dtype=torch.int32, device=device)
-    made: torch.Tensor | None = _CACHE.get(("lanes", device))
-    if made is None:
-        made = remember(_CACHE, ("lanes", device), torch.arange(4, dtype=torch.int32, device=device))
-    return made
+    return _kept_lanes(device)
+
+
+@functools.cache
+def _kept_lanes(device: torch.device) -> torch.Tensor:
+    return torch.arange(4, dtype=torch.int32, device=device)
 
 
 def _registers(plan: "LowbitPlan") -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..device import device_of, interpreting
-from ..records import remember
+from ..records import recorded
 from .operands import BIAS, TOO_LONG, Operands, boxable, major, operands
 from .options import CODES
 
@@ -54,9 +54,6 @@ class Prepared:
     hopper: Any = None  # boxes of the kernel for sm_90
 
 
-_CACHE: dict[Any, Any] = {}
-
-
 def facts(t: torch.Tensor | None) -> Any:
     """What of a tensor decides checks, plan and launch."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0)
@@ -71,10 +68,7 @@ def product(
     epilogue: Epilogue,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(activation(a b * scales + bias), what it is applied to or None) of checked tensors of 2 or 3 dimensions each."""
-    key = facts(a), facts(b), facts(bias), facts(scale_a), facts(scale_b), epilogue
-    p = _CACHE.get(key)
-    if p is None:
-        p = remember(_CACHE, key, _bind((a, b, bias, scale_a, scale_b), epilogue))
+    p = _bind((a, b, bias, scale_a, scale_b), epilogue)
     out = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device)
     pre = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device) if epilogue.saved else None
     if p.launch is None:
@@ -138,6 +132,7 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
     return plan
 
 
+@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue))
 def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     """The record of a call; tensors: those of `product`, in its order."""
     a, b, bias, scale_a, scale_b = tensors
@@ -265,15 +260,18 @@ def _finish_grid(batch: int, m: int, n: int) -> tuple[tuple[int, int, int], tupl
 
 def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str, dtype: torch.dtype) -> torch.Tensor:
     """dout * activation'(saved), in dtype; saved: contiguous, of dout's shape."""
-    key = "gradient", facts(dout), facts(saved), activation, dtype
-    found = _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, bind_gradient(dout, activation))
+    launch, scalars = _gradient_launch(dout, saved, activation, dtype)
     dz = torch.empty(dout.shape, dtype=dtype, device=dout.device)
-    launch, scalars = found
     if launch is not None:
         launch((dout, saved, dz, *scalars))
     return dz
+
+
+@recorded("activation gradient", lambda dout, saved, *others: (facts(dout), facts(saved), *others))
+def _gradient_launch(
+    dout: torch.Tensor, saved: torch.Tensor, activation: str, dtype: torch.dtype
+) -> tuple[Any, tuple[Any, ...]]:
+    return bind_gradient(dout, activation)
 
 
 def bind_gradient(dout: torch.Tensor, activation: str) -> tuple[Any, tuple[Any, ...]]:

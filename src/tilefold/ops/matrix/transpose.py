@@ -13,10 +13,9 @@ from ...plan.matrix.transpose import (
     check_method,
     plan_transpose,
 )
-from ..call import keyed
 from ..device import device_of
 from ..operator import one_by_one
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
 __all__ = ["example_launch", "transpose"]
@@ -26,7 +25,6 @@ DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-_CACHE: dict[Any, Any] = {}
 
 
 def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
@@ -47,11 +45,7 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
 
 
 def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
-    key = keyed((x, method))
-    found = None if key is None else _CACHE.get(key)
-    if found is None or x.is_conj():  # which the key does not say, and checks refuse
-        found = remember(_CACHE, key, _prepare(x, method))
-    launch, boxes, scalars = found
+    launch, boxes, scalars = _prepare(x, method)
     out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
     if launch is not None:
         bits = INTEGERS[x.element_size()]
@@ -74,6 +68,7 @@ def _problem(x: torch.Tensor) -> TransposeProblem:
     return TransposeProblem(x.shape[0], x.shape[1], x.element_size(), (x.stride(0), x.stride(1)), aligned)
 
 
+@recorded("transpose", lambda x, method: (facts_of_values(x, method), x.is_conj()))
 def _prepare(x: torch.Tensor, method: str) -> tuple[Any, Any, tuple[Any, ...]]:
     _check(x, method)
     return _bind(x, plan_transpose(_problem(x), device_of(x.device), method))
