@@ -38,7 +38,6 @@ __all__ = [
     "result_shapes",
     "shapes_of",
     "sizes_of",
-    "value_of",
     "window_of",
 ]
 
@@ -188,11 +187,6 @@ def facts_of_args(args: ModArgs) -> Any:
     return type(args), tuple(
         facts_of(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
     )
-
-
-def value_of(hook: Any) -> Any:
-    """What a `Constant` names; anything else as it is."""
-    return hook.value if isinstance(hook, Constant) else hook
 
 
 def args_of(call: Any) -> dict[str, Any]:
