@@ -58,6 +58,7 @@ class Selected(NamedTuple):
     mass: torch.Tensor
 
 
+KINDS = (torch.int32, torch.int32, torch.float32, torch.float32, torch.float32)  # of the results
 GIVEN = ("Scores", "Sizes", "Force", "Index", "Count", "Gini", "Tau", "Mass", "amount", "least", "most")
 """What a call gives to the kernel."""
 
@@ -70,13 +71,8 @@ def result_shapes(scores: torch.Tensor, call: SelectCall) -> tuple[tuple[int, ..
 
 def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     """Lists, their lengths, and what they were made by, in one launch."""
-    kinds = (torch.int32, torch.int32, torch.float32, torch.float32, torch.float32)
-    made = Selected(
-        *(
-            torch.empty(s, dtype=kind, device=scores.device)
-            for s, kind in zip(result_shapes(scores, call), kinds, strict=True)
-        )
-    )
+    shapes = zip(result_shapes(scores, call), KINDS, strict=True)
+    made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
     if made.counts.numel() == 0:
         return made
     _prepare(scores, call)((scores, call.block_sizes, call.force, *made, *_settings(call)))
