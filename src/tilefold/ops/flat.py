@@ -50,6 +50,20 @@ class Field:
         return None if self.tensors else self.decode_one(next(options))
 
 
+class Aside(Field):
+    """What a record keeps for itself: no part of a schema, None for who comes through the dispatcher."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, None)
+        self.options = ()
+
+    def encode(self, bare: Any) -> list[Any]:
+        return []
+
+    def decode(self, options: Iterator[Any]) -> Any:
+        return None
+
+
 class Sides(Field):
     """A window: -1 for a side that is unbounded."""
 
@@ -195,6 +209,8 @@ def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     if annotation in (torch.Tensor, torch.Tensor | None):
         return Field(name, torch.Tensor | None if optional else annotation)
+    if annotation is Any:
+        return Aside(name)
     if annotation == Window | None:
         return Sides(name)
     if annotation == ModArgs:

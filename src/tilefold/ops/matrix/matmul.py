@@ -304,14 +304,12 @@ def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
         (n.results, n.m, n.n), dtype=torch.float32 if shared else getattr(torch, n.out_dtype), device="meta"
     )
     pre = out if n.saved and not shared else None
+    scales, given = (scale_a, scale_b), (a, b, out, pre, None if shared else bias, scale_a, scale_b)
     if plan.kernel == "matmul_hopper":
-        from .product_hopper import arguments, bind
+        from .product_hopper import bind
 
-        scales = scale_a, scale_b
-        launch, scalars, boxes = bind(x, plan, a.device, scales)
-        return launch.fn, arguments(boxes, a, b, out, pre, None if shared else bias, scales, scalars), launch.keywords
-    launch, scalars, _ = bind_portable(x, plan, scale_a, scale_b, a.device)
-    return launch.fn, (a, b, out, pre, None if shared else bias, scale_a, scale_b, *scalars), launch.keywords
+        return bind(x, plan, a.device, scales).example(given)
+    return bind_portable(x, plan, scales, a.device).example(given)
 
 
 def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -321,10 +319,10 @@ def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
 
     n = plan.problem
     a, b, bias = _meta(plan)
-    launch, scalars = bind_finish(operands(a, b, bias, n.fold), plan, a.device)
     out = torch.empty((n.results, n.m, n.n), dtype=getattr(torch, n.out_dtype), device="meta")
     part = torch.empty((plan.splits, *out.shape), device="meta")
-    return launch.fn, (part, out, out if n.saved else None, bias, *scalars), launch.keywords
+    bound = bind_finish(operands(a, b, bias, n.fold), plan, a.device)
+    return bound.example((part, out, out if n.saved else None, bias))
 
 
 def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -332,5 +330,6 @@ def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tup
     from .product import bind_gradient
 
     t = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
-    launch, scalars = bind_gradient(t, activation)
-    return launch.fn, (t, t, t, *scalars), launch.keywords
+    bound = bind_gradient(t, activation)
+    assert bound is not None
+    return bound.example((t, t, t))

@@ -11,7 +11,7 @@ from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
 from ..device import device_of, interpreting
 from ..places import check_inside, check_pages
-from ..records import remember
+from ..records import recorded
 from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
@@ -29,9 +29,6 @@ __all__ = [
 ]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
-
-
-_CACHE: dict[Any, Prepared] = {}
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,18 +51,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     return out, lse
 
 
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
-    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    try:
-        key = key_of(q, k, v, call)
-        found = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
-        return _prepare(q, k, v, call)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(q, k, v, call))
-    return found
-
-
 def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
     check_lists(call.lists)
@@ -76,8 +61,10 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
+@recorded("sparse_attention", key_of)
 @uncollected()
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
+    """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
 
