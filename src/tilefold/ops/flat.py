@@ -30,7 +30,7 @@ class Field:
     ) -> None:
         self.tensors: tuple[str, ...] = (name,) if kind in (torch.Tensor, torch.Tensor | None) else ()
         self.options: tuple[tuple[str, Any], ...] = () if self.tensors else ((name, kind),)
-        self.kind, self.encode_one, self.decode_one = kind, encode, decode
+        self.name, self.kind, self.encode_one, self.decode_one = name, kind, encode, decode
 
     def take(self, value: Any) -> tuple[Any, Tensors, Tensors]:
         """The value without its tensors; the tensors that every call has a place for; those of mods, of which there are any
@@ -104,74 +104,89 @@ class Args(Field):
         return tuple([None if kind == "t" else next(ints if kind == "i" else floats) for kind in kinds])
 
 
-class Record(Field):
+class Group(Field):
+    """Several values: tensors in their places, and what takes more to be taken apart."""
+
+    def __init__(self, name: str, fields: Sequence[Field]) -> None:
+        super().__init__(name, None)
+        self.fields = tuple(fields)
+        self.places = tuple([at for at, field in enumerate(fields) if type(field) is Field and field.tensors])
+        self.nested = tuple([(at, field) for at, field in enumerate(fields) if isinstance(field, Args | Group)])
+        inner = [fields[at] for at in self.places] + [field for _, field in self.nested]
+        self.tensors = tuple([name for field in inner for name in field.tensors])
+        self.options = tuple([option for field in fields for option in field.options])
+        self.hooks = tuple([at for at, field in enumerate(fields) if field.decode_one is hook_of])
+
+    def take(self, value: Any) -> tuple[Any, Tensors, Tensors]:
+        items = list(value)
+        tensors, more = [items[at] for at in self.places], []
+        for at in self.places:
+            items[at] = None
+        for at, field in self.nested:
+            items[at], fixed, others = field.take(items[at])
+            tensors += fixed
+            more += others
+        return items, tensors, more
+
+    def join(self, bare: Any, tensors: Iterator[Any], more: Iterator[Any]) -> Any:
+        items = list(bare)
+        for at in self.places:
+            items[at] = next(tensors)
+        for at, field in self.nested:
+            items[at] = field.join(items[at], tensors, more)
+        return items
+
+    def encode(self, bare: Any) -> list[Any]:
+        return [each for field, item in zip(self.fields, bare, strict=True) for each in field.encode(item)]
+
+    def decode(self, options: Iterator[Any]) -> Any:
+        return [field.decode(options) for field in self.fields]
+
+
+class Pair(Group):
+    """A tuple of tensors."""
+
+    def __init__(self, name: str, kinds: Sequence[Any]) -> None:
+        super().__init__(name, [field_of(f"{name}_{i}", kind) for i, kind in enumerate(kinds)])
+
+    def join(self, bare: Any, tensors: Iterator[Any], more: Iterator[Any]) -> Any:
+        return tuple(super().join(bare, tensors, more))
+
+
+class Record(Group):
     """A NamedTuple as its fields; where there may be none, a bool says whether there is."""
 
     def __init__(self, name: str, kind: Any, optional: bool, prefix: str) -> None:
-        super().__init__(name, None)
-        self.kind, self.optional = kind, optional
         annotations = zip(kind._fields, kind.__annotations__.values(), strict=True)
-        self.fields = tuple(field_of(prefix + each, annotation, optional) for each, annotation in annotations)
-        self.tensors = tuple(each for field in self.fields for each in field.tensors)
-        inside = [each for field in self.fields for each in field.options]
-        self.options = ((name, bool), *inside) if optional else tuple(inside)
-        plain = [at for at, field in enumerate(self.fields) if type(field) is Field and field.tensors]
-        self.nested = tuple((at, field) for at, field in enumerate(self.fields) if type(field) in (Args, Record))
-        self.plain: Callable[[Any], tuple[Any, ...]] = several(plain)
-        self.hooks = tuple([at for at, field in enumerate(self.fields) if field.decode_one is hook_of])
-        self.hooks_of: Callable[[Any], tuple[Any, ...]] = several(self.hooks)
-        self.no_hooks = (None,) * len(self.hooks)
-
-    def given(self, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The tensors and None of a record, in any order, and the args of its mods: every call asks."""
-        found, args = self.plain(value), ()
-        for at, field in self.nested:
-            inside = value[at]
-            if isinstance(inside, tuple) and inside:
-                if isinstance(field, Record):
-                    found += field.plain(inside)
-                else:
-                    args += inside
-        return found, args
+        super().__init__(name, [field_of(prefix + each, annotation, optional) for each, annotation in annotations])
+        self.kind, self.optional = kind, optional
+        self.options = ((name, bool), *self.options) if optional else self.options
 
     def resolved(self, value: Any) -> Any:
         """The record with the objects that its `Constant`s name."""
-        hooks = self.hooks_of(value)
-        if hooks == self.no_hooks or Constant not in map(type, hooks):
-            return value
         return value._replace(**{self.kind._fields[at]: value_of(value[at]) for at in self.hooks})
 
     def take(self, value: Any) -> tuple[Any, Tensors, Tensors]:
-        tensors: Tensors = []
-        more: Tensors = []
         if not isinstance(value, self.kind):
-            return None, [None for _ in self.tensors], more
-        items = []
-        for field, item in zip(self.fields, value, strict=True):
-            bare, fixed, others = field.take(item)
-            items.append(bare)
-            tensors += fixed
-            more += others
+            return None, [None for _ in self.tensors], []
+        items, tensors, more = super().take(value)
         return self.kind(*items), tensors, more
 
     def join(self, bare: Any, tensors: Iterator[Any], more: Iterator[Any]) -> Any:
-        if bare is None:
-            for _ in self.tensors:
-                next(tensors)
-            return None
-        return self.kind(*[field.join(b, tensors, more) for field, b in zip(self.fields, bare, strict=True)])
+        if bare is not None:
+            return self.kind(*super().join(bare, tensors, more))
+        for _ in self.tensors:
+            next(tensors)
+        return None
 
     def encode(self, bare: Any) -> list[Any]:
         if bare is None:
-            return [False, *(empty_of(kind) for _, kind in self.options[1:])]
-        found = [True] if self.optional else []
-        for field, item in zip(self.fields, bare, strict=True):
-            found += field.encode(item)
-        return found
+            return [empty_of(kind) for _, kind in self.options]
+        return [True, *super().encode(bare)] if self.optional else super().encode(bare)
 
     def decode(self, options: Iterator[Any]) -> Any:
         there = next(options) if self.optional else True
-        items = [field.decode(options) for field in self.fields]
+        items = super().decode(options)
         return self.kind(*items) if there else None
 
 
@@ -200,6 +215,8 @@ def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
         return Sides(name)
     if annotation == ModArgs:
         return Args(name)
+    if get_origin(annotation) is tuple:
+        return Pair(name, get_args(annotation))
     if isinstance(annotation, ForwardRef | str) or Constant in alternatives:  # the annotations of plans are text
         return Field(name, str, named, hook_of)
     records = [each for each in alternatives if hasattr(each, "_fields")]
@@ -211,93 +228,84 @@ def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
     return Field(name, annotation, float) if annotation is float else Field(name, annotation)
 
 
-class Arguments:
+class Arguments(Group):
     """Those of a function of tensors, numbers, words and records of these, by its annotations."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters
-        self.names = tuple(parameters)
-        self.fields = tuple(field_of(name, each.annotation) for name, each in parameters.items())
-        self.tensors = tuple(each for field in self.fields for each in field.tensors)
-        self.options = tuple(each for field in self.fields for each in field.options)
-        self.open = any("_kinds" in name for name, _ in self.options)  # whether mods bring tensors
-        self.plain = several([at for at, field in enumerate(self.fields) if type(field) is Field and field.tensors])
-        self.records = tuple((at, field) for at, field in enumerate(self.fields) if isinstance(field, Record))
+        super().__init__("", [field_of(name, each.annotation) for name, each in parameters.items()])
+        self.open = any(name.endswith("_kinds") for name, _ in self.options)  # whether mods bring tensors
+        self.plain = several(self.places)
+        records = [(at, field) for at, field in enumerate(self.fields) if isinstance(field, Group)]
+        self.records = tuple([(at, several(record.places), record) for at, record in records])
+        hooked = [(at, record) for at, record in records if isinstance(record, Record) and record.hooks]
+        self.hooked = tuple([(at, several(each.hooks), each, (None,) * len(each.hooks)) for at, each in hooked])
 
     def given(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The tensors of a call, and None, in any order; and the args of mods."""
+        """The tensors of a call, and None, in any order; and the args of mods.  Every call asks."""
         found, more = self.plain(args), ()
-        for at, record in self.records:
-            if isinstance(args[at], tuple):
-                tensors, others = record.given(args[at])
-                found += tensors
-                more += others
+        for at, tensors_of, record in self.records:
+            value = args[at]
+            if not isinstance(value, tuple):  # an optional record
+                continue
+            found += tensors_of(value)
+            for i, field in record.nested:
+                inside = value[i]
+                if isinstance(inside, tuple) and inside:
+                    if isinstance(field, Record):
+                        found += tuple([inside[j] for j in field.places])
+                    else:
+                        more += inside
         return found, more
 
     def resolved(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with the objects that `Constant`s name."""
-        for at, record in self.records:
-            if record.hooks:
-                found = record.resolved(args[at])
-                if found is not args[at]:
-                    args = (*args[:at], found, *args[at + 1 :])
+        for at, hooks_of, record, nothing in self.hooked:
+            hooks = hooks_of(args[at])
+            if hooks != nothing and Constant in map(type, hooks):
+                args = (*args[:at], record.resolved(args[at]), *args[at + 1 :])
         return args
 
-    def named(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """The tensors of a call, and None, by what callers call them."""
-        found = dict(zip(self.tensors, self.take(args)[1], strict=True))
-        for at, record in self.records:
+    def named(self, args: tuple[Any, ...], tensors: Tensors) -> dict[str, Any]:
+        """The tensors of a call, which `take` found, and the args of mods by what callers call them."""
+        found = dict(zip(self.tensors, tensors, strict=True))
+        for at, _, record in self.records:
             for i, field in record.nested:
                 value = args[at][i] if isinstance(args[at], tuple) else ()
                 if isinstance(field, Args) and type(value) is tuple:
                     found |= {f"{record.kind._fields[i]}[{j}]": each for j, each in enumerate(value)}
         return found
 
-    def take(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Tensors, Tensors]:
-        """The arguments without their tensors; those that every call has a place for, as `tensors` names them; those of mods."""
-        bare, tensors, more = [], [], []
-        for field, value in zip(self.fields, args, strict=True):
-            rest, fixed, others = field.take(value)
-            bare.append(rest)
-            tensors += fixed
-            more += others
-        return tuple(bare), tensors, more
-
-    def join(self, bare: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def joined(self, bare: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
         """What `take` took apart; tensors: of both kinds, one behind the other."""
-        fixed, more = iter(tensors[: len(self.tensors)]), iter(tensors[len(self.tensors) :])
-        return tuple([field.join(b, fixed, more) for field, b in zip(self.fields, bare, strict=True)])
+        count = len(self.tensors)
+        return tuple(self.join(bare, iter(tensors[:count]), iter(tensors[count:])))
 
-    def encode(self, args: Sequence[Any]) -> list[Any]:
+    def flat(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments as a schema has them."""
         bare, tensors, more = self.take(args)
-        found = [*tensors, more] if self.open else tensors
-        for field, value in zip(self.fields, bare, strict=True):
-            found += field.encode(value)
-        return found
+        return (*tensors, *([more] if self.open else []), *self.encode(bare))
 
-    def decode(self, flat: Sequence[Any]) -> tuple[Any, ...]:
-        """What `encode` took."""
+    def whole(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """What `flat` made flat."""
         count = len(self.tensors)
-        options = iter(flat[count + self.open :])
-        bare = [field.decode(options) for field in self.fields]
-        return self.join(bare, (*flat[:count], *(flat[count] if self.open else ())))
+        bare = self.decode(iter(flat[count + self.open :]))
+        return self.joined(bare, (*flat[:count], *(flat[count] if self.open else ())))
 
     def parameters(self) -> list[tuple[str, Any]]:
-        """(name, annotation) of what `encode` makes."""
-        kinds = {each: field.kind for field in self.leaves() for each in field.tensors}
+        """(name, annotation) of what `flat` makes."""
+        kinds = {field.name: field.kind for field in leaves(self)}
         tensors = [(name, kinds[name]) for name in self.tensors]
         return [*tensors, *([("mod_tensors", Sequence[torch.Tensor])] if self.open else []), *self.options]
 
-    def leaves(self) -> Iterator[Field]:
-        """All fields that are no records."""
-        open_ones = list(self.fields)
-        while open_ones:
-            field = open_ones.pop()
-            if isinstance(field, Record):
-                open_ones += field.fields
-            else:
-                yield field
+
+def leaves(group: Group) -> Iterator[Field]:
+    """All fields that are no groups."""
+    for field in group.fields:
+        if isinstance(field, Group):
+            yield from leaves(field)
+        else:
+            yield field
 
 
 # ---------------------------------------------------------------- hooks

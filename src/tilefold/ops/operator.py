@@ -70,10 +70,10 @@ class Operation:
 
         def launch(*flat: Any) -> Any:
             with inside_operator():
-                return forward(*arguments.decode(flat))
+                return forward(*arguments.whole(flat))
 
         self.op = _custom_op(self.name, launch, arguments.parameters(), self.results)
-        self.op.register_fake(lambda *flat: fake(*arguments.decode(flat)))
+        self.op.register_fake(lambda *flat: fake(*arguments.whole(flat)))
         if isinstance(gradient, str):
 
             def refuse(ctx: Any, *grads: Any) -> Any:
@@ -94,19 +94,21 @@ class Operation:
         transformed = is_transformed()
         tensors, others = self.arguments.given(args)
         watched, wanted = watchers(tensors)
-        wanted = (wanted or wants_gradient(others)) and (torch.is_grad_enabled() or in_forward_mode())
+        if others and not wanted:
+            wanted = wants_gradient(others)
+        wanted = wanted and (torch.is_grad_enabled() or in_forward_mode())
         forward_only = isinstance(self.gradient, str)
         if (watched and not transformed) or (forward_only and (transformed or wanted)):
             return self.dispatched(*args)
         args = self.arguments.resolved(args)
         if not transformed and not wanted:
             return self.forward(*args)
-        named = self.arguments.named(args)
+        bare, fixed, more = self.arguments.take(args)
+        named = self.arguments.named(args, fixed)
         refuse_tangents(named)
         self._refuse_unserved(named)
         if transformed:
             refuse_transforms(self.name)
-        bare, fixed, more = self.arguments.take(args)
         return self.function.apply(bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
@@ -116,7 +118,7 @@ class Operation:
 
     def flat(self, *args: Any) -> tuple[Any, ...]:
         """The arguments as the schema has them."""
-        return tuple(self.arguments.encode(args))
+        return self.arguments.flat(args)
 
     def gradients(self, wanted: Sequence[bool], grads: Sequence[Any], results: Sequence[Any], *args: Any) -> Any:
         """Gradients of what gets one, empty where not wanted, through the dispatcher."""
@@ -135,7 +137,7 @@ class Operation:
         arguments, count = self.arguments, self.results
 
         def forward(bare: Any, *tensors: Any) -> Any:
-            args = arguments.join(bare, tensors)
+            args = arguments.joined(bare, tensors)
             if wants_gradient(tensors):  # not if only functorch watches: then the backward pass says so
                 gradient.ready(*args)
             return self.forward(*args)
@@ -158,7 +160,7 @@ class Operation:
 
         def forward_of_gradient(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
             grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-            return tuple(gradient.make(arguments.join(bare, inputs), results, grads, wanted))
+            return tuple(gradient.make(arguments.joined(bare, inputs), results, grads, wanted))
 
         second = _made("Gradient", forward=forward_of_gradient, setup_context=_no_context, backward=self._refuse_second)
         return _made("Differentiable", forward=forward, setup_context=keep, backward=backward)
@@ -176,7 +178,7 @@ class Operation:
 
         def launch(wanted: Sequence[bool], *flat: Any) -> Any:
             grads, results, inputs = parts(flat)
-            found = gradient.make(arguments.decode(inputs), results, grads, tuple(wanted))
+            found = gradient.make(arguments.whole(inputs), results, grads, tuple(wanted))
             made = zip(found, wanted, strict=True)
             return tuple(results[0].new_empty(0) if t is None or not asked else t for t, asked in made)
 
@@ -205,8 +207,8 @@ class Operation:
         results, tensors = ctx.saved_tensors[: self.results], ctx.saved_tensors[self.results :]
         more = list(tensors[count:])
         flat = [*tensors[:count], *([more] if self.arguments.open else []), *ctx.rest]
-        args = self.arguments.decode(flat)
-        self._refuse_unserved(self.arguments.named(args))
+        args = self.arguments.whole(flat)
+        self._refuse_unserved(self.arguments.named(args, tensors[:count]))
         self.gradient.require(*args)  # type: ignore[union-attr]
         back: list[Any] = [None] * count
         if any(grad is not None for grad in grads):

@@ -10,8 +10,9 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from ..device import device_of, interpreting
+from ..operator import Operation
 from ..records import recorded
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..watch import refuse_at_once
 from .cache_append import LARGEST_DIM
 
 __all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
@@ -25,17 +26,8 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tilefold.merge_attention`."""
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    refuse_tangents(named)
-    if torch.is_grad_enabled():
-        for name, t in named.items():
-            if wants_gradient((t,)):
-                raise Unsupported(
-                    f"{name} requires a gradient, but merge_attention passes none: call it under torch.no_grad()"
-                )
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
-        found: tuple[torch.Tensor, torch.Tensor] = merge_attention_op(out_a, lse_a, out_b, lse_b)
-        return found
-    return merge_results(out_a, lse_a, out_b, lse_b)
+    refuse_at_once(named, "merge_attention passes none: call it under torch.no_grad()")
+    return MERGE_ATTENTION(out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
 
 
 def merge_results(
@@ -157,20 +149,14 @@ def _bind(
     return Launch(kernel, grid, constants, {"num_warps": 4}, out_a.device.index or 0), (*sizes[:3], *scalars)
 
 
-@torch.library.custom_op("tilefold::merge_attention", mutates_args=())
-def merge_attention_op(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_attention` for those who trace or watch."""
-    return merge_results(out_a, lse_a, out_b, lse_b)
-
-
-@merge_attention_op.register_fake
-def _(
+def _fake(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _sizes(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), out_a.new_empty(lse_a.shape, dtype=torch.float32)
+
+
+MERGE_ATTENTION = Operation("merge_attention", merge_results, _fake, "merge_attention passes no gradients")
 
 
 def example_launch(

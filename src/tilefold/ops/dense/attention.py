@@ -66,8 +66,7 @@ IN_PLACE = Cache()  # keys are k and v, all of them
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
     prepared = prepare(q, k, v, call)
-    out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
+    out, lse = prepared.results(q)
     if prepared.planned is not None:
         if call.packed is not None and interpreting():
             check_inside(call.packed, q.shape[0], k.shape[0])
