@@ -1,5 +1,6 @@
 """Appending new keys and values to a KV cache in place: check, launch; and the operator for torch's dispatcher."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
 
-__all__ = ["CODED", "LARGEST_DIM", "cache_append", "example_launch"]
+__all__ = ["CODED", "LARGEST_DIM", "Append", "cache_append", "example_launch"]
 
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
 CODED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with factors
@@ -59,28 +60,10 @@ class Prepared(NamedTuple):
     native: bool = True  # the device itself converts to e4m3, if the cache is of that
 
 
-def cache_append(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
-    cu: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    max_seqlen: int = 0,
-    check: bool | Watch = False,
-) -> torch.Tensor | None:
+def cache_append(call: Append, check: bool | Watch = False) -> torch.Tensor | None:
     """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
-    new: list[Any] = [t.detach() if isinstance(t, torch.Tensor) else t for t in (k, v, q)]
-    call = Append(k_cache, v_cache, new[0], new[1], lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale,
-                  v_scale, new[2], max_seqlen, check.operation if isinstance(check, Watch) else 0)  # fmt: skip
+    k, v, q = (t.detach() if isinstance(t, torch.Tensor) else t for t in (call.k, call.v, call.q))
+    call = call._replace(k=k, v=v, q=q, operation=check.operation if isinstance(check, Watch) else 0)
     traced = torch.compiler.is_compiling() or is_watched(call)
     turned: torch.Tensor = cache_append_op(*call) if traced else _launch(call, check is True)
     return None if q is None else turned
@@ -349,39 +332,29 @@ def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, 
 # ---------------------------------------------------------------- the dispatcher
 
 
-@torch.library.custom_op("tilefold::cache_append", mutates_args=("k_cache", "v_cache"))
-def cache_append_op(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
-    cu: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    max_seqlen: int = 0,
-    operation: int = 0,
-) -> torch.Tensor:
-    """`cache_append` for those who trace or watch; an empty tensor without q."""
-    return _launch(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale,
-                          q, max_seqlen, operation))  # fmt: skip
+def _appended(*fields: Any) -> torch.Tensor:
+    """`cache_append` for those who trace or watch, by the fields of `Append`; an empty tensor without q."""
+    return _launch(Append(*fields))
 
 
-@cache_append_op.register_fake
-def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
-      batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cos: torch.Tensor | None,
-      sin: torch.Tensor | None, interleaved: bool, cu: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
-      v_scale: torch.Tensor | None = None, q: torch.Tensor | None = None, max_seqlen: int = 0,
-      operation: int = 0) -> torch.Tensor:  # fmt: skip
-    _sizes(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale, q,
-                  max_seqlen))  # fmt: skip
-    return k.new_empty(0 if q is None else q.shape)
+def _fake(*fields: Any) -> torch.Tensor:
+    call = Append(*fields)
+    _sizes(call)
+    return call.k.new_empty(0 if call.q is None else call.q.shape)
+
+
+_ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_appended.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(
+            name, _ANY, annotation=kind, default=Append._field_defaults.get(name, inspect.Parameter.empty)
+        )
+        for name, kind in Append.__annotations__.items()
+    ],
+    return_annotation=torch.Tensor,
+)
+cache_append_op = torch.library.custom_op("tilefold::cache_append", _appended, mutates_args=("k_cache", "v_cache"))
+cache_append_op.register_fake(_fake)
 
 
 def example_launch(
