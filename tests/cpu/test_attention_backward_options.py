@@ -6,8 +6,9 @@ import torch
 import tilefold
 from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
 from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
-from tilefold.ops.dense.library import attention_op
+from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL
 
@@ -161,20 +162,20 @@ def test_compile_varlen_and_plans(device):
 def test_opcheck_and_refusals_of_the_operator(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, device=device))
     bias, sinks = rand(1, 2, 1, 33, device=device).requires_grad_(), rand(2, device=device).requires_grad_()
-    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd")
-    torch.library.opcheck(attention_op, (q, k, v, None, bias, None, sinks, *tail, "", [], [], [], "|", 0.0, None, True))
-    keys = [tilefold.constant(fn).key for fn in (relative, one)]
-    hooks = ([rand(2, 9, device=device)], [4], [], "ti|", 0.0, None, True)
-    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 4, *tail, f"{keys[0]}|||{keys[1]}|", *hooks))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, Call(causal=True, bias=bias, sinks=sinks)))
+    modded = Call(causal=True, score_mod=relative, score_args=(rand(2, 9, device=device), 4), score_grad=one)
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, modded))
     slopes = rand(2, device=device).requires_grad_()
-    for args, match in (
+    table = rand(2, 9, device=device).requires_grad_()
+    for call, match in (
+        (Call(causal=True, alibi_slopes=slopes), "alibi_slopes requires a gradient, but only q, k, v, bias and sinks"),
         (
-            (slopes, None, None, None, *tail, "", [], [], [], "|", 0.0, None, True),
-            "alibi_slopes requires a gradient, but only",
+            modded._replace(score_args=(table, 4)),
+            r"score_args\[0\] requires a gradient, but only q, k, v, bias and sinks",
         ),
-        ((None,) * 4 + (*tail, f"{keys[0]}||||", *hooks), "also needs score_grad"),
+        (modded._replace(score_grad=None), "also give score_grad"),
     ):
-        out, _ = attention_op(q, k, v, *args)
+        out, _ = ATTENTION.dispatched(q, k, v, call)
         with pytest.raises(tilefold.Unsupported, match=match):
             out.sum().backward()
 

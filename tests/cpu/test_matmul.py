@@ -158,8 +158,8 @@ def test_offsets_past_two_to_the_31(device):
     b = torch.empty((16, 16), device="meta")
     x = operands(a, b, None, False)
     problem = problem_of(x, Epilogue(out_dtype=torch.float32), False)
-    launch = bind_portable(x, plan_matmul(problem, device_named("h200")), None, None, torch.device("cuda", 0))[0]
-    assert launch.keywords["WIDE"]
+    bound = bind_portable(x, plan_matmul(problem, device_named("h200")), (None, None), torch.device("cuda", 0))
+    assert bound.launch.keywords["WIDE"]
 
 
 # ---------------------------------------------------------------- plans and refusals

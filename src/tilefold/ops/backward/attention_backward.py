@@ -1,4 +1,4 @@
-"""Backward dense attention: plan, allocate, launch; and the autograd function around forward and backward."""
+"""Backward dense attention: plan, allocate, launch."""
 
 import importlib
 from collections.abc import Sequence
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import DtypeError, Unsupported
+from ...errors import DtypeError
 from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
 from ..dense.attention_parts import dropout_of, kind_of, mods_of, sequence_strides
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
-from ..watch import resolved, wants_gradient
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import (
     ROWS,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .attention_backward_reduce import ReduceBound
     from .attention_backward_spans import SpansBound
 
-__all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
+__all__ = ["backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
 SINK_ROWS = 1024
@@ -53,103 +52,6 @@ class DenseBound(Bound):
     sinks_tail: tuple[Any, ...]
     weights: Any
     weights_tail: tuple[Any, ...]
-
-
-class Attention(torch.autograd.Function):
-    """(out, lse) of dense attention, differentiable in q, k, v, bias and sinks.  The tensors of the call come apart from it, so
-    that autograd and torch.func see every one."""
-
-    @staticmethod
-    def forward(
-        bare: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        call = joined(bare, tensors)
-        if wants_gradient((q, k, v, *tensors)):  # not if only functorch watches: then the backward pass says so
-            check_differentiable(q, k, v, call)
-        return attention.forward(q, k, v, call)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Apart from forward, as functorch's transforms want it."""
-        ctx.bare = inputs[0]
-        ctx.save_for_backward(*output, *inputs[1:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        out, lse, *inputs = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (1 + len(inputs))
-        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        need = ctx.needs_input_grad
-        wanted = (*need[1:4], need[5], need[7])
-        dq, dk, dv, dbias, dsinks = AttentionGradient.apply(  # type: ignore[no-untyped-call]
-            ctx.bare, wanted, dout, dlse, out, lse, *inputs
-        )
-        return None, dq, dk, dv, None, dbias, None, dsinks, *(None,) * (len(inputs) - 7)
-
-
-class AttentionGradient(torch.autograd.Function):
-    """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
-
-    @staticmethod
-    def forward(
-        bare: Call,
-        wanted: tuple[bool, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *tensors: torch.Tensor | None,
-    ) -> Gradients:
-        return backward((q, k, v, out, lse), dout, dlse, joined(bare, tensors), wanted)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        """Nothing is kept: there is no second derivative."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise Unsupported("attention has first derivatives only: this call differentiates its gradient")
-
-
-def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
-    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, two offsets, the seed, then those of the mods."""
-    args = [a for a in (*call.score_args, *call.mask_args) if isinstance(a, torch.Tensor)]
-    packed = call.packed
-    offsets = (None, None) if packed is None else packed[:2]
-    score_args, mask_args = (
-        tuple(None if isinstance(a, torch.Tensor) else a for a in each) for each in (call.score_args, call.mask_args)
-    )
-    bare = call._replace(
-        alibi_slopes=None, bias=None, mask=None, sinks=None, score_args=score_args, mask_args=mask_args,
-        dropout_seed=None,
-        packed=None if packed is None else packed._replace(cu_q=None, cu_k=None),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, call.dropout_seed, *args)
-
-
-def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
-    """What `split` took apart."""
-    slopes, bias, mask, sinks, cu_q, cu_k, seed = tensors[:7]
-    left = iter(tensors[7:])
-    score_args, mask_args = (
-        tuple(next(left) if a is None else a for a in each) for each in (bare.score_args, bare.mask_args)
-    )
-    packed = None if bare.packed is None else bare.packed._replace(cu_q=cu_q, cu_k=cu_k)  # type: ignore[arg-type]
-    return bare._replace(
-        alibi_slopes=slopes,
-        bias=bias,
-        mask=mask,
-        sinks=sinks,
-        score_args=score_args,
-        mask_args=mask_args,
-        packed=packed,
-        dropout_seed=seed,
-    )
 
 
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:

@@ -7,18 +7,16 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, method_named, plan_conv
-from ..call import check_integer, keyed
+from ..call import check_integer
 from ..device import device_of
 from ..operator import Operator
-from ..records import remember
+from ..records import recorded
 from ..watch import wants_gradient
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
 from .conv_layout import bind_copy, dense, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
 from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
-
-_CACHE: dict[Any, Any] = {}
 
 
 def conv2d(
@@ -196,11 +194,7 @@ def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the result, and what was there before the activation if call.keep, else an empty tensor."""
-    key = keyed((x, weight, bias, call))
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(x, weight, call))
-    run, last = found
+    run, last = _prepare(x, weight, bias, call)
     out = dense((x.shape[0], weight.shape[0], *call.out), last, x)
     pre = torch.empty_like(out) if call.keep else out.new_empty(0)
     if run is not None:
@@ -208,7 +202,8 @@ def forward(
     return out, pre
 
 
-def _prepare(x: torch.Tensor, weight: torch.Tensor, call: Call) -> tuple[Any, bool]:
+@recorded("conv2d")
+def _prepare(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> tuple[Any, bool]:
     problem, last = problem_of(x, weight, call), result_last(x, weight)
     device = device_of(x.device)
     if x.shape[0] == 0:
@@ -232,9 +227,7 @@ def gradients(
     """Of x, weight and bias; saved: the result (relu) or what was there before the activation."""
     dy = slope(dout, saved, call.activation)
     dx = dw = None
-    key = "backward", keyed((dy, x, weight, call)), wanted
-    found = _CACHE.get(key) or remember(_CACHE, key, _prepare_backward(dy, x, weight, call, wanted))
-    run_input, run_weight, copy_x, copy_dy = found
+    run_input, run_weight, copy_x, copy_dy = _prepare_backward(dy, x, weight, call, wanted)
     read = dy if copy_dy is None else copy_dy(dy)
     if wanted[0]:
         dx = dense(tuple(x.shape), lies_channels_last(x), x)
@@ -264,6 +257,7 @@ def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Ten
     return found
 
 
+@recorded("conv2d backward")
 def _prepare_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool, bool]
 ) -> tuple[Any, Any, Any, Any]:
