@@ -71,11 +71,10 @@ def test_tables_of_reports_fit(name, widths):
 
 
 def test_figures_of_a_gpu_fit(widths, tmp_path):
-    """The longest names and figures that results hold: of the records in the repository, by history and by comparison."""
+    """The longest names and figures that results hold: of the records in the repository, by comparison."""
     from pathlib import Path
 
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    assert run("bench", "history", results, "--family", "sparse", "--peers").exit_code == 0
     rows = [json.loads(line) for line in (results / "sparse.jsonl").read_text().splitlines()]
     newest = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     files = []

@@ -214,7 +214,7 @@ def say(lines: Sequence[str], console: Console, style: str = "dim") -> None:
 def show_comparison(found: "Comparison", fail_slower: float | None, console: Console) -> bool:
     """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing;
     with it a comparison of nothing fails, too."""
-    from tilefold.bench.records.change_report import change_lines, change_table
+    from tilefold.bench.records.changes import change_lines, change_table
 
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
     table = change_table(found)

@@ -10,9 +10,9 @@ from ..bound import Bound, Slot, attribute, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import remember
-from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
@@ -76,7 +76,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
-@uncollected()
+@without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     from ...plan.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
