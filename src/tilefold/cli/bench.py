@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tilefold.cli.bench_epilogs import EPILOGS, HELP
-from tilefold.cli.bench_flow import Outputs, finish, header, measure, peer_names, show
+from tilefold.cli.bench_flow import Outputs, finish, measure, peer_names, show
 from tilefold.cli.bench_options import (
     Against,
     Budget,
@@ -34,7 +34,7 @@ from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
 from tilefold.cli.bench_suite import suite
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
-from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
+from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]
 

@@ -2,16 +2,15 @@
 
 Neither needs a GPU."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from tilefold.cli.bench_flow import say, show_comparison
+from tilefold.cli.bench_flow import show_comparison
 from tilefold.cli.bench_options import CaseFilter, FailSlower, Json, Markdown, Noise
-from tilefold.cli.runtime import print_tables, user_errors, writable
+from tilefold.cli.runtime import json_text, print_tables, user_errors, writable, write_files
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def compare_runs(
     markdown: Markdown = None,
 ) -> None:
     """Compare two runs: ratios with intervals, what became slower, what is missing."""
-    writable(json, "--json")
-    writable(markdown, "--markdown")
+    files = {"json": json, "markdown": markdown}
+    writable(files)
     from tilefold.bench.records.changes import change_markdown, compare
     from tilefold.bench.records.runs import latest, read_measured, read_rows
 
@@ -73,11 +72,8 @@ def compare_runs(
         raise ValueRangeError(f"--fail-slower cannot judge: {found.differences[0]}")
     console = Console()
     bad = show_comparison(found, fail_slower, console)
-    if json is not None:
-        json.write_text(json_module.dumps(found.record(), indent=2) + "\n", encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text(change_markdown(found), encoding="utf-8")
-    say([f"wrote {path}" for path in (json, markdown) if path is not None], console)
+    makers = {"json": lambda: json_text(found.record()), "markdown": lambda: change_markdown(found)}
+    write_files(files, makers, console)
     if bad:
         raise typer.Exit(1)
 
