@@ -12,10 +12,10 @@ from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
 from tilefold.bench.family_report import family_lines, family_table
 from tilefold.bench.family_run import Cell, Row, run_family_case
-from tilefold.bench.judge import Verdict
 from tilefold.bench.timers import Timing
 from tilefold.cli.app import app
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
+from tilefold.reference import Comparison
 
 ONE = DecodeCase((70, 70), 4, 2, 16, 16)
 
@@ -199,7 +199,7 @@ def test_tiny_cases_with_every_output(tmp_path):
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_a_wrong_result_is_named_not_timed_and_exit_code_1(monkeypatch):
-    monkeypatch.setattr(DecodeJudge, "verdict", lambda self, result: Verdict(False, 1.0, 0.1, 1.0, 0.1))
+    monkeypatch.setattr(DecodeJudge, "verdict", lambda self, result: Comparison(1.0, 0.1, 1.0, 0.1, False))
     result = run("--case", "float16", "--peers", "none")
     assert result.exit_code == 1
     assert "tilefold: WRONG: max error 1.00e+00 (limit 1.00e-01)" in result.output

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilefold.bench.judge import Judge, Verdict
+from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep as video_sweep
@@ -17,6 +17,7 @@ from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.cli.app import app
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.video import VideoShape
+from tilefold.reference import Comparison
 
 TINY = ("--shape", "1,2,128,16", "--dtype", "fp32")
 SHAPE = VideoShape(1, 12, 12, 23296, 128)
@@ -90,7 +91,7 @@ def test_lengths_and_caches_are_checked_like_everything_else(tmp_path):
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_a_wrong_result_is_named_not_timed_and_exit_code_1(monkeypatch):
-    monkeypatch.setattr(Judge, "verdict", lambda self, result: Verdict(False, 1.0, 0.1, 1.0, 0.1))
+    monkeypatch.setattr(Judge, "verdict", lambda self, result: Comparison(1.0, 0.1, 1.0, 0.1, False))
     result = run("--sweep", "sparsity", "--values", "50", "--peers", "none", *TINY)
     assert result.exit_code == 1
     assert "fine at sparsity_d16_h2_n128x1_b64_s50: WRONG: max error 1.00e+00 (limit 1.00e-01)" in result.output

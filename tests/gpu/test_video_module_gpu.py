@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tilefold.bench.video.next_frame import Training, train
-from tilefold.bench.video.reconstruction import reconstruct
-from tilefold.bench.video.scene import Scene, scene_qkv
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
 from video_cases import gradients_held
+from video_next_frame import Training, train
+from video_reconstruction import reconstruct
+from video_scene import Scene, scene_qkv
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison

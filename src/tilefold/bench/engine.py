@@ -11,6 +11,8 @@ from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tilefold.bench.family import Family
     from tilefold.bench.records.record import Sheet
     from tilefold.bench.setting import Options, Setting
@@ -67,6 +69,9 @@ class Engine(Protocol):
 
     def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
         """The tables for a document."""
+
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        """Further tables for a terminal; asked: also those that say little of most runs."""
 
     def notes(self, results: Sequence[Any]) -> list[str]: ...
 
@@ -137,6 +142,12 @@ class AttentionEngine:
 
         return sheets_of(flat(results))
 
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        from tilefold.bench.attention.report import detail_tables
+
+        cells = flat(results)
+        return detail_tables(cells, width) if asked or any(cell.case.pattern for cell in cells) else []
+
     def notes(self, results: Sequence[Any]) -> list[str]:
         from tilefold.bench.attention.report import crossing_lines, notes_of
 
@@ -197,6 +208,9 @@ class FamilyEngine:
         from tilefold.bench.family_report import family_sheets
 
         return family_sheets(results, setting)
+
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        return []
 
     def notes(self, results: Sequence[Any]) -> list[str]:
         from tilefold.bench.family_report import family_lines

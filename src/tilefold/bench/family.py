@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tilefold.bench.family_run import Row
-    from tilefold.bench.judge import Verdict
+    from tilefold.reference import Comparison
 
 __all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
 
@@ -35,7 +35,7 @@ class Case(Protocol):
 class Judge(Protocol):
     """The reference of one set of inputs."""
 
-    def verdict(self, out: "Tensor") -> "Verdict": ...
+    def verdict(self, out: "Tensor") -> "Comparison": ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from tilefold.bench.records.record import (
     Sheet,
     digits,
     head,
-    json_text,
-    markdown_text,
     notes_text,
     rounds_of,
     tail,
@@ -23,9 +21,7 @@ from tilefold.bench.setting import Setting
 
 __all__ = [
     "METHODS",
-    "family_json",
     "family_lines",
-    "family_markdown",
     "family_records",
     "family_sheets",
     "family_table",
@@ -153,16 +149,6 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
         "flops": case.flops,
         **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.timing(method) for method in METHODS})),
     }
-
-
-def family_json(rows: Sequence[Row], setting: Setting) -> str:
-    """{"setting", "lines", "rows"} as JSON."""
-    return json_text(setting, family_records(rows, setting), lines=family_lines(rows))
-
-
-def family_markdown(rows: Sequence[Row], setting: Setting) -> str:
-    """The tables for a document, with the sentences that say where they were measured."""
-    return markdown_text(family_sheets(rows, setting), setting, family_lines(rows))
 
 
 def family_sheets(rows: Sequence[Row], setting: Setting) -> list[Sheet]:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
 from tilefold.bench.family import Calls, Case, Family, Judge, Peer
-from tilefold.bench.judge import Verdict
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.timers import Timing, l2_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tilefold.reference import Comparison
 
 __all__ = ["METHODS", "Cell", "Row", "run_family_case", "run_family_cases"]
 
@@ -35,7 +36,7 @@ class Cell:
     implementation: str
     status: str
     note: str = ""
-    verdict: Verdict | None = None
+    verdict: "Comparison | None" = None
     events: Timing | None = None
     graph: Timing | None = None
 
@@ -138,7 +139,7 @@ def check_one(case: Case, peer: Peer, sets: Sequence[Any], judge: Judge, device:
     if reason := peer.refuses(case, device):
         return Cell(peer.name, REFUSED, reason), None
 
-    def attempt() -> tuple[Verdict, Calls]:
+    def attempt() -> "tuple[Comparison, Calls]":
         calls = peer.prepare(sets)
         with calls.context():
             return (calls.judge or judge).verdict(calls.calls[0]()), calls

@@ -10,12 +10,16 @@ from rich.text import Text
 from tilefold.cli.runtime import (
     Runtime,
     dtype_named,
+    header,
     integers,
     names_from,
     prepare_runtime,
     print_tables,
+    say,
     user_errors,
+    warn_of_times,
     writable,
+    write_files,
 )
 from tilefold.errors import ValueRangeError
 
@@ -97,13 +101,13 @@ def video(
     ] = None,
 ) -> None:
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
-    for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
-        writable(path, name)
+    files = {"json": json, "markdown": markdown, "png": png, "html": html}
+    writable(files)
     runtime = prepare_runtime()
     from tilefold.bench.records.record import append_rows
     from tilefold.bench.setting import setting_of
+    from tilefold.bench.video import report as video_report
     from tilefold.bench.video.engine import SHAPES
-    from tilefold.bench.video.report import records_of
     from tilefold.bench.video.stages import LISTED, PEERS, USUAL
     from tilefold.bench.video.sweep import measure_point, run_points
     from tilefold.plan.video import VideoShape
@@ -113,9 +117,7 @@ def video(
     points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
     names = USUAL[runtime.device] if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
     console, setting = Console(), setting_of(runtime.device)
-    console.print(
-        Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
-    )
+    header(setting, runtime, console)
 
     def measure(point: "Point") -> "SweepRow":
         with console.status(Text(f"measuring {point.name}")):
@@ -123,22 +125,21 @@ def video(
 
     def keep(row: "SweepRow") -> None:
         if results is not None:
-            append_rows(results / "video.jsonl", records_of([row], setting))
+            append_rows(results / "video.jsonl", video_report.records_of([row], setting))
 
     rows, left = run_points(points, measure, budget, keep)
     _show(rows, left, setting, console)
-    if not runtime.gpu:
-        console.print(
-            Text(
-                "Times in the interpreter say nothing about a GPU; the outputs were checked all the same.",
-                style="yellow",
-            )
-        )
+    warn_of_times(runtime, console)
     if rows:
-        _write(rows, left, setting, {"json": json, "markdown": markdown, "png": png, "html": html}, console)
+        makers = {
+            "json": lambda: video_report.to_json(rows, left, setting),
+            "markdown": lambda: video_report.to_markdown(rows, left, setting),
+            "png": lambda: video_report.picture_of(rows).figure,
+            "html": lambda: video_report.to_html(rows, left, setting),
+        }
+        write_files(files, makers, console)
         if results is not None:
-            line = f"appended {len(rows)} rows to {results / 'video.jsonl'}"
-            console.print(Text(line, style="dim"), soft_wrap=True)
+            say([f"appended {len(rows)} rows to {results / 'video.jsonl'}"], console)
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
 
@@ -180,23 +181,4 @@ def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", conso
         console.print(Text(video_report.title_of(some, setting), style="bold"))
         keys = 2 if "line" in table.head else 1
         print_tables(console, table.head, table.rows, keys=keys)
-    for line in video_report.lines_of(rows, left):
-        console.print(Text(line, style="red" if "WRONG" in line else ""), soft_wrap=True)
-
-
-def _write(
-    rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", files: dict[str, Path | None], console: Console
-) -> None:
-    """Write the files that were asked for and say so."""
-    from tilefold.bench import page
-    from tilefold.bench.video import report as video_report
-
-    texts = {"json": video_report.to_json, "markdown": video_report.to_markdown, "html": video_report.to_html}
-    for kind, path in files.items():
-        if path is None:
-            continue
-        if kind == "png":
-            page.save_png(video_report.picture_of(rows).figure, path)
-        else:
-            path.write_text(texts[kind](rows, left, setting), encoding="utf-8")
-        console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+    say(video_report.lines_of(rows, left), console, "")

@@ -3,14 +3,18 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared, Result, make_inputs
-from tilefold.bench.judge import Judge, Verdict
+from tilefold.bench.judge import Judge
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.setting import Options
 from tilefold.bench.timers import Timing, l2_bytes
+
+if TYPE_CHECKING:
+    from tilefold.reference import Comparison
 
 __all__ = ["Cell", "run_case", "run_cases"]
 
@@ -32,7 +36,7 @@ class Cell:
     implementation: str
     status: str
     note: str = ""
-    verdict: Verdict | None = None
+    verdict: "Comparison | None" = None
     timing: Timing | None = None
     host: Timing | None = None
     graph: Timing | None = None
@@ -129,7 +133,7 @@ def check_one(
     judge = judge_of(implementation)
     scratch: int | None = None
 
-    def attempt() -> tuple[Verdict, Prepared]:
+    def attempt() -> "tuple[Comparison, Prepared]":
         nonlocal scratch
         prepared = implementation.prepare(inputs)
         with prepared.context():

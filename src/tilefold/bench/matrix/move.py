@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from tilefold.bench.family import Family, Judge, Peer, each
-from tilefold.bench.judge import Verdict
 from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours
 from tilefold.errors import ShapeError, ValueRangeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tilefold.reference import Comparison
 
 __all__ = ["MOVE", "MoveCase", "move_cases"]
 
@@ -110,12 +111,14 @@ class ExactJudge:
 
     want: "Tensor"
 
-    def verdict(self, out: "Tensor") -> Verdict:
+    def verdict(self, out: "Tensor") -> "Comparison":
         import torch
+
+        from tilefold.reference import Comparison
 
         same = out.shape == self.want.shape and out.is_contiguous() and torch.equal(out, self.want)
         error = float((out.double() - self.want.double()).abs().max()) if out.shape == self.want.shape else float("inf")
-        return Verdict(same, error, 0.0, error, 0.0, finite=bool(out.isfinite().all()))
+        return Comparison(error, 0.0, error, 0.0, same, finite=bool(out.isfinite().all()))
 
 
 def move_judge(inputs: MoveInputs) -> Judge:

@@ -97,6 +97,9 @@ class VideoEngine:
             sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, brackets=False))
         return sheets
 
+    def details(self, results: "Sequence[SweepRow]", width: int, asked: bool) -> list[Any]:
+        return []
+
     def notes(self, results: "Sequence[SweepRow]") -> list[str]:
         from tilefold.bench.video.report import lines_of
 

@@ -3,16 +3,18 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import page
 from tilefold.bench.attention.report import version_named
-from tilefold.bench.judge import Verdict
 from tilefold.bench.records.record import digits, finite, times
 from tilefold.bench.setting import Setting
 from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, Point, SweepRow
+
+if TYPE_CHECKING:
+    from tilefold.reference import Comparison
 
 __all__ = [
     "lines_of",
@@ -148,7 +150,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error(verdict: Verdict) -> dict[str, Any]:
+def _error(verdict: "Comparison") -> dict[str, Any]:
     return {
         "ok": verdict.ok,
         "max_abs": finite(verdict.max_error),

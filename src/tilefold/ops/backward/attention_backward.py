@@ -12,8 +12,8 @@ from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
 from ..dense.attention_parts import dropout_of, kind_of, mods_of, sequence_strides
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..hopper import disabled
-from ..startup import uncollected
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import (
     ROWS,
@@ -185,7 +185,7 @@ def _bound(
         from ...plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
-        with uncollected():
+        with without_collector():
             if plan.kernel in (HOPPER, REDUCE):
                 found = _gluon(call, plan).bind(scale, tensors, dout, call, plan)
                 plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)

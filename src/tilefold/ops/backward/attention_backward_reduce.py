@@ -8,8 +8,8 @@ import torch
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention import example_call
 from ..dense.attention_parts import head_strides, kind_of
+from ..first_call import in_background
 from ..hopper import box_of, chosen_or_none
-from ..startup import beside
 from .hopper_backward import statistics_arguments, statistics_box, statistics_launch
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def bind(
         made = scratch(bound, tensors, "meta")
         lse = torch.empty(made[0].shape, device="meta")
         small = statistics_arguments(bound, tensors, dout, lse, None, made)
-        beside(lambda: bound.statistics.compile(small))  # while the other one takes longer
+        in_background(lambda: bound.statistics.compile(small))  # while the other one takes longer
         bound.main.compile(arguments(bound, tensors, dout, made))
 
     return chosen_or_none(plan, call.backward_plan, "dense", made, compile, "its backward pass")

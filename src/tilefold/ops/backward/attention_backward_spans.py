@@ -12,8 +12,8 @@ import torch
 from ...types import Layout
 from ..call import Call
 from ..dense.attention import example_call
+from ..first_call import in_background
 from ..hopper import chosen_or_none
-from ..startup import beside
 from .attention_backward_hopper import main_launch
 from .hopper_backward import (
     STATISTICS,
@@ -75,7 +75,7 @@ def bind(
         made = scratch(bound, tensors, "meta")
         lse = torch.empty(made[0].shape, device="meta")
         small = statistics_arguments(bound, tensors, dout, lse, None, made)
-        beside(lambda: bound.statistics.compile(small))
+        in_background(lambda: bound.statistics.compile(small))
         kinds = {tuple(one.main.keywords.items()): one for one in bound.launches}
         for one in kinds.values():
             one.main.compile(arguments(bound, one, tensors, dout, made))
