@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import check, packed, qkv, rand
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.dense.library import attention_op
 from tilefold.plan import AttentionProblem, device_named, plan_attention
 from tilefold.plan.limits import Tile

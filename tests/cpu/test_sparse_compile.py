@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import one, qkv, rand, relative
-from index_cases import lists
+from cases.index import lists
 from tilefold.ops.sparse.sparse_library import sparse_attention_op
 from tilefold.sparse import BlockIndex
 
