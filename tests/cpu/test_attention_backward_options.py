@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.library import ATTENTION

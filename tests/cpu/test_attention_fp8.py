@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import rand
-from fp8_cases import check, quantised
+from cases.fp8 import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.transpose_values import transpose_values
 from tilefold.ops.dense.attention_fp8 import Fp8Call

@@ -8,7 +8,7 @@ import torch
 
 import tilefold
 from cases import judge, qkv, rand
-from coarse_cases import held, padding, run, sized, weights
+from cases.coarse import held, padding, run, sized, weights
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops import records

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import qkv, rand
-from coarse_cases import sized, weights
+from cases.coarse import sized, weights
 from tilefold import sparse
 from tilefold.ops.sparse.coarse import attend_op
 from tilefold.ops.sparse.fuse import fuse_op

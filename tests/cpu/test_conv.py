@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from cases import rand
-from conv_cases import held
+from cases.conv import held
 from tilefold import ops
 from tilefold.device.convolution import folded, tap_of
 from tilefold.errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError

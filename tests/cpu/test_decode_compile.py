@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
 from cases import rand
-from decode_cases import Case, run
+from cases.decode import Case, run
 
 pytestmark = pytest.mark.no_poison
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import rand
-from matmul_cases import ACTIVATIONS, check, matrix
+from cases.matmul import ACTIVATIONS, check, matrix
 from tilefold import ops
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of

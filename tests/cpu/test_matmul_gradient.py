@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import rand
-from matmul_cases import ACTIVATIONS, check_gradients, matrix
+from cases.matmul import ACTIVATIONS, check_gradients, matrix
 from tilefold import ops
 from tilefold.errors import Unsupported
 from tilefold.ops.matrix.matmul import matmul_op

@@ -7,8 +7,8 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import angles, turned
-from paged_cases import audit, rows_of, snapshot
+from cases.flash import angles, turned
+from cases.paged import audit, rows_of, snapshot
 from tilefold import OutOfPages, PagedKVCache, reference
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 

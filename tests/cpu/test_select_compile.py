@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
 from cases import qkv
-from select_cases import rows
+from cases.select import rows
 from tilefold import sparse
 from tilefold.ops.sparse.select_library import GINI, SELECT
 from tilefold.sparse import Selection

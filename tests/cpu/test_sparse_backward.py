@@ -8,8 +8,8 @@ import torch
 
 import tilefold
 from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relative_twin
-from index_cases import lists
-from index_cases import plan_of as forward_plan
+from cases.index import lists
+from cases.index import plan_of as forward_plan
 from tilefold import BlockIndex, reference
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops

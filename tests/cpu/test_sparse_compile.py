@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import one, qkv, rand, relative
-from index_cases import lists
+from cases.index import lists
 from tilefold.ops.sparse.sparse_call import Lists, SparseCall
 from tilefold.ops.sparse.sparse_library import SPARSE, Turned
 from tilefold.sparse import BlockIndex

@@ -5,13 +5,13 @@ import torch
 
 import tilefold
 from cases import in_two_parts, judge, rand
-from flash_cases import angles, turned
+from cases.device import DEVICE
+from cases.flash import angles, turned
 from tilefold import reference
 from tilefold.ops.cache.cached import attention_cached
 from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 CODED = [torch.float8_e4m3fn, torch.int8]
 

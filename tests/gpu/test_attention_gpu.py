@@ -7,10 +7,9 @@ import torch
 
 import tilefold
 from cases import check, dense_plan, judge, qkv, rand
-from graphs import captured
+from cases.device import DEVICE, captured, no_waiting, same
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -122,12 +121,9 @@ def test_no_host_synchronisation():
     cu = torch.tensor([0, 50, 200], dtype=torch.int32, device=DEVICE)
     flat = [t[0, :200] for t in (q, k, v)]
     bias = rand(1, 1, 200, 300, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         tilefold.attention(q, k, v, causal=True, bias=bias)
         tilefold.attention_varlen(*flat, cu, cu, 150, 150, causal=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_same_bits_in_twenty_runs():
@@ -135,7 +131,7 @@ def test_same_bits_in_twenty_runs():
     first = tilefold.attention(q, k, v, causal=True, return_lse=True)
     for _ in range(20):
         again = tilefold.attention(q, k, v, causal=True, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert same(first, again)
 
 
 def test_long_sequence():

@@ -10,15 +10,13 @@ import torch
 
 import tilefold
 from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand
+from cases.device import DEVICE, SM_90
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
 pytestmark = [
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    SM_90,
 ]
 DIMS = [(32, 32), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100), (128, 64), (160, 160),
         (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip

@@ -7,16 +7,14 @@ import torch
 
 import tilefold
 from cases import hopper_plan, hopper_unit, judge, packed, qkv, rand
+from cases.device import DEVICE, SM_90
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
 BF = torch.bfloat16
 pytestmark = [
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    SM_90,
 ]
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = [(1, 8), (127, 136), (333, 1000), (1001, 336), (64, 2000)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from cases import rand
-from conv_cases import RESNET50, held, layer
+from cases.conv import RESNET50, held, layer
+from cases.device import DEVICE
 from tilefold import ops
 from tilefold.ops.matrix.conv import conv_plan
 
-DEVICE = torch.device("cuda")
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 

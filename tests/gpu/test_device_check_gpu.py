@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilefold
-from device_check_cases import FAR, OPERATIONS, cases_of
+from cases.device import DEVICE
+from cases.device_check import FAR, OPERATIONS, cases_of
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.no_poison
 NAMES = [(op, name) for op in OPERATIONS for name in cases_of(op, torch.device("cpu"))]

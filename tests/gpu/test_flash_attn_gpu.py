@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from cases import judge, packed, qkv, rand
-from flash_cases import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
-from graphs import captured
+from cases.device import DEVICE, captured
+from cases.flash import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
 from tilefold.ops.cache.rotary import apply_rotary
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cases import judge, rand
+from cases.device import DEVICE
 from tilefold import ops, quant, reference
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 PATHS = {"rows": 8, "rows of 16": 16, "hopper 64": 64, "hopper 256": 256}
 

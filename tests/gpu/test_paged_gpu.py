@@ -7,11 +7,11 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import angles, turned
-from paged_cases import audit, rows_of
+from cases.device import DEVICE, same
+from cases.flash import angles, turned
+from cases.paged import audit, rows_of
 from tilefold import PagedKVCache, reference
 
-DEVICE = torch.device("cuda")
 HEADS, DIM = 2, 64
 pytestmark = pytest.mark.no_poison
 
@@ -62,7 +62,7 @@ def filled(cache, *lengths):
 
 
 def holds(cache, id, rows):
-    return all(torch.equal(a, b) for a, b in zip(rows_of(cache, id, cache.layers - 1), rows, strict=True))
+    return same(rows_of(cache, id, cache.layers - 1), rows)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from select_cases import KINDS, held, kept, rows
+from cases.device import DEVICE
+from cases.select import KINDS, held, kept, rows
 from tilefold import reference, sparse
 
-DEVICE = torch.device("cuda")
 METHODS = {
     "gini": {},
     "tau": {"tau": lambda g: 0.9 - 0.5 * g},

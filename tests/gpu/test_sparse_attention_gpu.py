@@ -5,11 +5,11 @@ import torch
 
 import tilefold
 from cases import judge, qkv
-from index_cases import top
+from cases.device import DEVICE, no_waiting, same
+from cases.index import top
 from tilefold import reference
 from tilefold.ops.sparse import sparse as sparse_ops
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -61,12 +61,9 @@ def test_same_bits_and_no_synchronisation():
     q, k, v = qkv(1, 64, 4096, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = top(64, 4096, 30)
     first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         runs = [tilefold.sparse_attention(q, k, v, index, return_lse=True) for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(first, run, strict=True))
+    assert all(same(first, run) for run in runs)
 
 
 @pytest.mark.large

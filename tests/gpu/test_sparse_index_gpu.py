@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from cases.device import DEVICE
 from tilefold import BlockIndex
 from tilefold.sparse import causal_blocks, video_window
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 ROWS, COLUMNS = 40, 53
 

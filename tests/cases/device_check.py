@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import rand
-from flash_cases import angles
+from cases.flash import angles
 
 FAR = 2**30 + 5  # an element so far away that a read of it ends the process
 

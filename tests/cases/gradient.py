@@ -47,6 +47,18 @@ def oracle(tensors, dout, dlse, dtype, varlen=None, **options):
     return torch.autograd.grad(loss, leaves)
 
 
+def upstream(q, v, layout="bshd", lse=True):
+    """Random gradients of out and, or None, of lse; of a packed call too."""
+    heads, rows = (q.shape[-3], q.shape[-2]) if layout == "bhsd" else (q.shape[-2], q.shape[-3])
+    dout = rand(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    return dout, rand(*q.shape[:-3], heads, rows, device=q.device) if lse else None
+
+
+def judged(got, want, plain, note, names=("dq", "dk", "dv")):
+    for name, *three in zip(names, got, want, plain, strict=True):
+        judge(*three, f"{name} {note}")
+
+
 def small_backward(tensors, tile, kernel, varlen, shares, options):
     """The backward plan with tiles so small that short sequences span several; None: the planner's own."""
     leaves, options = learned(tensors, options)
@@ -64,11 +76,7 @@ def check_gradients(
 ):  # fmt: skip
     """Hold tilefold's gradients to the oracle's.  twins: Python versions of score_mod and mask_mod.  unjudged: gradients of so
     few numbers that their errors make no statistic, only held to be finite."""
-    bhsd = options.get("layout") == "bhsd"
-    heads, rows = (q.shape[-3], q.shape[-2]) if bhsd else (q.shape[-2], q.shape[-3])
-    dout = rand(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    shape = (heads, rows) if varlen is not None else (q.shape[0], heads, rows)
-    dlse = rand(*shape, device=q.device) if lse else None
+    dout, dlse = upstream(q, v, options.get("layout", "bshd"), lse)
     python = {**options, **(twins or {})}
     if 0 not in q.shape:
         options["backward_plan"] = small_backward((q, k, v), tile, kernel, varlen, shares, options)

@@ -1,15 +1,12 @@
-"""One launch of the backward kernel that adds dq in memory, as threads on a CPU: who reads what when, and what is added where.
+"""One launch of the backward kernel that adds dq in memory: who reads what when, and what is added where.
 
 A tile's value is the set of what went into it, an accumulator's the list of its products; dq in memory is a list of summands.
-The functions are the kernel's own, but for masks, views of buffers and addresses.
-"""
+The functions are the kernel's own, but for masks, views of buffers and addresses."""
 
-import time
 from collections import Counter
 
-import backward_threads
-from backward_threads import Launch, Output, Ring, Value
-from gluon_threads import Anything, Barrier, Number, Turn, run_threads
+from simulated import Anything, Number, Ring, Turn, barriers, run_threads
+from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
     backward_items,
@@ -19,53 +16,40 @@ from tilefold.kernels.hopper import (
     parts,
 )
 
-FULL, CAUSAL, WINDOW = 0, 1, 2
 KEYS = 128
 BAND = (90, 30)  # of WINDOW
 
 
-class Panel(backward_threads.Panel):
-    """One that holds a set."""
-
-    def __init__(self, memory, name):
-        super().__init__(memory, name)
-        self.content = frozenset()
-
+class Statistics(Panel):
     def load(self, layout):
         return Value(self.content)
 
 
-class Sums(backward_threads.Panel):
+class Sums(Panel):
     """A part of a tile of dq, on its way to memory."""
-
-    def __init__(self, memory, name):
-        super().__init__(memory, name)
-        self.content = Value()
 
     def store(self, value):
         self.fill(value)
 
 
-class View:
-    """Some panels as one operand, of which a product takes a part: the rows or columns that `part` names."""
+class Operand(View):
+    """Some panels, of which a product takes a part: the rows or columns that `part` names."""
 
     dtype = Anything()
 
     def __init__(self, panels, part=""):
-        self.panels, self.part = panels, part
-
-    def permute(self, order):
-        return self
+        super().__init__(panels)
+        self.part = part
 
     def slice(self, begin, size, dim):
-        return View(self.panels, f"{self.part}{'rc'[dim]}{int(begin) // size}")
+        return Operand(self.panels, f"{self.part}{'rc'[dim]}{int(begin) // size}")
 
     def tags(self):
-        content = frozenset().union(*(panel.content for panel in self.panels))
+        content = super().tags()
         return frozenset((self.part, one) for one in content) if self.part else content
 
 
-class Half(View):
+class Half(Operand):
     """dS of a warpgroup's 64 keys, which it writes and may read."""
 
     def store(self, value):
@@ -73,16 +57,11 @@ class Half(View):
         panel.fill(value.tags)
 
 
-class Both(View):
+class Both(Operand):
     """dS of both warpgroups: rows are keys."""
 
     def slice(self, begin, size, dim):
         return Half([self.panels[int(begin) // size]]) if dim == 0 else super().slice(begin, size, dim)
-
-
-def ring(items):
-    """Buffers, views or barriers by number."""
-    return Ring(list(items), Anything())
 
 
 class Product(Value):
@@ -104,7 +83,7 @@ class Place:
         return Place(self.part, self.at + int(offset))
 
 
-class Run(Launch):
+class Run(Backward):
     """seq_q, seq_k; heads of queries, how many share a KV head; dim 64 or 128; sum_slots, order, stagger as in the kernel."""
 
     functions = (
@@ -116,6 +95,7 @@ class Run(Launch):
                                  "reduce_tile")),
         (attention_backward_reduce, ("_block_of_program", "_produce", "_add", "_consume")),
     )  # fmt: skip
+    pairs = 2  # of barriers at which the warpgroups meet, in turns
 
     def __init__(self, seed, kind, sizes, dim=128, sum_slots=1, order=0, stagger=2, batch_heads=1, slots=2):
         super().__init__(seed)
@@ -124,35 +104,33 @@ class Run(Launch):
         self.queries, self.slots, self.batch_heads = 8192 // dim, slots, batch_heads
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
         self.no_tile = self.heads * self.q_tiles
-        self.sums = {}
+        self.sums, self.adding = {}, 0
 
     # ------------------------------------------------------------ the language
 
-    def names(self):
-        sizes = {"stat": 8 * self.queries, "k": KEYS * 128, "v": KEYS * 128}
-        self.bytes_of = lambda desc: sizes.get(desc, self.queries * 128)
+    def more(self):
         return {
-            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "KEYS": KEYS, "SUM_ROWS": 128,
-            "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
-            "cut_if_needed": lambda s, *args: s, "narrowed": lambda x, dtype: x, "widened": lambda x: x,
+            "KEYS": KEYS, "SUM_ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
+            "narrowed": lambda x, dtype: x, "widened": lambda x: x,
             "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "meet": self.meet,
-            "views": lambda q, do, k, v, dim, queries, slots: (*map(self.tiles, (q, do)), View(k.items), View(v.items)),
+            "views": lambda q, do, k, v, *rest: (*map(self.tiles, (q, do)), Operand(k.items), Operand(v.items)),
             "place_of_sum": lambda sums, part, layout: Place(part), "add_registers": self.add_registers,
             "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
         }  # fmt: skip
 
-    def finished(self, names):
+    def namespace(self):
+        names = self.cast(super().namespace(), "key_item", "walk_of_block")
         names["gl"].program_id = lambda axis: self.local.program
-        names["mbarrier"].wait = lambda bar, parity, pred=True: bar.wait(parity) if pred else None
-        for name in ("key_item", "walk_of_block"):  # scalars, which can be cast
-            names[name] = lambda *args, inner=names[name]: tuple(map(Number, inner(*args)))
         return names
+
+    def bytes_of(self, desc):
+        return {"stat": 8 * self.queries, "k": KEYS * 128, "v": KEYS * 128}.get(desc, self.queries * 128)
 
     def tiles(self, buffers):
         each = self.dim // 64
-        return ring(View(buffers.items[i * each : (i + 1) * each]) for i in range(self.slots))
+        return Ring((Operand(buffers.items[i * each : (i + 1) * each]) for i in range(self.slots)), Anything())
 
-    def copy_in(self, desc, place, barrier, panel):
+    def copy(self, desc, place, barrier, panel):
         panel.fill(frozenset())
 
         def arrive():
@@ -162,24 +140,18 @@ class Run(Launch):
         self.later(arrive, desc in self.late)
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
-        reads = [panel for t in (a, b) if isinstance(t, View) for panel in t.panels]
-        with self.memory.changed:
-            for panel in reads:
-                panel.readers += 1
-            pair = tuple(t.tags() if isinstance(t, View) else t.tags for t in (a, b))
-        self.local.open.append(reads)
-        return Product(pair[0] | pair[1], (*acc.log, pair) if use_acc else (pair,))
+        made = super().product(a, b, acc, use_acc)
+        return Product(made.tags, made.log)
 
     def meet(self, own, turn):
-        first = 2 * (turn % 2)
+        first = 2 * (turn % self.pairs)
         self.turns[first + 1 - own].arrive()
         self.turns[first + own].sync()
 
     # ------------------------------------------------------------ dq in memory
 
     def added(self, row, part, log):
-        with self.memory.changed:
-            self.sums.setdefault((row, part), []).extend(log)
+        self.sums.setdefault((row, part), []).extend(log)
 
     def add_registers(self, place, dq):
         row, rest = divmod(place.at, self.queries * self.dim * 4)
@@ -191,28 +163,24 @@ class Run(Launch):
         rows = self.queries * self.dim // 32
         row, part = int(place[0]) // rows, int(place[0]) % rows // 128
         state = {"read": False}
-        self.local.__dict__.setdefault("copies", []).append(state)
-        with self.memory.changed:
-            panel.readers += 1
-
-        def add():
-            with self.memory.changed:
-                value, panel.readers, state["read"] = panel.content, panel.readers - 1, True
-                self.memory.changed.notify_all()
-            time.sleep(self.memory.random.random() * 1e-3)
-            self.added(row, part, value.log)
-            with self.memory.changed:
-                self.adding -= 1
-                self.memory.changed.notify_all()
-
+        self.copies().append(state)
+        panel.readers += 1
         self.adding += 1
-        self.later(add)
+
+        def read():
+            value, panel.readers, state["read"] = panel.content, panel.readers - 1, True
+            self.memory.later(self.memory.random.random(), lambda: add(value))
+
+        def add(value):
+            self.added(row, part, value.log)
+            self.adding -= 1
+
+        self.later(read)
 
     def wait_reads(self, pending):
         """All but the last `pending` copies have read."""
-        copies = self.local.__dict__.setdefault("copies", [])
-        with self.memory.changed:
-            self.memory.until(lambda: all(c["read"] for c in copies[: len(copies) - pending]), "copies read")
+        copies = self.copies()
+        self.memory.until(lambda: all(c["read"] for c in copies[: len(copies) - pending]), "copies read")
 
     # ------------------------------------------------------------ what is wanted
 
@@ -263,31 +231,26 @@ class Run(Launch):
         return made, sums
 
     def store(self, out, acc, rows, stride, dtype, columns=None):
-        with self.memory.changed:
-            key = out.name, *self.local.place
-            if key in self.made:
-                self.memory.fail(f"{key} was made before")
-            self.made[key] = Counter(acc.log)
+        self.record((out.name, *self.local.place), Counter(acc.log))
 
     # ------------------------------------------------------------ threads
 
     def program(self, number):
         """The partitions of one program."""
-        names, memory, each = self.namespace(), self.memory, self.dim // 64
+        names, memory, each, slots = self.namespace(), self.memory, self.dim // 64, self.slots
 
-        def buffers(name, count):
-            return ring(Panel(memory, f"{name} {i}") for i in range(count))
+        def buffers(name, count, kind=Panel):
+            return Ring((kind(memory, f"{name} {i}", frozenset()) for i in range(count)), Anything())
 
-        def bars(name, count, arrivals):
-            return ring(Barrier(memory, f"{name}[{i}]", arrivals) for i in range(count))
-
-        q, do = (buffers(name, self.slots * each) for name in ("q", "dout"))
-        k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", self.slots)
-        ds = ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
-        kv_full, q_full, do_full = bars("kv_full", 1, 1), bars("q_full", self.slots, 1), bars("do_full", self.slots, 1)
-        empty = bars("empty", self.slots, 2)
+        q, do = (buffers(name, slots * each) for name in ("q", "dout"))
+        k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", slots, Statistics)
+        ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
+        bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         many = max(1, 2 * self.sum_slots)
-        sums = ring(Sums(memory, f"dq {i}") for i in range(many)), bars("sum_full", many, 1), bars("sum_empty", many, 1)
+        sums = (
+            Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything()),
+            *barriers(memory, sum_full=(many, 1), sum_empty=(many, 1)),
+        )
         self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         lengths = self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64)
         work, order = (self.heads, self.group, self.q_tiles, self.no_tile), (self.blocks, self.batch_heads)
@@ -298,9 +261,8 @@ class Run(Launch):
 
         def produce():
             begin()
-            names["_produce"](
-                "q", "do", "k", "v", "stat", q, do, k, v, statistics, kv_full, q_full, do_full, empty, lengths, BAND, work, order,
-                *constants, self.slots, self.stagger)  # fmt: skip
+            names["_produce"]("q", "do", "k", "v", "stat", q, do, k, v, statistics, *bars, lengths, BAND, work, order,
+                              *constants, slots, self.stagger)  # fmt: skip
 
         def add():
             begin()
@@ -311,18 +273,15 @@ class Run(Launch):
             block, _, head = names["_block_of_program"](self.heads, self.group, *order)
             self.local.place = int(head), int(block), half
             names["_consume"](
-                None, Output("dk"), Output("dv"), q, do, k, v, statistics, ds, sums, kv_full, q_full, do_full, empty, lengths,
-                BAND, work, order, (Number(0),) * 6, 1.0, half, *constants, self.slots, self.sum_slots, self.order, self.stagger,
-                True, True)  # fmt: skip
+                None, *GRADIENTS[1:], q, do, k, v, statistics, ds, sums, *bars, lengths, BAND, work, order, (Number(0),) * 6,
+                1.0, half, *constants, slots, self.sum_slots, self.order, self.stagger, True, True)  # fmt: skip
 
         return [produce, lambda: consume(0), lambda: consume(1), *([add] if self.sum_slots else [])]
 
     def __call__(self):
-        self.adding = 0
         for number in range(self.blocks * (self.heads // self.group)):
             run_threads(self.memory, self.program(number))
-        with self.memory.changed:
-            self.memory.until(lambda: self.adding == 0, "the last sums")
+        self.memory.until(lambda: self.adding == 0, "the last sums")
         made, sums = self.expected()
         assert self.made == made
         found = {place: Counter(log) for place, log in self.sums.items() if place[0] != self.no_tile}

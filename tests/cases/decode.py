@@ -8,7 +8,7 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import in_pages
+from cases.flash import in_pages
 from tilefold import reference
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
