@@ -127,7 +127,7 @@ def test_operators_are_what_their_schemas_say(device):
     from tilefold.ops.cache.cached_call import Cache
     from tilefold.ops.cache.rotary import _OPERATOR as turn
     from tilefold.ops.call import Call
-    from tilefold.ops.dense.attention_weights import _OPERATOR as weights
+    from tilefold.ops.dense.attention_weights import ATTENTION_WEIGHTS as weights
 
     q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
     lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
@@ -139,4 +139,4 @@ def test_operators_are_what_their_schemas_say(device):
     check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
     check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
     seed = torch.ones(1, dtype=torch.int64, device=device)
-    check(weights.op, (q, new[0], None, seed, None, None, 0, 0, -1, -1, None, 0.0, 0.3, 128), test_utils=kinds)
+    check(weights.op, weights.flat(q, new[0], Call(dropout_p=0.3, dropout_seed=seed), 128), test_utils=kinds)

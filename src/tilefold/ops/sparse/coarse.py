@@ -8,6 +8,7 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
+from ..backward.backward_parts import boxes, side_strides
 from ..bound import Bound, meta
 from ..call import SPECS, check_heads
 from ..dense.attention_parts import boxable
@@ -17,7 +18,6 @@ from ..records import facts_of_values, recorded
 from . import coarse_backward
 from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES
-from .sparse_parts import boxes, side_strides
 
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan, CoarseProblem

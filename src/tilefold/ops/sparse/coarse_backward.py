@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..backward.backward_parts import ROWS, readable, tiled
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
 from ..bound import Bound, meta
 from ..call import facts_of
 from ..dense.attention_parts import boxable
 from .coarse_parts import constants_of, values_of
-from .sparse_parts import Launches, boxes, delta_bound, side_strides
+from .sparse_parts import Launches
 
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import DtypeError, Unsupported
-from ..backward.backward_parts import ROWS, readable, require_score_grad, tiled
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
 from ..device import device_of, interpreting
@@ -14,7 +14,7 @@ from ..first_call import without_collector
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
-from .sparse_parts import Launches, boxes, delta_bound, list_values, mod_values, side_strides
+from .sparse_parts import Launches, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan

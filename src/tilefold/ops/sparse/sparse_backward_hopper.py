@@ -4,10 +4,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..backward.hopper_backward import STATISTICS, UNIT, kept_box, side_boxes, statistics_box, statistics_launch
+from ..backward.backward_parts import side_strides
+from ..backward.hopper_backward import (
+    STATISTICS,
+    UNIT,
+    boxed_sides,
+    kept_box,
+    side_boxes,
+    statistics_bound,
+    statistics_box,
+)
 from ..bound import Bound, Slot, meta, strides_named
 from ..hopper import chosen_or_none
-from .sparse_parts import list_strides, list_values, side_strides
+from .sparse_parts import list_strides, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse_backward import SparseBackwardPlan
@@ -119,9 +128,6 @@ def bound_launches(
     }
     strides = side_strides(layout, o=out, d=dout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape))
 
-    statistics, _ = statistics_launch(n, out, dout, layout, per, q_units, counters, ())
-    of_statistics = {"seq_q": n.seq_q, "heads": n.heads, "q_units": q_units, "counters": counters}
-
     # One program a list: lists that heads or batch entries share are looked up once.
     batch, list_heads = (max(call.lists.indices.shape[d], call.lists.counts.shape[d]) for d in (0, 1))
     q_blocks, capacity = call.lists.indices.shape[2:]
@@ -145,9 +151,8 @@ def bound_launches(
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
     main = Launch(sparse_backward_hopper, (items, 1, 1), constants, options, device)
-    sides = zip(("q", "do", "k", "v"), ("Q", "DOut", "K", "V"), side_boxes(q, dout, k, v, layout), strict=True)
     of_main = {
-        **{f"{name}_desc": Slot(of, box.over) for name, of, box in sides},
+        **boxed_sides(side_boxes(q, dout, k, v, layout)),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
         "keep_desc": Slot("kept", kept_box(kept_rows, q.dtype).over),
         # counts stand for sizes that there are none of, and are not read as such
@@ -168,7 +173,7 @@ def bound_launches(
         "nowhere": kept_rows,
     }
     return HopperBound(
-        Bound(statistics, GIVEN, {**lists, **strides, **of_statistics}),
+        statistics_bound(n, out, dout, layout, q_units, counters, GIVEN, lists, per),
         Bound(places, GIVEN, {**lists, **of_places}),
         Bound(main, GIVEN, {**lists, **strides, **of_main}),
         rows,

@@ -1,19 +1,15 @@
 """What launches of block-sparse attention have in common: the record of a call, strides of its lists, its mods."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...types import Layout
-from ..backward.backward_parts import delta_launch
 from ..bound import Bound, Slot, attribute, strides_named
-from ..dense.attention_parts import describe_box, mods_of, sequence_strides
+from ..dense.attention_parts import mods_of
 from .sparse_call import Lists, SparseCall, dense_call
 
 if TYPE_CHECKING:
-    from ...plan.problem import AttentionProblem
     from ...plan.sparse import SparsePlan
 
 __all__ = [
@@ -22,12 +18,9 @@ __all__ = [
     "TO_MERGE",
     "Launches",
     "Prepared",
-    "boxes",
-    "delta_bound",
     "list_strides",
     "list_values",
     "mod_values",
-    "side_strides",
 ]
 
 HOPPER_KERNEL = "sparse_forward_hopper"
@@ -76,28 +69,6 @@ def list_values(call: SparseCall, turned: Lists | None = None) -> dict[str, Any]
         "QuerySizes": attribute("call", "lists.query_sizes", lists.query_sizes),
         **strides_named("", list_strides(lists), LISTED),
     }
-
-
-def side_strides(layout: Layout, **sides: torch.Tensor) -> dict[str, int]:
-    """stride_qb, stride_qm, stride_qh of q, and so on; a row of k and v, or of their gradients x and y, is n."""
-    made: dict[str, int] = {}
-    for letter, t in sides.items():
-        made |= strides_named(letter, sequence_strides(t, layout), "bnh" if letter in "kvxy" else "bmh")
-    return made
-
-
-def delta_bound(
-    problem: "AttentionProblem", total: int, rows: int, wide: bool, strides: Mapping[str, int], device: int
-) -> Bound:
-    """The launch that makes lse in base 2 and the sums of out * dout; total: rows of all sequences, `rows` of each."""
-    launch = delta_launch(problem, total, rows, wide, device)
-    given = ("Out", "DOut", "Lse", "DLse", "Lse2", "Delta")
-    return Bound(launch, given, {**strides, "seq_q": rows, "heads": problem.heads})
-
-
-def boxes(layout: Layout, rows: int, **sides: tuple[torch.Tensor, int]) -> dict[str, Slot]:
-    """Descriptors of `rows` rows of tensors, each with the columns of a box, by the kernel's names."""
-    return {name: Slot(name, describe_box(t, layout, rows, width).over) for name, (t, width) in sides.items()}
 
 
 def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any]:
