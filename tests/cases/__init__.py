@@ -1,5 +1,6 @@
 """Shared by the tests of attention: random inputs, small tiles, the comparison with the oracle, and mods in both languages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPl
     }
     options = changes.get("options", hopper_options(dense.problem, Tile(**fields)))
     return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
+
+
+def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """Whether all have the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:

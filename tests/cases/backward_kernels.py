@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tilefold
-from cases.device import compilations, near, same
+from cases import same
+from cases.device import compilations, near
 from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstream
 from tilefold.plan.attention_backward_hopper import KERNEL
 from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE

@@ -14,11 +14,6 @@ SM_90 = pytest.mark.skipif(
 SPARE = 8192  # bytes by which the allocator may round what a call asks for
 
 
-def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """Whether all have the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def near(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], share: float = 1e-2) -> bool:
     """Whether two kernels' results differ by no more than `share` of their norms."""
     pairs = zip(first, second, strict=True)

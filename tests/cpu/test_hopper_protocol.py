@@ -11,11 +11,6 @@ import types
 
 import pytest
 
-pytest.importorskip("triton")
-from tilefold.kernels import hopper
-
-if not hopper.available():
-    pytest.skip("this Triton has no Gluon", allow_module_level=True)
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilefold
-from cases import judge, rand
+from cases import judge, rand, same
 from cases.video import gradients_held, oracle_of
 from tilefold import reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
@@ -245,7 +245,7 @@ def test_meta_device(coarse, device):
     want = module(**options, device=device)
     torch.manual_seed(1)
     want.reset_parameters()
-    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), want.parameters(), strict=True))
+    assert same(made.parameters(), want.parameters())
     for child in made.modules():
         if list(child.parameters(recurse=False)):
             child.reset_parameters()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, prefix, prefix_twin, qkv, rand
-from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting, same
+from cases import packed, prefix, prefix_twin, qkv, rand, same
+from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting
 from cases.gradient import check_gradients, gradients, judged, oracle
 from tilefold.plan.limits import Tile
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, qkv, rand
+from cases import packed, qkv, rand, same
 from cases.backward_kernels import (
     ADDED,
     ALL,
@@ -21,7 +21,7 @@ from cases.backward_kernels import (
     compiled_once,
     several,
 )
-from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, near, repeated, same, take_kernels_away
+from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, near, repeated, take_kernels_away
 from cases.gradient import gradients, judged, oracle, upstream
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.call import Call

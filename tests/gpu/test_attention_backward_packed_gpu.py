@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, rand
+from cases import packed, rand, same
 from cases.backward_kernels import DENSE, MASKS, PACKED, compiled_once
-from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, same
+from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside
 from cases.gradient import upstream
 from tilefold.plan import attention_backward_packed
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tilefold
-from cases.device import DEVICE, SM_90, captured, same
+from cases import same
+from cases.device import DEVICE, SM_90, captured
 from cases.fp8 import check, quantised
 from tilefold import reference
 from tilefold.errors import Unsupported

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand
-from cases.device import DEVICE, SM_90
+from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand, same
+from cases.device import DEVICE, SM_90, captured
 from tilefold import reference
 
 HOPPER = "attention_forward_hopper"
@@ -278,18 +278,12 @@ def test_the_same_bits_every_run(options):
     assert tilefold.attention_plan(q, k, v, **options).kernel == HOPPER
     first = tilefold.attention(q, k, v, return_lse=True, **options)
     for _ in range(50):
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(first, tilefold.attention(q, k, v, return_lse=True, **options), strict=True)
-        )
+        assert same(first, tilefold.attention(q, k, v, return_lse=True, **options))
 
 
 def test_graph_and_streams():
     q, k, v = qkv(1, 2048, 2048, 16, 16, 128, dtype=torch.bfloat16, device=DEVICE)
-    tilefold.attention(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tilefold.attention(q, k, v, causal=True)
+    graph, out = captured(lambda: tilefold.attention(q, k, v, causal=True))
     for _ in range(3):
         q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
         graph.replay()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from cases import judge, qkv, rand
+from cases import judge, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
-from cases.device import DEVICE, captured, no_waiting, same
+from cases.device import DEVICE, captured, no_waiting
 from tilefold import reference, sparse
 
 pytestmark = pytest.mark.no_poison

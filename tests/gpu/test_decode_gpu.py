@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilefold
+from cases import same
 from cases.decode import E4M3, INT8, Case, run
-from cases.device import DEVICE, captured, no_waiting, same
+from cases.device import DEVICE, captured, no_waiting
 
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import judge, rand
-from cases.device import DEVICE
+from cases.device import DEVICE, captured
 from cases.matmul import check, tensor_core_sums
 from tilefold import ops, reference
 from tilefold.ops.device import device_of
@@ -140,9 +140,7 @@ def test_dependent_launches_see_what_came_before(m):
         return out
 
     want = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = chain()
+    graph, made = captured(chain)
     for _ in range(5):
         x.normal_()
         graph.replay()

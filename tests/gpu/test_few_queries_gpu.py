@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, packed, qkv
-from cases.device import DEVICE, no_waiting, same
+from cases import check, packed, qkv, same
+from cases.device import DEVICE, captured, no_waiting
 from tilefold.plan import DecodePlan
 
 pytestmark = pytest.mark.no_poison
@@ -47,9 +47,7 @@ def test_graphs_compiled_functions_and_bits():
     assert same(right, again)
     found = torch.compile(call, fullgraph=True)(q, k, v)
     assert same(right, found)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call(q, k, v)
+    graph, kept = captured(lambda: call(q, k, v))
     for _ in range(3):
         q.normal_()
         graph.replay()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cases import judge, rand
-from cases.device import DEVICE, same
+from cases import judge, rand, same
+from cases.device import DEVICE
 from tilefold import reference, sparse
 
 pytestmark = pytest.mark.no_poison

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cases import judge, rand
-from cases.device import DEVICE, same
+from cases import judge, rand, same
+from cases.device import DEVICE, captured
 from cases.matmul import ACTIVATIONS, check, check_gradients, matrix
 from tilefold import constant, ops, reference
 from tilefold.ops.device import device_of
@@ -143,9 +143,7 @@ def test_cuda_graph_and_compile():
         lambda: ops.matmul(a, b, bias=bias, activation="relu", plan=plan),
     ):
         want = fn()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = fn()
+        graph, out = captured(fn)
         a.mul_(2)
         graph.replay()
         assert torch.equal(out, fn()) and not torch.equal(out, want)

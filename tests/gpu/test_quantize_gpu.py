@@ -6,6 +6,7 @@ from torch import nn
 
 import tilefold
 from cases import judge, rand
+from cases.device import captured
 from tilefold import reference
 from tilefold.bench.family_run import run_family_case
 from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase
@@ -42,9 +43,7 @@ def test_captured_and_loaded_again(rows):
     x = rand(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):
         want = layer(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(x)
+    graph, out = captured(lambda: layer(x))
     graph.replay()
     assert torch.equal(out, want)
     layer.load_state_dict(other.state_dict())

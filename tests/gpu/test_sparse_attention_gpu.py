@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv
-from cases.device import DEVICE, no_waiting, same
+from cases import judge, qkv, same
+from cases.device import DEVICE, captured, no_waiting
 from cases.index import top
 from tilefold import reference
 from tilefold.ops.sparse import sparse as sparse_ops
@@ -45,9 +45,7 @@ def test_graph_replays_with_changed_lists(sq):
     q, k, v = qkv(1, sq, 2048, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = top(sq, 2048, 9)
     tilefold.sparse_attention(q, k, v, index)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    graph, got = captured(lambda: tilefold.sparse_attention(q, k, v, index, return_lse=True))
     for keep in (1, 9, 5):
         other = top(sq, 2048, keep)
         index.indices[..., :keep].copy_(other.indices)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import qkv, rand
+from cases import qkv, rand, same
 from cases.device import (
     DEVICE,
     SM_90,
@@ -15,7 +15,6 @@ from cases.device import (
     memory_beside,
     near,
     repeated,
-    same,
     take_kernels_away,
 )
 from cases.gradient import judged, upstream

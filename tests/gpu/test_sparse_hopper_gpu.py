@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand
-from cases.device import DEVICE, SM_90, no_waiting, same
+from cases import judge, qkv, rand, same
+from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
 from tilefold import BlockIndex, reference
 from tilefold.ops.sparse import sparse as sparse_ops
 
@@ -159,19 +159,16 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
 def test_one_compilation_serves_all_lengths():
     from tilefold.kernels.hopper.sparse_forward import sparse_forward_hopper
 
-    def compiled():
-        return sum(len(caches[0]) for caches in sparse_forward_hopper.device_caches.values())
-
     def run(b, s, h):
         q, k, v = qkv(b, s, s, h, 1, 128, dtype=torch.bfloat16, device=DEVICE)
         index = lists(1, h, s, s)
         tilefold.sparse_attention(q, k, v, index, plan=plans(q, k, v, index)[0][0])
 
     run(1, 320, 2)
-    before = compiled()
+    before = compilations(sparse_forward_hopper)
     for b, s, h in ((1, 64, 1), (2, 640, 16), (3, 1088, 5)):
         run(b, s, h)
-    assert compiled() == before
+    assert compilations(sparse_forward_hopper) == before
 
 
 def test_graph_replays_with_changed_lists():
@@ -179,9 +176,7 @@ def test_graph_replays_with_changed_lists():
     index = lists(1, 4, 640, 1024)
     plan = plans(q, k, v, index)[0][0]
     tilefold.sparse_attention(q, k, v, index, plan=plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plan)
+    graph, got = captured(lambda: tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plan))
     for _ in range(3):
         other = lists(1, 4, 640, 1024)
         index.indices.copy_(other.indices)

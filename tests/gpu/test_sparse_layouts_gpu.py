@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed
-from cases.device import DEVICE, no_waiting, same
+from cases import packed, same
+from cases.device import DEVICE, captured, no_waiting
 from cases.index import cache, held, lists, top
 from tilefold import BlockIndex
 
@@ -73,10 +73,7 @@ def test_graph_replays_with_changed_tables_and_lengths(sq, page):
     tensors, where = cache([2048, 2048], page, sq=sq, hk=4, d=128, dv=128, dtype=torch.bfloat16, device=DEVICE)
     index = top(sq, 2048, 9, batch=2)
     run = partial(tilefold.sparse_attention_paged, *tensors, index, **where, causal=True, return_lse=True)
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    graph, got = captured(run)
     for lengths in ([2048, 100], [33, 0], [1500, 2047]):
         order = torch.randperm(where["block_table"].numel(), device=DEVICE)
         where["block_table"].copy_(where["block_table"].flatten()[order].view_as(where["block_table"]))
@@ -93,10 +90,7 @@ def test_graph_replays_with_changed_offsets():
     tensors, where = offsets([300, 212], [1000, 1048])
     index = top(512, 2048, 9, batch=2)
     run = partial(tilefold.sparse_attention_varlen, *tensors, index, **where, causal=True, return_lse=True)
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    graph, got = captured(run)
     for cut_q, cut_k in ((500, 1), (0, 2048), (77, 999)):
         where["cu_seqlens_q"][1], where["cu_seqlens_k"][1] = cut_q, cut_k
         graph.replay()

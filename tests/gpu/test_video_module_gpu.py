@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cases.device import DEVICE, no_waiting, same
+from cases import same
+from cases.device import DEVICE, no_waiting
 from cases.video import gradients_held
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions

@@ -11,6 +11,14 @@ import random
 import threading
 import types
 
+import pytest
+
+pytest.importorskip("triton")
+from tilefold.kernels import hopper
+
+if not hopper.available():
+    pytest.skip("this Triton has no Gluon", allow_module_level=True)
+
 
 class Anything:
     """Tensors and layouts, whose values do not matter here."""
@@ -269,6 +277,15 @@ def tiles_of(buffers, *view):
     return types.SimpleNamespace(index=lambda slot: Tile(buffers, slot))
 
 
+def own_functions(names, functions):
+    """The kernels' own functions (module, names) over these names, which they join."""
+    for module, some in functions:
+        for name in some:
+            fn = getattr(module, name).fn
+            names[name] = types.FunctionType(fn.__code__, names, name, fn.__defaults__)
+    return names
+
+
 class Launch:
     """What every launch does: copies that arrive some time, products that read until they are waited for, its own functions.
 
@@ -300,14 +317,6 @@ class Launch:
             "gl": gl, "range": range, "len": len, "min": min, "max": max, "LOG2E": 1.0, "mbarrier": self.mbarrier,
             "tma_load": self.copy, "wgmma": self.product, "wgmma_wait": self.wait_products,
         }  # fmt: skip
-
-    def own_functions(self, names, functions):
-        """The kernel's own functions over these names."""
-        for module, some in functions:
-            for name in some:
-                fn = getattr(module, name).fn
-                names[name] = types.FunctionType(fn.__code__, names, name, fn.__defaults__)
-        return names
 
     def launch(self, programs):
         """The threads of so many programs at once."""

@@ -4,7 +4,7 @@ A tile's value is the set of the boxes that went into it; an accumulator's is th
 waits for ever; no buffer and no kept row is written while it is read; every result is made once.  What the results have to be,
 and which functions of a kernel run, a subclass says."""
 
-from simulated import Anything, Launch, Number, Ring, barriers, run_threads
+from simulated import Anything, Launch, Number, Ring, barriers, own_functions, run_threads
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 DIM, PANELS, SLOTS = 128, 2, 2
@@ -135,7 +135,7 @@ class Backward(Launch):
             "count_queries": lambda progress, batch, batches: self.count(1 + batches + batch),
             "store_accumulator": self.store, **self.more(),
         }  # fmt: skip
-        return self.own_functions(names, self.functions)
+        return own_functions(names, self.functions)
 
     def more(self):
         """More stand-ins."""

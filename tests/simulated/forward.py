@@ -4,7 +4,7 @@ Q is read from shared memory by every product with K, so its buffer has to stay 
 
 import types
 
-from simulated import Anything, Launch, Note, Number, Offsets, Panels, Tile, Turn, barriers, tiles_of
+from simulated import Anything, Launch, Note, Number, Offsets, Panels, Tile, Turn, barriers, own_functions, tiles_of
 from tilefold.kernels.hopper import attention_forward, forward_loads, forward_mods, forward_parts, forward_work
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
@@ -88,7 +88,7 @@ class Run(Launch):
             "read_told": lambda told, block, n: max(told.get(block * n + c, 0) for c in range(n)),
             "write_care": lambda told, again: told.update(care=again), "read_care": run.care, "NOTHING": -2, "LEAVE": -1,
         } | self.more()  # fmt: skip
-        self.own_functions(names, self.functions)
+        own_functions(names, self.functions)
         read, place = names["read_item"], names["read_place"]
         names["read_item"] = lambda *args: run.begin(read(*args))
         names["read_place"] = lambda *args: tuple(map(Number, place(*args)))  # scalars, which can be cast

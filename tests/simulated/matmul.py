@@ -5,7 +5,7 @@ compared with what the work item should be, worked out in another way than the k
 
 import types
 
-from simulated import Launch, Number, Panels, Tile, barriers, run_threads, tiles_of
+from simulated import Launch, Number, Panels, Tile, barriers, own_functions, run_threads, tiles_of
 from tilefold.kernels.hopper import matmul, matmul_eight, matmul_eight_rows, matmul_parts
 
 
@@ -32,7 +32,7 @@ class Products(Launch):
             "scaled_sums": gl.zeros, "reinterpret": tiles_of, "let_next_start": lambda early: None,
             "wait_for_stores": lambda: None, "finish_part": self.finish,
         }  # fmt: skip
-        return self.own_functions(names, self.functions)
+        return own_functions(names, self.functions)
 
     def finish(self, *args):
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """The block-sparse Gluon kernel for sm_90: one launch over random lists, whose products find the blocks that they name."""
 
-from simulated import Anything, Launch, Number, Panels, Tile, barriers
+from simulated import Anything, Launch, Number, Panels, Tile, barriers, own_functions
 from tilefold.kernels.hopper import parts, sparse_forward
 
 FUNCTIONS = (
@@ -75,7 +75,7 @@ class Run(Launch):
             "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),
             "_write_note": lambda note, item, count: note.update(item=item, count=count), "_read_note": run.read_note,
         }  # fmt: skip
-        return self.own_functions(names, FUNCTIONS)
+        return own_functions(names, FUNCTIONS)
 
     def read_note(self, note):
         self.local.item, self.local.open, self.local.j = note["item"], [], {"k": 0, "v": 0}
