@@ -20,7 +20,7 @@ REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of th
 
 
 def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales = (None, None)) -> Bound:
-    """The launch of a product, of what product.GIVEN_TO_PRODUCTS names; scales: of products in e4m3.  Unsupported without Gluon."""
+    """The launch of a product, of what GIVEN_TO_PRODUCTS names; scales: of products in e4m3.  Unsupported without Gluon."""
     if x.a.element_size() == 1:
         return bind_product(x, plan, scales, device)
     require("plan.kernel", plan.kernel)
