@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Epilogue",
     "activation_gradient",
-    "facts",
     "problem_of",
     "product",
 ]
@@ -50,7 +49,7 @@ class Prepared(NamedTuple):
 
 
 def facts(t: torch.Tensor | None) -> Any:
-    """What of a tensor decides checks, plan and launch."""
+    """What of a checked tensor decides plan and launch."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0)
 
 

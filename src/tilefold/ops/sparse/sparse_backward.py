@@ -68,19 +68,8 @@ class SparseGradient(torch.autograd.Function):
     """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        call: "SparseCall",
-        transposed: "Lists",
-        wanted: tuple[bool, ...],
-    ) -> Gradients:
-        return backward((q, k, v, out, lse), dout, dlse, call, transposed, wanted)
+    def forward(*given: Any) -> Gradients:
+        return backward(given[:5], *given[5:])  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
