@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
-from tilefold.bench.attention.run import Cell
 from tilefold.bench.records import record
+from tilefold.bench.run import Cell
 from tilefold.bench.setting import Setting
 from tilefold.bench.timers import Timing
 from tilefold.cli.runtime import print_tables

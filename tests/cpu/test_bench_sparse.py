@@ -10,10 +10,11 @@ from tilefold import reference
 from tilefold.bench.attention import grid, report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
 from tilefold.bench.attention.lists import Pattern, lists_of
-from tilefold.bench.attention.run import Cell, run_case
+from tilefold.bench.attention.peers import SPARSE as FAMILY
 from tilefold.bench.implementation import Implementation, make_inputs, prepared
 from tilefold.bench.judge import Judge, sampled_heads, visible
 from tilefold.bench.records import record
+from tilefold.bench.run import Cell, run_case
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
 from tilefold.cli.runtime import print_tables
@@ -177,7 +178,7 @@ def test_each_is_judged_by_what_it_claims_to_compute(backward):
         made_up("pairs", by_every_pair, False),
         made_up("liar", by_every_pair, True),
     ]
-    cells = run_case(case, everyone, "cpu", QUICK, lambda case, what: None)
+    cells = run_case(FAMILY, case, everyone, "cpu", QUICK, lambda case, what: None).cells
     assert [cell.status for cell in cells] == ["ok", "ok", "WRONG"]
     assert cells[0].scratch is None  # a GPU's figure
 

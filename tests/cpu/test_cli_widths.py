@@ -95,7 +95,7 @@ def test_a_sparse_table_of_a_gpu_fits(host, widths):
     from tilefold.bench.attention import report
     from tilefold.bench.attention.cases import SPARSE, Case
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.attention.run import Cell
+    from tilefold.bench.run import Cell
     from tilefold.bench.timers import Timing
     from tilefold.reference import Comparison
 

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from tilefold.cli.bench_epilogs import EPILOGS, HELP
 from tilefold.cli.bench_flow import Outputs, finish, measure, peer_names, show
-from tilefold.cli.bench_options import (
+from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
+from tilefold.cli.bench_parallel import parallel
+from tilefold.cli.bench_runs import COMPARE_EPILOG, compare_runs, peers
+from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
+from tilefold.cli.bench_suite import suite
+from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
+from tilefold.cli.bench_video import video
+from tilefold.cli.options import (
     Against,
     Budget,
     CaseFilter,
@@ -27,13 +34,6 @@ from tilefold.cli.bench_options import (
     Results,
     Rounds,
 )
-from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
-from tilefold.cli.bench_parallel import parallel
-from tilefold.cli.bench_runs import COMPARE_EPILOG, compare_runs, peers
-from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
-from tilefold.cli.bench_suite import suite
-from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
-from tilefold.cli.bench_video import video
 from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]

@@ -55,7 +55,7 @@ class Outputs:
         from tilefold.bench.records.runs import read_rows
 
         place = place_of(refresh) if refresh else None
-        writable({**files, "refresh": place and place.path})
+        writable({**files, "refresh": place.path if place else None})
         if place is not None:
             place.check(families)
         if limits[0] is not None and compare is None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cli.options import Budget, Json, Markdown
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
     Files,
@@ -89,15 +90,13 @@ def parallel(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
-    budget: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further line after so long.")
-    ] = None,
+    budget: Budget = None,
     trace: Annotated[
         str,
         typer.Option(metavar="STEM", help="Trace one call of each line (GPU); a file STEM-WAY.json.gz for each way."),
     ] = "",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
 ) -> None:
     """Time every scheme of context parallelism, beside PyTorch's own, each output checked first."""
     files = {"json": json, "markdown": markdown}

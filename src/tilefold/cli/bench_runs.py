@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tilefold.cli.bench_flow import show_comparison
-from tilefold.cli.bench_options import CaseFilter, FailSlower, Json, Markdown, Noise
+from tilefold.cli.options import CaseFilter, FailSlower, Json, Markdown, Noise
 from tilefold.cli.runtime import json_text, print_tables, user_errors, writable, write_files
 from tilefold.errors import ValueRangeError
 
@@ -34,13 +34,9 @@ or with --fail-slower if its whole interval is beyond that.
 
 def _filtered(found: "list[Measured]", family: str | None, case: str | None) -> "list[Measured]":
     """Those of a family, and whose case has a filter's parts. ValueRangeError if none is left."""
-    choices = [[part.strip().lower() for part in one.split(",") if part.strip()] for one in (case or "").split("|")]
-    kept = [
-        one
-        for one in found
-        if (family is None or one.key.family == family)
-        and (case is None or any(choice and all(part in one.key.case.lower() for part in choice) for choice in choices))
-    ]
+    from tilefold.bench.choice import fits
+
+    kept = [one for one in found if family in (None, one.key.family) and (case is None or fits(one.key.case, case))]
     if not kept:
         known = ", ".join(dict.fromkeys(one.key.family for one in found))
         raise ValueRangeError(f"no results of family {family!r} and case {case!r}; families there: {known}")

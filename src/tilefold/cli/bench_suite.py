@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.bench_flow import Done, Outputs, finish, measure, peer_names, show
-from tilefold.cli.bench_options import (
+from tilefold.cli.options import (
     Against,
     Budget,
     CaseFilter,

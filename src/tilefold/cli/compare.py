@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.bench import page
+from tilefold.cli.options import Html, Json, Png
 from tilefold.cli.runtime import (
     Files,
     dtype_named,
@@ -93,13 +94,9 @@ def compare(
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw where and how large the differences are.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")
-    ] = None,
+    json: Json = None,
+    png: Png = None,
+    html: Html = None,
 ) -> None:
     """Compare the results of two implementations on one case, or two files, number by number."""
     outputs = {"json": json, "png": png, "html": html}
@@ -188,10 +185,10 @@ def _runs_of_case(
         check_name(name)
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.engine import AttentionEngine, Request
+    from tilefold.bench.engine import Request, engine_named
     from tilefold.bench.implementation import make_inputs
 
-    case = AttentionEngine(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
+    case = engine_named(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
     console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))
     for name in names:
         if case.pattern is not None and name in IMPLEMENTATIONS and not IMPLEMENTATIONS[name].lists:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from tilefold.cli.options import Json, Markdown, Png
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
     Files,
@@ -113,11 +114,9 @@ def ladder(
     new: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables for a document, with device, date and commit.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over length.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    png: Png = None,
 ) -> None:
     """Attention in five rungs (naive, profile, paged, flash, split): read, run, check and measure them."""
     files = {"json": json, "markdown": markdown, "png": png}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from tilefold.bench import page
 from tilefold.cli import profile_run
+from tilefold.cli.options import Html, Json, Png
 from tilefold.cli.runtime import (
     dtype_named,
     integers,
@@ -128,9 +128,9 @@ def video(
             "--explain/--no-explain", help="Trace each stage's launches: what bounds each, and whether they add up."
         ),
     ] = True,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the stages.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and drawing as one HTML file.")] = None,
+    json: Json = None,
+    png: Png = None,
+    html: Html = None,
 ) -> None:
     """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
     files = {"json": json, "png": png, "html": html}

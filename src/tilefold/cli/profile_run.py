@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cli.options import Json, Markdown
 from tilefold.cli.runtime import (
     Files,
     Runtime,
@@ -37,8 +38,6 @@ Kernels = Annotated[
 Launches = Annotated[
     int, typer.Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")
 ]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON (for `tilefold roofline`).")]
-Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and verdicts for a document.")]
 
 
 @user_errors

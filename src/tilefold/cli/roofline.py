@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cli.options import Png
 from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
 from tilefold.errors import DeviceError, ValueRangeError
 
@@ -46,7 +47,7 @@ def roofline(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: hover, zoom, filter; no network.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (needs matplotlib).")] = None,
+    png: Png = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measured roofs.")] = None,
 ) -> None:
     """Show what this machine can do at most, and how near to it kernels came."""

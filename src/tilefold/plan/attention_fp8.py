@@ -63,7 +63,7 @@ class AttentionFp8Plan(Plan):
         require_derived(self, _derived(self.problem, self.kernel, self.tile))
 
     def __str__(self) -> str:
-        from tilefold.plan.explain_fp8 import explain_fp8
+        from tilefold.plan.explain import explain_fp8
 
         return explain_fp8(self)
 

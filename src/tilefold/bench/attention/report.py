@@ -16,7 +16,6 @@ from tilefold.bench.attention.grid import (
     title_of,
 )
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.attention.run import Cell
 from tilefold.bench.loop import OK
 from tilefold.bench.page import grouped_tables
 from tilefold.bench.records.record import (
@@ -30,6 +29,7 @@ from tilefold.bench.records.record import (
     times,
     version_in,
 )
+from tilefold.bench.run import Cell
 from tilefold.bench.setting import Setting
 from tilefold.bench.video import reported
 
@@ -84,7 +84,7 @@ def what_of(cell: Cell) -> str:
         if p.window != (-1, -1):
             return "window {}, {}".format(*p.window)
         return "causal" if p.causal else "full"
-    title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
+    title: str = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
     return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
 
 

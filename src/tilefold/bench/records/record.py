@@ -158,7 +158,7 @@ def markdown_text(sheets: Sequence[Sheet], setting: "Setting", notes: Sequence[s
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """A table's lines in markdown; left: columns that are aligned to the left."""
     dashes = ["---"] * left + ["---:"] * (len(head) - left)
-    return [f"| {' | '.join(cells)} |" for cells in (head, dashes, *rows)]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in (head, dashes, *rows)]
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

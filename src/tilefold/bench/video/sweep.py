@@ -1,8 +1,7 @@
 """The video pipeline over a range of sparsities, lengths and cached tokens, checked and timed beside dense peers."""
 
 import copy
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ __all__ = [
     "SweepRow",
     "measure_point",
     "points_of",
-    "run_points",
 ]
 
 # What is swept -> its unit.
@@ -192,25 +190,6 @@ def points_of(
         for pages in (page_sizes if sweep == "cached" else (None,))
         for value in values
     )
-
-
-def run_points(
-    points: Iterable[Point],
-    measure: Callable[[Point], SweepRow],
-    budget_s: float | None = None,
-    finished: Callable[[SweepRow], None] = lambda row: None,
-) -> tuple[list[SweepRow], list[Point]]:
-    """(rows, points that were left out): no point is begun after budget_s seconds; finished(row) after each."""
-    rows: list[SweepRow] = []
-    left: list[Point] = []
-    begin = time.perf_counter()
-    for point in points:
-        if budget_s is not None and time.perf_counter() - begin >= budget_s:
-            left.append(point)
-            continue
-        rows.append(measure(point))
-        finished(rows[-1])
-    return rows, left
 
 
 def measure_point(
