@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cases import qkv, rand
-from coarse_cases import sized, weights
+from cases import qkv, rand, same
+from cases.coarse import sized, weights
 from tilefold import sparse
 from tilefold.ops.sparse.coarse import COARSE, CoarseCall
 from tilefold.ops.sparse.fuse import fuse_op
@@ -52,10 +52,7 @@ def test_compile_without_gradients(device):
     leaves, sizes = inputs_of("block", device)
     leaves = [t.detach() for t in leaves]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes), strict=True)
-    )
+    assert same(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes))
 
 
 def test_opcheck(device):
@@ -94,7 +91,7 @@ def test_functorch_grad(kind, device):
 
     got = torch.func.grad(loss, tuple(range(6)))(*plain)
     want = torch.autograd.grad(loss(*leaves), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_out_is_refused_inside_a_graph(device):
