@@ -48,6 +48,14 @@ def test_a_parameter_without_a_value_is_what_a_call_gives_by_its_name():
     ]
 
 
+def test_what_is_given_in_the_kernels_order_stands_in_front():
+    bound = Bound(Launch(), ("Q", "scale"), {"Bias": 1, "cap": 30.0})
+    assert bound.arguments(("q", 0.5)) == ["q", 0.5, 1, 30.0]
+    assert bound.with_values({"cap": 4.0}).arguments(("q", 0.25)) == ["q", 0.25, 1, 4.0]
+    everything = Bound(Launch(), ("Q", "scale", "Bias", "cap"), {})
+    assert everything.arguments((1, 2, 3, 4)) == everything.with_values({}).arguments((1, 2, 3, 4)) == [1, 2, 3, 4]
+
+
 def test_a_parameter_without_a_value_is_named():
     with pytest.raises(KeyError, match="kernel has a parameter 'cap' that its binding does not know"):
         Bound(Launch(), GIVEN, {name: value for name, value in VALUES.items() if name != "cap"})

@@ -26,7 +26,7 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_made", "_template", "launch", "names", "values")
+    __slots__ = ("_as_given", "_made", "_rest", "_template", "launch", "names", "values")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch, self.values = launch, values
@@ -48,6 +48,9 @@ class Bound:
             else:
                 made.append((at, place, value.make))
         self._as_given, self._made = tuple(as_given), tuple(made)
+        # what stands behind all that a call gives, where that comes first, in its order and as it is: then nothing is filled in
+        in_order = not made and as_given == [(i, i) for i in range(len(given))]
+        self._rest: list[Any] | None = self._template[len(given) :] if in_order else None
 
     def __call__(self, given: tuple[Any, ...]) -> None:
         """Launch for a call that gives these."""
@@ -55,6 +58,8 @@ class Bound:
 
     def arguments(self, given: tuple[Any, ...]) -> list[Any]:
         """The kernel's run-time arguments, in its order."""
+        if self._rest is not None:
+            return [*given, *self._rest]
         arguments = self._template.copy()
         for at, place in self._as_given:
             arguments[at] = given[place]
@@ -85,6 +90,7 @@ class Bound:
             if name not in self.names or self.names.index(name) in slots:
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
             made._template[self.names.index(name)] = value
+        made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
         return made
 
 

@@ -9,7 +9,7 @@ from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from ...types import Constant, constant
 from ..operator import Gradient, Operation
-from ..records import recorded
+from ..records import facts_of, recorded
 from ..watch import is_transformed, is_watched, wants_gradient
 from .matmul_gradient import gradient
 from .options import check_activation, check_tf32
@@ -123,7 +123,12 @@ def _check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: An
     return True
 
 
-_check_once = recorded("matmul")(_check)
+def _key(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, *options: Any) -> Any:
+    others = [None if t is None else facts_of(t) for t in (bias, scale_a, scale_b)]
+    return facts_of(a), facts_of(b), *others, options, type(options[2])  # tf32: 1 == True, but is refused
+
+
+_check_once = recorded("matmul", _key)(_check)
 
 
 def _check_options(activation: Any, order: Any, out_dtype: Any) -> None:
