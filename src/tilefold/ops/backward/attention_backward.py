@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention_parts import dropout_of, kind_of, mods_of, sequence_strides
+from ..dense.attention_parts import dropout_of, has_prefix, kind_of, mods_of, sequence_strides
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
@@ -53,6 +53,21 @@ class DenseBound(Bound):
     sinks_tail: tuple[Any, ...]
     weights: Any
     weights_tail: tuple[Any, ...]
+    prefixed: bool = False  # the band is a prefix: its length comes with each call
+
+    def of_call(self, call: Call) -> "DenseBound":
+        """With what differs from call to call in the arguments that else stay the same."""
+        if not self.prefixed:
+            return self
+        tails = ("queries_tail", "keys_tail", "bias_tail", "weights_tail")
+        length = call.mask_args[0]
+        made: dict[str, Any] = {}
+        for name in tails:
+            made[name] = tuple(length if one is LENGTH else one for one in getattr(self, name))
+        return replace(self, **made)
+
+
+LENGTH: Any = object()  # stands for the length of a prefix
 
 
 class Attention(torch.autograd.Function):
@@ -194,8 +209,9 @@ def backward(
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.prefixed)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
+    bound = bound.of_call(call)
     if exact and whole:
         rows = q, k, dout, lse2, delta
         dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
@@ -315,7 +331,9 @@ def _bind(
     most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in tiles))
     wide = max(s[1] for s in strides) * most >= 1 << 31
     constants = _constants(n, call, q.dtype, wide)
-    band = tuple(UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
+    window = window_of(call.window, call.causal)
+    prefixed = has_prefix(call, window)
+    band = (LENGTH, 0) if prefixed else tuple(UNBOUNDED if side < 0 else side for side in window)
     boxed = plan.kernel == "attention_backward_box"
     queries, keys, _ = plan.grids
     return DenseBound(
@@ -329,6 +347,7 @@ def _bind(
         boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
         *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
+        prefixed,
     )  # fmt: skip
 
 
@@ -363,8 +382,9 @@ def _bind_terms(
 
 
 def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool) -> dict[str, Any]:
+    window = window_of(call.window, call.causal)
     return {
-        "KIND": kind_of(window_of(call.window, call.causal)),
+        "KIND": kind_of(window, has_prefix(call, window)),
         "EMULATE": interpreting() and dtype == torch.bfloat16,
         "WIDE": wide,
         "DIM_QK": n.dim_qk,
@@ -385,8 +405,9 @@ def example_launch(
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
     exact, drop = problem.dtype == "float32", dropout_of(call)
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.prefixed)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
+    bound = bound.of_call(call)
     offsets = (None, None) if call.packed is None else call.packed[:2]
     plain = (q, k, v, out, lse, lse)
     inputs, own = streamed(bound, plain[:4], plain[4:])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...types import Layout
+from ...types import Layout, Rules
 from ..bound import Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call
 
@@ -22,9 +22,11 @@ __all__ = [
     "broadcast_strides",
     "describe_box",
     "dropout_of",
+    "has_prefix",
     "head_strides",
     "hooks_of",
     "kind_of",
+    "mask_mods_of",
     "mods_of",
     "option_values",
     "problem_of",
@@ -74,7 +76,9 @@ def problem_of(
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
-    masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
+    prefixed = has_prefix(call, window)
+    ruled = call.mask_mod is not None and not (prefixed and len(call.mask_mod.tree) == 2)  # type: ignore[union-attr]
+    masks = [n for n, used in (("prefix", prefixed), ("mask", call.mask is not None), ("user", ruled)) if used]
 
     return AttentionProblem(
         **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
@@ -109,12 +113,17 @@ def hooks_of(call: Call) -> tuple[Any, ...]:
     return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
 
 
-def kind_of(window: tuple[int, int]) -> int:
-    """Which band of device.ranges a window is."""
+def kind_of(window: tuple[int, int], prefixed: bool = False) -> int:
+    """Which band of device.ranges a window is; prefixed: or the prefix of a call whose window is none."""
     from ...device import ranges
 
     kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
-    return int(kind.value)
+    return int((ranges.PREFIX if prefixed else kind).value)
+
+
+def has_prefix(call: Call, window: tuple[int, int]) -> bool:
+    """Whether the call's band is a prefix; its length is the first of mask_args."""
+    return isinstance(call.mask_mod, Rules) and call.mask_mod.prefix and window == (-1, -1)
 
 
 def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
@@ -166,12 +175,14 @@ def boxed(k: torch.Tensor, v: torch.Tensor, layout: Layout, rows: int, blocks: t
     return {name: Slot(name.lower(), describe_box(t, layout, rows, block_d).over) for name, t, block_d in pair}
 
 
-def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype) -> dict[str, Any]:
-    """Options by the kernels' names: the same for every kernel that takes mods."""
+def option_values(
+    call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype, prefixed: bool = False
+) -> dict[str, Any]:
+    """Options by the kernels' names: the same for every kernel that takes mods; prefixed: the band is the call's prefix."""
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     exact = dtype == torch.float32
     made: dict[str, Any] = {
-        "left": left,
+        "left": Slot("call", lambda given: given.mask_args[0]) if prefixed else left,
         "right": right,
         "Sinks": attribute("call", "sinks", call.sinks),
         "stride_sinks": 0 if call.sinks is None else call.sinks.stride(0),
@@ -183,7 +194,7 @@ def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float
     }
     if mods_of(mods, softcap, call, exact) != ((), ()):
         made["score_mods"] = Slot("call", lambda given: score_mods_of(mods, softcap, given, exact))
-        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given))
+        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given, prefixed))
     return made
 
 
@@ -193,9 +204,12 @@ def dropout_of(call: Call) -> tuple[Any, ...]:
     return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
-def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
-    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call)
+def mods_of(
+    mods: Any, softcap: float, call: Call, exact: bool, prefixed: bool = False
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32; prefixed: the
+    band is the call's prefix."""
+    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call, prefixed)
 
 
 def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[Any, ...]:
@@ -213,12 +227,14 @@ def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[A
     return tuple(score)
 
 
-def mask_mods_of(mods: Any, call: Call) -> tuple[Any, ...]:
-    """(function, its arguments) of each."""
+def mask_mods_of(mods: Any, call: Call, prefixed: bool = False) -> tuple[Any, ...]:
+    """(function, its arguments) of each; prefixed: but the prefix, which is the band."""
     masks: list[Any] = []
     if call.mask is not None:
         masks.append((mods.keep, (call.mask, *broadcast_strides(call.mask))))
-    if call.mask_mod is not None:
+    if isinstance(call.mask_mod, Rules):
+        masks += call.mask_mod.bound(mods, call.mask_args, int(prefixed))
+    elif call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
     return tuple(masks)
 
