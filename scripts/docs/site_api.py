@@ -98,6 +98,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "conv2d",
         "lowbit_matmul",
         "matmul_w8a8",
+        "ops.rms_norm",
         "add",
         "transpose",
         "lowbit_matmul_plan",

@@ -19,6 +19,9 @@ from .types import ModArgs, ModFunction, Window
 
 __all__ = ["Mask", "causal", "documents", "keys", "prefix", "rule", "tensor", "window"]
 
+BANDS: Final = {"prefix": "prefix", "prefix_each": "prefix"}
+"""Rules of tilefold.device.mods that kernels may take as their band, and its kind in device.ranges, in small letters.  The rule's
+one argument is the `left` of that kind."""
 _SIGNS: Final = {"all": " & ", "any": " | "}
 
 

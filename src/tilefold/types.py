@@ -86,10 +86,9 @@ class Rules(NamedTuple):
     tree: tuple[Any, ...]
 
     @property
-    def prefix(self) -> bool:
-        """Whether its first rule is a prefix, which kernels may take as their band."""
-        first = self.tree[1]
-        return type(first) is Rule and first.function in ("prefix", "prefix_each")
+    def first(self) -> Any:
+        """The function of the first rule that has to hold; None where that is made of several."""
+        return self.tree[1].function if type(self.tree[1]) is Rule else None
 
     @property
     def rules(self) -> Iterator[Rule]:

@@ -156,9 +156,7 @@ def test_one_definition_of_bands():
     for module, names in ((forward_work, ("FULL", "WINDOW")), (forward_mods, ("CAUSAL",)),
                           (backward_ranges, ("FULL", "CAUSAL", "WINDOW"))):  # fmt: skip
         assert all(getattr(module, name) is getattr(ranges, name) for name in names)
-    kinds = [
-        kind_of(w, prefixed) for w, prefixed in (((-1, -1), False), ((-1, 0), False), ((3, 2), False), ((-1, -1), True))
-    ]
+    kinds = [kind_of(w, band) for w, band in (((-1, -1), ""), ((-1, 0), ""), ((3, 2), ""), ((-1, -1), "prefix"))]
     assert kinds == [int(getattr(ranges, name).value) for name in ("FULL", "CAUSAL", "WINDOW", "PREFIX")]
 
 

@@ -159,6 +159,11 @@ class AttentionProblem:
         return left, (0 if self.causal else right)
 
     @property
+    def band(self) -> str:
+        """The first mask where it is a band whose tiles are skipped, as causal and window are; "" for none."""
+        return self.mask_mods[0] if self.mask_mods and self.mask_mods[0] not in ("mask", "user") else ""
+
+    @property
     def plain(self) -> bool:
         """Whether the scores are only scaled and cut (causal, window): no modification, no sinks, no dropout."""
         return not (self.score_mods or self.mask_mods or self.sinks or self.dropout)

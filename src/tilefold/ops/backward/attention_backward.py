@@ -10,7 +10,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..call import UNBOUNDED, Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention_parts import dropout_of, has_prefix, kind_of, mods_of, sequence_strides
+from ..dense.attention_parts import band_of, dropout_of, kind_of, mods_of, sequence_strides
 from ..device import device_of, interpreting
 from ..hopper import disabled
 from ..startup import uncollected
@@ -53,21 +53,20 @@ class DenseBound(Bound):
     sinks_tail: tuple[Any, ...]
     weights: Any
     weights_tail: tuple[Any, ...]
-    prefixed: bool = False  # the band is a prefix: its length comes with each call
+    band: str = ""  # of `band_of`: its `left` comes with each call
 
     def of_call(self, call: Call) -> "DenseBound":
         """With what differs from call to call in the arguments that else stay the same."""
-        if not self.prefixed:
+        if not self.band:
             return self
         tails = ("queries_tail", "keys_tail", "bias_tail", "weights_tail")
-        length = call.mask_args[0]
         made: dict[str, Any] = {}
         for name in tails:
-            made[name] = tuple(length if one is LENGTH else one for one in getattr(self, name))
+            made[name] = tuple(call.mask_args[0] if one is LEFT else one for one in getattr(self, name))
         return replace(self, **made)
 
 
-LENGTH: Any = object()  # stands for the length of a prefix
+LEFT: Any = object()  # stands for what a call gives
 
 
 class Attention(torch.autograd.Function):
@@ -209,7 +208,7 @@ def backward(
     statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     lse2, delta = statistics.unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.prefixed)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.band)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     bound = bound.of_call(call)
     if exact and whole:
@@ -332,8 +331,8 @@ def _bind(
     wide = max(s[1] for s in strides) * most >= 1 << 31
     constants = _constants(n, call, q.dtype, wide)
     window = window_of(call.window, call.causal)
-    prefixed = has_prefix(call, window)
-    band = (LENGTH, 0) if prefixed else tuple(UNBOUNDED if side < 0 else side for side in window)
+    kind = band_of(call, window)
+    band = (LEFT, 0) if kind else tuple(UNBOUNDED if side < 0 else side for side in window)
     boxed = plan.kernel == "attention_backward_box"
     queries, keys, _ = plan.grids
     return DenseBound(
@@ -347,7 +346,7 @@ def _bind(
         boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
         *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
         *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
-        prefixed,
+        kind,
     )  # fmt: skip
 
 
@@ -384,7 +383,7 @@ def _bind_terms(
 def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool) -> dict[str, Any]:
     window = window_of(call.window, call.causal)
     return {
-        "KIND": kind_of(window, has_prefix(call, window)),
+        "KIND": kind_of(window, band_of(call, window)),
         "EMULATE": interpreting() and dtype == torch.bfloat16,
         "WIDE": wide,
         "DIM_QK": n.dim_qk,
@@ -405,7 +404,7 @@ def example_launch(
     (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
     bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
     exact, drop = problem.dtype == "float32", dropout_of(call)
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.prefixed)
+    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact, bound.band)
     slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
     bound = bound.of_call(call)
     offsets = (None, None) if call.packed is None else call.packed[:2]

@@ -35,9 +35,9 @@ from ..startup import uncollected
 from .attention_parts import (
     GIVEN,
     Prepared,
+    band_of,
     boxed,
     broadcast_strides,
-    has_prefix,
     head_strides,
     hooks_of,
     kind_of,
@@ -180,7 +180,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
-    problem = problem_of(q, k, v, call, sizes, window)
+    problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
@@ -222,9 +222,9 @@ def _bind(
     from ...kernels import attention_forward as kernels
     from ..launch import Launch
 
-    prefixed = has_prefix(call, window)
+    band = band_of(call, window)
     constants = {
-        "KIND": kind_of(window, prefixed),
+        "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": head_strides(q, call.layout)[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
@@ -238,7 +238,7 @@ def _bind(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     values = shared_values(sizes, scale, q, k, v, out_shape, call.layout)
-    values |= option_values(call, window, mods, softcap, q.dtype, prefixed)
+    values |= option_values(call, window, mods, softcap, q.dtype, band)
     if plan.kernel == "attention_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (plan.block_qk, plan.block_v))
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
