@@ -13,7 +13,7 @@ from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import dispatched, resolved
 from .ops.faults import mode_for
-from .ops.masking import Terms, named_terms, spelled
+from .ops.masking import Terms, holds_tensor, named_terms, spelled
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
 from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
@@ -238,7 +238,7 @@ def attention_varlen(
     if mode := mode_for(check, cu_seqlens_q):
         from .ops.checked import checked_packed  # here: `import tilefold` stays light
 
-        if mode == "device" and (bias is not None or mask is not None):
+        if mode == "device" and (bias is not None or mask is not None or holds_tensor(mask_mod)):
             raise Unsupported(
                 "check='device' (or TILEFOLD_CHECK=device) with bias or mask: what they hold past max_seqlen_k is read where a "
                 "sequence is longer; pass check=False or True, or give a mask_mod or score_mod"

@@ -239,6 +239,26 @@ def test_lists_and_caches(device):
         tilefold.attention_kvcache(new, k, v, mask=masks.keys(lengths))
 
 
+def test_a_mask_that_is_used_again(device):
+    """What was worked out for other sizes, or from other numbers, is not taken."""
+    q, k, v = qkv(2, SQ, SK, 4, 2, 16, device=device)
+    lengths, cu = int32(40, 13, device=device), int32(0, 20, SK, device=device)
+    rows, column = rand(2, 1, SQ, SK, device=device) > -0.7, rand(1, 1, 1, SK, device=device) > -1
+    for mask in (
+        masks.prefix(lengths) & masks.keys(lengths),
+        masks.documents(cu),
+        masks.tensor(rows) & masks.tensor(column),
+    ):
+        first = tilefold.attention(q, k, v, mask=mask)
+        assert torch.equal(tilefold.attention(q, k, v, mask=mask), first)
+        lengths.copy_(int32(7, 33, device=device))
+        cu.copy_(int32(0, 5, SK, device=device))
+        column.logical_not_()
+        check(q, k, v, mask=mask)
+        if mask.kind != "all":
+            check(q[:, :20], k[:, :30], v[:, :30], mask=mask)
+
+
 # ---------------------------------------------------------------- random ones
 
 

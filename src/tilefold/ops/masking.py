@@ -21,7 +21,7 @@ from ..scores import Score
 from ..types import Constant, Layout, ModArgs, Rule, Rules
 from .call import UNBOUNDED, Packed, value_of, window_of
 
-__all__ = ["Terms", "named_terms", "spelled", "spelled_for_cache", "spelled_for_lists"]
+__all__ = ["Terms", "holds_tensor", "named_terms", "spelled", "spelled_for_cache", "spelled_for_lists"]
 
 BAND = ("causal", "window")
 NAMES = {"softcap": "softcap", "alibi": "alibi_slopes", "bias": "bias", "rule": "score_mod"}
@@ -62,7 +62,25 @@ def spelled(
         given = _with_score(given, score)
     if not isinstance(given.mask, Mask):
         return given
-    return given._replace(**_split(_parts(given), _sizes(q, k, layout, packed), packed is not None))
+    where = _sizes(q, k, layout, packed), packed is not None
+    alone = given.mask_mod is None and given.window is None and given.causal is False and given.mask_args == ()
+    if torch.compiler.is_compiling() or not alone:
+        return given._replace(**_split(_parts(given), *where))
+    kept = given.mask.__dict__.get("_kept")  # of a mask that many layers share: of the last sizes that it was used for
+    if kept is None or kept[0] != where:
+        made = _split(_parts(given), *where)
+        kept = where, made
+        if not _computes(given.mask):
+            given.mask.__dict__["_kept"] = kept
+    return given._replace(**kept[1])
+
+
+def _computes(mask: Mask) -> bool:
+    """Whether a mask becomes tensors that are worked out from those it holds, whose numbers may change from call to call."""
+    if mask.kind == "documents":
+        return True
+    parts = mask.args if mask.kind in ("all", "any", "not") else ()
+    return sum(part.kind == "tensor" for part in parts) > 1 or any(map(_computes, parts))
 
 
 def spelled_for_lists(
@@ -106,6 +124,11 @@ def spelled_for_cache(q: Any, given: Terms, score: Score | None, sizes: tuple[in
                 f"{name}.  Keys that are not there are cache_seqlens' and cache_leftpad's"
             )
     return given
+
+
+def holds_tensor(mask_mod: Any) -> bool:
+    """Whether a rule reads a mask by places of queries and keys."""
+    return isinstance(mask_mod, Rules) and any(rule.function == "keep" for rule in mask_mod.rules)
 
 
 def named_terms(
