@@ -5,7 +5,7 @@ A mask becomes at most four things, all of which have to hold:
     window     the band: tiles outside it are skipped
     mask       a bool tensor, an operand of the kernel
     mask_mod   a function, or the `Rules` of several, with mask_args: looked at for each score
-    prefix     the first of the `Rules`: the band of kernels that have that kind, where no window is
+    a band     the first of the `Rules`, where there is no window and the kernels have its kind: a prefix
 
 What is joined by & is taken apart: bands meet in one window, tensors in one tensor.  What is under | or ~ becomes rules.
 """
