@@ -103,13 +103,14 @@ def test_lengths_of_a_prefix(n, device):
 def test_packed(device):
     tensors, where = packed([19, 23, 0, 7], [23, 23, 5, 20], h=2, hk=1, d=16, dv=16, dtype=torch.float16, device=device)
     slopes, rows = rand(4, 2, device=device).abs(), rand(4, 1, 23, 23, device=device) > -0.7
-    for mask in (
-        masks.prefix(int32(20, 3, 1, 40, device=device)),
-        masks.prefix(8) & masks.keys(int32(30, 20, 5, 9, device=device)),
-        masks.tensor(rows) | masks.rule(dilated, (3,), dilated_twin),
+    check(*tensors, varlen=where, mask=masks.tensor(rows) | masks.rule(dilated, (3,), dilated_twin))
+    score = scores.softcap(3.0).then(scores.alibi(slopes))
+    for mask, more in (
+        (masks.prefix(int32(20, 3, 1, 40, device=device)), {}),
+        (masks.prefix(8) & masks.keys(int32(30, 20, 5, 9, device=device)), {"score": score}),
     ):
-        check(*tensors, varlen=where, mask=mask)
-        check_gradients(*tensors, varlen=where, mask=mask, score=scores.softcap(3.0).then(scores.alibi(slopes)))
+        check(*tensors, varlen=where, mask=mask, **more)
+        check_gradients(*tensors, varlen=where, mask=mask, lse=False, **more)
     with pytest.raises(Unsupported, match="documents in attention_varlen"):
         tilefold.attention_varlen(*tensors, *where, mask=masks.documents(int32(0, 5, device=device)))
 
