@@ -10,8 +10,8 @@ import triton
 import tilefold
 from cases import check, dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, small_plan
 from cases import prefix as by_mod
+from cases.gradient import check_gradients, gradients
 from examples import examples
-from gradient_cases import check_gradients, gradients
 from tilefold import (
     DeviceError,
     DtypeError,
