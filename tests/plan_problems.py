@@ -30,6 +30,7 @@ from tilefold.plan.matrix.eight import EightProblem, plan_eight
 from tilefold.plan.matrix.lowbit import BITS, ZEROS, LowbitProblem, plan_lowbit
 from tilefold.plan.matrix.matmul import plan_matmul
 from tilefold.plan.matrix.problem import MatmulProblem
+from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
 from tilefold.plan.matrix.transpose import TransposeProblem, plan_transpose
 from tilefold.plan.parallel import plan_parallel
 from tilefold.plan.parallel_problem import Links, ParallelProblem
@@ -57,7 +58,8 @@ ANY: dict[str, Any] = {
     "dim_v": st.sampled_from([0, 0, 0, 64, 128, 256]), "dtype": st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]),
     "causal": flags, "window": st.sampled_from([(-1, -1), (-1, -1), (-1, -1), (255, 0), (128, 128)]), "varlen": seldom,
     "score_mods": st.sampled_from([(), (), (), ("softcap",), ("alibi",), ("bias",), ("softcap", "alibi", "bias", "user")]),
-    "mask_mods": st.sampled_from([(), (), (), ("mask",)]), "sinks": seldom, "descriptors": mostly, "query_descriptors": mostly,
+    "mask_mods": st.sampled_from([(), (), (), ("mask",), ("prefix",)]), "sinks": seldom, "descriptors": mostly,
+    "query_descriptors": mostly,
     "dropout": seldom, "bias_descriptors": st.sampled_from(["", "tiles"]),
 }  # fmt: skip
 PLAIN: dict[str, Any] = {"score_mods": (), "mask_mods": (), "sinks": False, "dropout": False, "window": (-1, -1)}
@@ -224,5 +226,8 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "lowbit": lowbits(),
     "conv": convolutions(),
     "transpose": transposes(),
+    "rms_norm": st.builds(
+        plan_rms_norm, st.builds(RMSNormProblem, sizes(1 << 20), sizes(40000, 1), st.sampled_from([2, 4]), flags), devices
+    ),
     "parallel": parallels(),
 }  # fmt: skip

@@ -15,6 +15,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 # In the order of the navigation, each with what it is for.
 MODULES = {
     "tilefold": "attention, caches, errors",
+    "tilefold.masks": "which query sees which key",
+    "tilefold.scores": "what happens to scores before the softmax",
     "tilefold.sparse": "lists of blocks and the stages of video attention",
     "tilefold.paged": "KV caches in pages",
     "tilefold.nn": "torch modules, models in few bits",
@@ -32,6 +34,21 @@ MODULES = {
 # What a reader looks for first stands first, here and on each module's page; what is in no group follows.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Attention": ("attention", "attention_varlen", "constant", "quantize_fp8"),
+    "Masks and scores": (
+        "Mask",
+        "masks.causal",
+        "masks.window",
+        "masks.documents",
+        "masks.prefix",
+        "masks.keys",
+        "masks.tensor",
+        "masks.rule",
+        "Score",
+        "scores.softcap",
+        "scores.alibi",
+        "scores.bias",
+        "scores.rule",
+    ),
     "Lists of blocks": ("sparse_attention", "BlockIndex", "sparse_attention_varlen", "sparse_attention_paged"),
     "Decoding and caches": (
         "attention_kvcache",
@@ -81,6 +98,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "conv2d",
         "lowbit_matmul",
         "matmul_w8a8",
+        "ops.rms_norm",
         "add",
         "transpose",
         "lowbit_matmul_plan",

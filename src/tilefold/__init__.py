@@ -28,7 +28,9 @@ from .errors import (
     Unsupported,
     ValueRangeError,
 )
+from .masks import Mask
 from .ops.faults import Fault, last_fault
+from .scores import Score
 from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attention_varlen, sparse_plan
 from .types import constant
 
@@ -61,10 +63,12 @@ __all__ = [
     "DtypeError",
     "Fault",
     "LayoutError",
+    "Mask",
     "ModifiedError",
     "OutOfPages",
     "PagedKVCache",
     "PlanError",
+    "Score",
     "ShapeError",
     "TilefoldError",
     "Unsupported",
@@ -109,6 +113,7 @@ PARTS = (
     "compat",
     "debug",
     "ladder",
+    "masks",
     "nn",
     "ops",
     "paged",
@@ -117,6 +122,7 @@ PARTS = (
     "profiling",
     "quant",
     "reference",
+    "scores",
     "sparse",
 )
 

@@ -6,14 +6,17 @@ import torch
 
 from .errors import Unsupported
 from .keywords import refusing, unexpected, unexpected_of
+from .masks import Mask
 from .ops.call import Call, Packed, check_kinds
 from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import ATTENTION, resolved
 from .ops.faults import mode_for
+from .ops.masking import Terms, holds_tensor, named_terms, spelled
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
+from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ModFunction | Constant | None = None,
     score_args: ModArgs = (),
@@ -59,6 +62,7 @@ def attention(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     deterministic: bool = True,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
@@ -74,7 +78,8 @@ def attention(
         softcap: cap > 0 turns a score s into cap * tanh(s / cap) (Gemma 2); 0 is off.
         alibi_slopes: [heads] or [batch, heads] fp32: subtracts slope * |i + seq_k - seq_q - j| (ALiBi).
         bias: [batch or 1, heads or 1, seq_q or 1, seq_k] floating point, added to the score; never expanded in memory.
-        mask: like bias, bool: true where the query sees the key.
+        mask: like bias, bool: true where the query sees the key; or a `Mask` (`tilefold.masks`), made of parts by &, | and ~,
+            beside which causal, window and mask_mod have to hold as well, where they are given.
         sinks: [heads] floating point: a score that joins each row's softmax without a value (attention sinks).
         score_mod: @triton.jit function of (score, batch, head, q_index, kv_index, args) giving the new score; score is an
             fp32 tile [M, N] in natural units (scale applied), q_index [M, 1] and kv_index [1, N] are int32 and always inside
@@ -101,6 +106,7 @@ def attention(
         k_descale, v_descale: [batch, kv_heads] fp32, the same of k and v.
         deterministic: False lets gradients be made by a kernel that adds dq in memory, in fp32, in an order that changes from run
             to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.
+        score: a `Score` (`tilefold.scores`) instead of softcap, alibi_slopes, bias and score_mod.
 
     Where few queries meet many keys (at most 128 query rows a KV head) the keys are shared out over the SMs, and K and V are read
     once for all query heads of a KV head; `attention_plan` says whether, and in how many parts.
@@ -129,6 +135,12 @@ def attention(
     if others:
         raise unexpected_of(attention, others)
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
+    if isinstance(mask, Mask) or score is not None:
+        terms = Terms(
+            causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args, score_grad
+        )
+        (causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args,
+         score_grad) = spelled(q, k, terms, score, layout)  # fmt: skip
     if is_fp8(q, q_descale, k_descale, v_descale):
         from .ops.dense import attention_fp8, fp8_library  # here: `import tilefold` stays light
 
@@ -141,8 +153,8 @@ def attention(
         given = attention_fp8.Fp8Call(causal, window, scale, layout, *descales, cast("Any", plan))
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
-    call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
+    call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
+                score_args, mask_mod, mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
                 deterministic)  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -164,7 +176,7 @@ def attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: ModFunction | Constant | None = None,
     score_args: ModArgs = (),
@@ -177,6 +189,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     check: bool | str | None = None,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
@@ -215,17 +228,23 @@ def attention_varlen(
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan")
     refuse_packed(q)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if isinstance(mask, Mask) or score is not None:
+        terms = Terms(
+            causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args, score_grad
+        )
+        (causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args,
+         score_grad) = spelled(q, k, terms, score, packed=packed)  # fmt: skip
     if mode := mode_for(check, cu_seqlens_q):
         from .ops.checked import checked_packed  # here: `import tilefold` stays light
 
-        if mode == "device" and (bias is not None or mask is not None):
+        if mode == "device" and (bias is not None or mask is not None or holds_tensor(mask_mod)):
             raise Unsupported(
                 "check='device' (or TILEFOLD_CHECK=device) with bias or mask: what they hold past max_seqlen_k is read where a "
                 "sequence is longer; pass check=False or True, or give a mask_mod or score_mod"
             )
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
-    call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
-                mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
+    call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
+                score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -284,6 +303,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
+    options = _spelled(q, k, options)
     if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
         from .ops.dense import fp8_library  # here: `import tilefold` stays light
 
@@ -309,6 +329,7 @@ def _prepared(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> tuple[Prepared, Call]:
     """The record of a call given by keywords, which has a plan, and the call."""
+    options = _spelled(q, k, options)
     options.pop("return_lse", None)
     check_kinds(False, deterministic=options.get("deterministic", True))
     packed = {key: options.pop(key, None) for key in _PACKED}
@@ -324,6 +345,13 @@ def _prepared(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
         )
     return prepared, call
+
+
+def _spelled(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with the masks and scores in them as kernels take them."""
+    packed = [options.get(name) for name in _PACKED]
+    where = Packed(*packed) if any(one is not None for one in packed) else None  # type: ignore[arg-type]
+    return named_terms(options, q, k, options.get("layout", "bshd"), where)
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

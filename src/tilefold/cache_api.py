@@ -1,17 +1,20 @@
 """What users call of KV caches: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
 from .errors import DtypeError, Unsupported
 from .keywords import refusing, unexpected, unexpected_of
+from .masks import Mask
 from .ops.cache import kvcache
 from .ops.cache.cached_call import Cache
 from .ops.call import Call, check_kinds
 from .ops.faults import asked, mode_of
+from .ops.masking import Terms, spelled_for_cache
 from .ops.quantise import quantize_kv
 from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
+from .scores import Score
 from .types import Window
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ def attention_kvcache(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -52,6 +55,7 @@ def attention_kvcache(
     return_lse: bool = False,
     plan: "DecodePlan | None" = None,
     check: bool | str | None = None,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
@@ -76,7 +80,7 @@ def attention_kvcache(
         causal: query i sees key j if j <= i + cache_seqlens - seq_q.
         window, scale, softcap, alibi_slopes, sinks: as for `attention`, of each sequence with its keys.
         mask: [batch or 1, heads or 1, seq_q or 1, capacity] bool: true where the query sees the key, by its number in its
-            sequence; what lies behind the last key is not read.
+            sequence; what lies behind the last key is not read.  Or a `Mask` of causal, windows and tensors, joined by &.
         k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0: what stored elements are to be
             multiplied with, as `quantize_kv` gives and `kvcache_append` takes them.  Needed for int8, 1 by default for e4m3.
             bfloat16 queries meet such keys in float16, scaled by a power of two so that none is out of range.
@@ -88,6 +92,7 @@ def attention_kvcache(
             is out of range.  "device": kernels follow no index out of a tensor and take note of it, and nothing waits:
             `last_fault` tells.  False: lengths past the cache's room count as the room, page numbers have to be right.  Default:
             what the environment variable TILEFOLD_CHECK (0, 1 or device) said when tilefold was imported, else False.
+        score: a `Score` (`tilefold.scores`) of softcap and ALiBi, instead of softcap and alibi_slopes.
 
     Returns:
         out like q with dim_v; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32, natural log.  A
@@ -104,7 +109,11 @@ def attention_kvcache(
         raise unexpected_of(attention_kvcache, others)
     check_kinds(return_lse)
     mode = mode_of(check)
-    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
+    if isinstance(mask, Mask) or score is not None:
+        terms = Terms(causal, window, softcap, alibi_slopes, None, mask)
+        terms = _spelled(q, k_cache, terms, score, block_table, cu_seqlens_q, max_seqlen_q)
+        causal, window, softcap, alibi_slopes, _, mask = terms[:6]
+    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks)
     cache = Cache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
@@ -122,14 +131,30 @@ def attention_kvcache_plan(
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
     for name in options:
-        if name not in _OPTIONS:
+        if name not in (*_OPTIONS, "score"):
             raise unexpected("attention_kvcache_plan", name, _OPTIONS)
     check_kinds(options.get("return_lse", False))
     mode_of(options.get("check"))
     given = {name: options[name] for name in _OF_CALL if name in options}
+    if isinstance(given.get("mask"), Mask) or options.get("score") is not None:
+        terms = Terms(**{name: value for name, value in given.items() if name in Terms._fields})
+        table, cu_q, max_q = (options.get(name) for name in ("block_table", "cu_seqlens_q", "max_seqlen_q"))
+        made = _spelled(q, k_cache, terms, options.get("score"), table, cu_q, max_q or 0)
+        given |= {name: getattr(made, name) for name in _OF_CALL if name in Terms._fields}
     places = {field: options[name] for name, field in _OF_CACHE.items() if name in options}
     scales = options.get("k_scale"), options.get("v_scale")
     return kvcache.plan_of(q, k_cache, v_cache, Call(**given), Cache(**places), scales, options.get("plan"))
+
+
+def _spelled(
+    q: torch.Tensor, k_cache: torch.Tensor, given: Terms, score: Score | None, table: Any, cu_q: Any, max_q: int
+) -> Terms:
+    """Keywords with the mask and the score as kernels take them; what the tensors lack is left to the call's own checks."""
+    if not all(isinstance(t, torch.Tensor) for t in (q, k_cache)) or q.dim() < 3 or k_cache.dim() < 2:
+        return given
+    room = k_cache.shape[1] if table is None else k_cache.shape[1] * table.shape[-1]
+    batch, queries = (q.shape[0], q.shape[1]) if cu_q is None else (cu_q.shape[0] - 1, max_q)
+    return spelled_for_cache(q, given, score, (batch, queries, room))
 
 
 _OF_CALL = ("causal", "window", "scale", "softcap", "alibi_slopes", "mask", "sinks")

@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _WINDOW = "a pair (left, right), both ends included; None or -1 is unbounded"
 _BY_MOD = "a mask_mod does what a window does, or the lists of blocks do"
 _MASK = (
-    ("mask", "bool, true where the query sees the key; a floating point one is bias"),
+    ("mask", "bool, true where the query sees the key, or a Mask; a floating point one is bias"),
     ("mask_mod", "a @triton.jit function that says which query sees which key"),
 )
 NAMES: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {

@@ -7,16 +7,19 @@ import torch
 
 from .errors import DtypeError, Unsupported, ValueRangeError
 from .keywords import refusing, unexpected, unexpected_of
+from .masks import Mask
 from .ops.call import Packed, Paged, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
 from .ops.faults import Mode, mode_for, mode_of, watch_of
+from .ops.masking import Terms, spelled_for_lists
 from .ops.places import check_pages
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
 from .ops.sparse.sparse_call import check_lists, facts_of_lists
 from .ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
 from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
+from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ def sparse_attention(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention of each query block over the KV blocks that its list names.
@@ -59,8 +64,8 @@ def sparse_attention(
             `masked` needs a mask_mod or causal=True.
         causal: query i sees key j only if j <= i + seq_k - seq_q; cuts inside the listed blocks, lists nothing.
         scale: of q . k, 1e-30 to 1e30; None: 1 / sqrt(dim).
-        softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window, mask,
-            bias, alibi_slopes or sinks: a mask_mod or score_mod does what the first four do.
+        softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window,
+            bias, alibi_slopes or sinks: a mask or a score_mod does what the first three do.
         score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
             one; needed for gradients where score_mod is given (a mod that only adds: 1).
         plan: a `SparsePlan` to follow exactly, made by `sparse_plan` and perhaps changed; PlanError if it does not fit.
@@ -69,6 +74,8 @@ def sparse_attention(
             kernel's takes note of it and makes copies in range of counts and sizes: a list ends before the first block that does
             not exist; nothing waits, `last_fault` tells.  Gradients then transpose the lists in each call.  Default: what the
             environment variable TILEFOLD_CHECK said, else False.
+        mask: a `Mask` (`tilefold.masks`) that has to hold, too, inside the listed blocks; it lists nothing.
+        score: a `Score` (`tilefold.scores`) of softcap and a rule, instead of softcap and score_mod.
 
     Returns:
         out, like q with dim_v for dim; with return_lse (out, lse), lse [batch, heads, seq_q] fp32, natural log.  A row without a
@@ -90,6 +97,11 @@ def sparse_attention(
     if others:
         raise unexpected_of(sparse_attention, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
+    if mask is not None or score is not None:
+        given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args, score_grad)
+        causal, softcap, score_mod, score_args, mask_mod, mask_args, score_grad = _spelled(
+            q, index, given, score, layout
+        )
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention")
     call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
@@ -119,6 +131,8 @@ def sparse_attention_varlen(
     plan: "SparsePlan | Constant | None" = None,
     backward_plan: "SparseBackwardPlan | Constant | None" = None,
     check: bool | str | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """`sparse_attention` within each of many sequences that are packed along the first dimension, each with its own lists.
@@ -148,6 +162,10 @@ def sparse_attention_varlen(
     if others:
         raise unexpected_of(sparse_attention_varlen, others)
     check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
+    if mask is not None or score is not None:
+        given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args, score_grad)
+        (causal, softcap, score_mod, score_args, mask_mod, mask_args,
+         score_grad) = _spelled(q, index, given, score, batch_of=cu_seqlens_q)  # fmt: skip
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention_varlen")
     lists = _lists_of(index)
@@ -180,6 +198,8 @@ def sparse_attention_paged(
     return_lse: bool = False,
     plan: "SparsePlan | Constant | None" = None,
     check: bool | str | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
     **others: NoReturn,
 ) -> Any:
     """`sparse_attention` over a KV cache in pages: key j of sequence b is row j % page_size of page
@@ -212,6 +232,9 @@ def sparse_attention_paged(
     if others:
         raise unexpected_of(sparse_attention_paged, others)
     check_kinds(return_lse)
+    if mask is not None or score is not None:
+        given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args)
+        causal, softcap, score_mod, score_args, mask_mod, mask_args, _ = _spelled(q, index, given, score, layout)
     hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     mode = mode_of(check)
     index = _checked(index, mode, "sparse_attention_paged")
@@ -274,7 +297,7 @@ def sparse_plan(
     cu_q, cu_k = (options.pop(name, None) for name in _PACKED)
     table, lengths = (options.pop(name, None) for name in _PAGED)
     for name in options:
-        if name not in _OPTIONS:
+        if name not in (*_OPTIONS, "mask", "score"):
             raise unexpected("sparse_plan", name, (*_OPTIONS, *_PACKED, *_PAGED))
     if (cu_q is not None or cu_k is not None) and (table is not None or lengths is not None):
         raise Unsupported(
@@ -286,6 +309,11 @@ def sparse_plan(
         options["paged"] = Paged(table, lengths)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    mask, score = options.pop("mask", None), options.pop("score", None)
+    if mask is not None or score is not None:
+        given = Terms(mask=mask, **{name: options[name] for name in _SPELLED if name in options})
+        made = _spelled(q, index, given, score, options.get("layout", "bshd"), cu_q)
+        options |= dict(zip(_SPELLED, made, strict=True))
     _check_masked(index, options.get("mask_mod"), options.get("causal"))
     call = resolved(SparseCall(lists, **options))
     prepared = _sparse.prepare(q, k, v, call)
@@ -298,6 +326,25 @@ def sparse_plan(
 
         return backward_plan_of(q, k, v, call)
     return prepared.plan
+
+
+_SPELLED = ("causal", "softcap", "score_mod", "score_args", "mask_mod", "mask_args", "score_grad")
+
+
+def _spelled(
+    q: torch.Tensor,
+    index: "BlockIndex",
+    given: Terms,
+    score: Score | None,
+    layout: Layout = "bshd",
+    batch_of: Any = None,
+) -> tuple[Any, ...]:
+    """Keywords (_SPELLED) with the mask and the score as kernels take them; batch_of: cu_seqlens of a packed call."""
+    lists = _lists_of(index)
+    batch = q.shape[0] if batch_of is None else batch_of.shape[0] - 1
+    sizes = (batch, lists.seq_q, lists.seq_k)
+    made = spelled_for_lists(q, given, score, sizes, layout, batch_of is not None)
+    return tuple(getattr(made, name) for name in _SPELLED)
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")

@@ -1,13 +1,16 @@
 """Frozen records and aliases that users of tilefold hold or pass."""
 
+import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .errors import DtypeError, Unsupported
 
-__all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Window", "constant"]
+__all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Rule", "Rules", "Window", "constant"]
 
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 """Order of the dimensions of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim]."""
@@ -30,6 +33,8 @@ class Constant(NamedTuple):
     @property
     def value(self) -> Any:
         """The object that `constant` was given; Unsupported if this process has not named it."""
+        if self.key.startswith("("):
+            return _rules_of(self.key)
         if self.key not in _CONSTANTS:
             raise Unsupported(
                 f"this graph uses {self.key!r}, which this process does not know: call tilefold.constant(...) on the same object "
@@ -48,6 +53,8 @@ def constant(value: Any) -> Constant:
     value, so a graph that was exported with it runs in another process that has named the same object.  Eager calls take it."""
     if isinstance(value, Constant):
         return value
+    if isinstance(value, Rules):
+        return Constant(value.text)
     name = getattr(value, "__name__", type(value).__name__)
     if callable(value):
         function = getattr(value, "fn", value)
@@ -59,3 +66,84 @@ def constant(value: Any) -> Constant:
     key = f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     _CONSTANTS[key] = value
     return Constant(key)
+
+
+# ---------------------------------------------------------------- masks of several rules
+
+
+class Rule(NamedTuple):
+    """One rule of a mask: a name of tilefold.device.mods, a @triton.jit function or its `Constant`; and how many args it has."""
+
+    function: Any
+    takes: int
+
+
+class Rules(NamedTuple):
+    """What a call has in place of a mask_mod where a mask has several rules; their args follow one another in mask_args.
+
+    tree: ("all", ..), ("any", ..) or ("not", one), of trees and of `Rule`s; an "all" outside."""
+
+    tree: tuple[Any, ...]
+
+    @property
+    def first(self) -> Any:
+        """The function of the first rule that has to hold; None where that is made of several."""
+        return self.tree[1].function if type(self.tree[1]) is Rule else None
+
+    @property
+    def rules(self) -> Iterator[Rule]:
+        """All of them, in the order of their args."""
+        return _leaves(self.tree)
+
+    @property
+    def text(self) -> str:
+        """The tree as a word that a graph can hold; functions by the names of their constants."""
+        return _text(self.tree)
+
+    def bound(self, mods: Any, args: ModArgs, first: int = 0) -> tuple[Any, ...]:
+        """Pairs (function, args) as kernels take them, from rule number `first` of the outer "all" on; mods: the module
+        tilefold.device.mods."""
+        given = iter(args)
+        return tuple(_pair(tree, mods, given) for tree in self.tree[1:])[first:]
+
+
+_COMBINED = {"all": "every", "any": "either", "not": "inverse"}
+
+
+def _pair(tree: Any, mods: Any, args: Iterator[Any]) -> tuple[Any, Any]:
+    if type(tree) is Rule:
+        function = getattr(mods, tree.function) if isinstance(tree.function, str) else tree.function
+        return function, tuple(islice(args, tree.takes))
+    return getattr(mods, _COMBINED[tree[0]]), tuple(_pair(part, mods, args) for part in tree[1:])
+
+
+def _leaves(tree: Any) -> Iterator[Rule]:
+    if type(tree) is Rule:
+        yield tree
+        return
+    for part in tree[1:]:
+        yield from _leaves(part)
+
+
+def _text(tree: Any) -> str:
+    if type(tree) is Rule:
+        function, takes = tree
+        return f"{function if isinstance(function, str) else '@' + constant(function).key} {takes}"
+    return f"({tree[0]} {' '.join([_text(part) for part in tree[1:]])})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _rules_of(text: str) -> Rules:
+    """What `Rules.text` said; always the same object."""
+    words = iter(re.findall(r"[()]|[^() ]+", text))
+
+    def tree(word: str) -> Any:
+        if word == "(":
+            parts = [next(words)]
+            while (word := next(words)) != ")":
+                parts.append(tree(word))
+            return tuple(parts)
+        function = Constant(word[1:]).value if word.startswith("@") else word
+        return Rule(function, int(next(words)))
+
+    return Rules(tree(next(words)))

@@ -25,6 +25,8 @@ PROBLEMS = {
     "d256 causal": problem(256, causal=True),
     "d128 one query": problem(128, seq_q=1),
     "d128 dropout": problem(128, dropout=True),
+    "d128 prefix": problem(128, mask_mods=("prefix",)),
+    "d64 varlen prefix rules": problem(64, varlen=True, mask_mods=("prefix", "user")),
     "d128 fp32": problem(128, dtype="float32", causal=True),
     "d80 window": problem(80, window=(256, 0)),
     "d96 causal": problem(96, causal=True),
@@ -46,6 +48,7 @@ LIKE_OTHERS = (
     "d128 varlen causal",
     "d128 dropout",
     "d128 one query",
+    "d64 varlen prefix rules",
 )  # for sm_90 only
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 NEWEST = (

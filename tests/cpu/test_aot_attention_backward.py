@@ -19,6 +19,7 @@ PROBLEMS = {
         128, causal=True, score_mods=("softcap", "alibi", "bias", "user"), mask_mods=("mask", "user"), sinks=True
     ),
     "d128 dropout": problem(128, dropout=True, causal=True),
+    "d128 prefix rules": problem(128, mask_mods=("prefix", "user")),
     "d64 fp32 every mod": problem(
         64, dtype="float32", window=(256, 0), score_mods=("softcap", "bias"), mask_mods=("mask",), sinks=True
     ),
@@ -28,6 +29,7 @@ PARTS = {
     "varlen d128 causal fp16": ("queries", "keys"),
     "d128 every mod": ("queries", "keys", "bias", "sinks"),
     "d128 dropout": ("queries", "keys"),
+    "d128 prefix rules": ("queries", "keys"),
     "d64 fp32 every mod": ("weights",),
 }  # of the others the keys, which hold the most
 EVERYWHERE = ("keys d128 causal", "queries d128 every mod")

@@ -1,4 +1,4 @@
-"""The kernels of conv2d, add and transpose, as planned for real devices, compile for their targets under two Tritons."""
+"""The kernels of conv2d, add, transpose and rms_norm, as planned for real devices, compile for targets under two Tritons."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from aot_cases import DEVICES, Results, compiled
 from tilefold.aot import Job
 from tilefold.plan import device_named
 from tilefold.plan.matrix.conv import ConvProblem, plan_conv
+from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
 from tilefold.plan.matrix.transpose import TransposeProblem, plan_transpose
 
 PROBLEMS = {
@@ -63,11 +64,23 @@ STREAMING |= {
     )
     for strided in ("flat", "strided")
 }
+NORM = {
+    (f"norm {part} {columns}", "sm_90"): Job(
+        "tilefold.ops.matrix.rms_norm:example_launch",
+        {
+            "plan": plan_rms_norm(RMSNormProblem(8192, columns, 2, True), device_named("h200")),
+            "dtype": "bfloat16",
+            "part": part,
+        },
+        "sm_90",
+    )
+    for part, columns in (("forward", 4096), ("backward", 4096), ("backward", 16384), ("forward", 100))
+}
 NEWEST = ("forward 3x3", "weight 3x3", "transpose descriptors")
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-results = compiled(__name__, TENSOR | CHANNELS_FIRST | COPY | STREAMING, NEWEST)
+results = compiled(__name__, TENSOR | CHANNELS_FIRST | COPY | STREAMING | NORM, NEWEST)
 
 
 @pytest.mark.parametrize(("name", "target"), TENSOR)
@@ -98,3 +111,13 @@ def test_streaming_kernels(results: Results, name: str, target: str) -> None:
     assert found.problems(tensor="none") == ()
     assert found.report is not None
     assert sum(found.report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= (54 if name == "add flat" else 16)
+
+
+@pytest.mark.parametrize(("name", "target"), NORM)
+def test_norms(results: Results, name: str, target: str) -> None:
+    """A row stays in registers, but for three of 16384 columns, outside the loop: each tensor is loaded once, 16 bytes a thread
+    where rows are aligned."""
+    found = results.of(name, target)
+    assert found.problems(tensor="none", spills="outside loops" if "16384" in name else "none") == ()
+    assert found.report is not None
+    assert found.report.opcodes.get("LDG", 0) <= (80 if "100" in name else 17)

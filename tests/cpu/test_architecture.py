@@ -11,7 +11,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "tilefold"
 
 # What each part of the package may import of the others.  A part is the first name under tilefold; parts may always import
 # themselves, unless ALONE says otherwise.
-LEAVES = {"errors", "types", "check", "keywords"}
+LEAVES = {"errors", "types", "check", "keywords", "masks", "scores"}
 CORE = {"plan", "kernels", "device"}
 WORK = {"api", "cache_api", "sparse_api", "ops"} | CORE | LEAVES
 MAY_IMPORT: dict[str, set[str]] = {
@@ -19,6 +19,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "check": {"errors", "types"},
     "keywords": set(),
+    "masks": {"errors", "types", "check"},
+    "scores": {"errors", "types", "check", "masks"},
     "plan": {"errors"},
     "device": set(),
     "kernels": {"device"},
@@ -26,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
-    "reference": {"errors", "types", "sparse"},
+    "reference": {"errors", "types", "sparse", "masks", "scores"},
     "sparse": {"ops", "plan"} | LEAVES,
     "paged": {"ops"} | LEAVES,
     "quant": {"errors"},

@@ -49,7 +49,7 @@ def refused(function, **given):
         ({"softmax_scale": 0.5}, "here it is scale"),
         (
             {"attn_mask": None},
-            "here it is mask (bool, true where the query sees the key; a floating point one is bias)",
+            "here it is mask (bool, true where the query sees the key, or a Mask; a floating point one is bias)",
         ),
         ({"enable_gqa": True}, "leave it out: k and v may always have fewer heads than q"),
         ({"window_size": (-1, -1)}, "here it is window (a pair (left, right), both ends included"),
@@ -77,9 +77,9 @@ def test_what_an_error_names_is_there(function):
         assert f"here it is {found[0]}" in text if found else instead in text, text
 
 
-def test_sparse_attention_has_no_window_and_no_mask():
+def test_sparse_attention_has_no_window_and_masks_of_its_own():
     assert "a mask_mod does what a window does" in refused(tilefold.sparse_attention, window_size=(5, 0))
-    assert "here it is mask_mod" in refused(tilefold.sparse_attention, attn_mask=None)
+    assert "or a Mask" in refused(tilefold.sparse_attention, attn_mask=None)
     assert "here it is scale" in refused(tilefold.sparse_plan, softmax_scale=1.0)
     assert "here it is window" in refused(tilefold.attention_kvcache_plan, window_size=(5, 0))
 

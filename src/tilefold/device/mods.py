@@ -21,7 +21,7 @@ kv_index [N, 1].
 import triton
 import triton.language as tl
 
-from .ranges import CAUSAL, WINDOW
+from .ranges import CAUSAL, PREFIX, WINDOW
 
 
 @triton.jit
@@ -63,6 +63,8 @@ def mask_band(score, place, kv_index, band, KIND: tl.constexpr):
         score = mask(score, place, kv_index, ((causal, ()),))
     elif KIND == WINDOW:
         score = mask(score, place, kv_index, ((window, band),))
+    elif KIND == PREFIX:
+        score = mask(score, place, kv_index, ((prefix, (band[0],)),))
     return score
 
 
@@ -152,9 +154,76 @@ def window(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def prefix(score, batch, head, q_index, kv_index, args):
+    """The key is one of the first n, or not after the query (prefix-LM: Raffel et al. 2020, arXiv:1910.10683, section 3.2.1);
+    args = (n,)."""
+    n, seq_q, seq_k = args
+    return (kv_index < n) | (kv_index <= q_index + (seq_k - seq_q))
+
+
+@triton.jit
+def prefix_each(score, batch, head, q_index, kv_index, args):
+    """`prefix` with a length for each sequence; args = (n int32 [batch],)."""
+    n, seq_q, seq_k = args
+    return prefix(score, batch, head, q_index, kv_index, (tl.load(n + batch), seq_q, seq_k))
+
+
+@triton.jit
+def keys(score, batch, head, q_index, kv_index, args):
+    """The key is one of the sequence's first; args = (lengths int32 [batch],)."""
+    return kv_index < tl.load(args[0] + batch)
+
+
+@triton.jit
+def between(score, batch, head, q_index, kv_index, args):
+    """first <= key < last, by the query's position among the keys; no key for a query before the first one; args = (first, last,
+    both int32 [seq_k])."""
+    first, last, seq_q, seq_k = args
+    position = q_index + (seq_k - seq_q)
+    place = tl.maximum(position, 0)
+    return (position >= 0) & (kv_index >= tl.load(first + place)) & (kv_index < tl.load(last + place))
+
+
+@triton.jit
 def keep(score, batch, head, q_index, kv_index, args):
     """mask[batch, head, q, kv] is true; args = (mask, its four strides, 0 where it is broadcast)."""
     return tl.load(element_pointers(batch, head, q_index, kv_index, args)) != 0
+
+
+# Rules of rules: args are pairs (function, args), as `mask` takes them, then seq_q and seq_k.
+
+
+@triton.jit
+def every(score, batch, head, q_index, kv_index, args):
+    """All of the rules hold."""
+    found = holds(args[0], score, batch, head, q_index, kv_index, args)
+    for i in tl.static_range(1, len(args) - 2):
+        found = found & holds(args[i], score, batch, head, q_index, kv_index, args)
+    return found
+
+
+@triton.jit
+def either(score, batch, head, q_index, kv_index, args):
+    """One of the rules holds."""
+    found = holds(args[0], score, batch, head, q_index, kv_index, args)
+    for i in tl.static_range(1, len(args) - 2):
+        found = found | holds(args[i], score, batch, head, q_index, kv_index, args)
+    return found
+
+
+@triton.jit
+def inverse(score, batch, head, q_index, kv_index, args):
+    """The rule does not hold."""
+    return holds(args[0], score, batch, head, q_index, kv_index, args) == 0
+
+
+@triton.jit
+def holds(rule, score, batch, head, q_index, kv_index, args):
+    """Whether one of the rules in args holds, whose last two are seq_q and seq_k."""
+    extent = (args[len(args) - 2], args[len(args) - 1])
+    found = rule[0](score, batch, head, q_index, kv_index, rule[1] + extent)
+    tl.static_assert(found.dtype == tl.int1, "a mask_mod has to return booleans (a comparison), not scores")
+    return found
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..device.gradient import fold_key_gradient, fold_query_range, load_statistics
 from ..device.grid import place_of_program, rows_of_sequence
-from ..device.ranges import range_of_keys, range_of_tile
+from ..device.ranges import band_of_sequence, range_of_keys, range_of_tile
 from ..device.source import fetch_box, fetch_rows, locate_box, locate_rows, side_of
 from ..device.tile import load_rows, store_rows, widen
 
@@ -50,6 +50,7 @@ def attention_backward_queries(
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
     k_side = side_of(K, i_b, i_k, first_k, stride_kb, stride_kn, stride_kh, BOX)
     v_side = side_of(V, i_b, i_k, first_k, stride_vb, stride_vn, stride_vh, BOX)
+    left, right = band_of_sequence(left, right, i_b, KIND)
     tiles = range_of_tile(i_m, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
     dq = fold_query_range(widen(q, EMULATE), widen(do, EMULATE), lse[:, None], delta[:, None], tiles, place, scale, (seq_k,),
                           k_side, v_side, score_mods, slopes, mask_mods, (left, right), locate_box if BOX else locate_rows,
@@ -90,6 +91,7 @@ def attention_backward_keys(
     kv_index = tl.minimum(o_n, seq_k - 1)[:, None]
     dk = tl.zeros([BLOCK_N, BLOCK_QK], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    left, right = band_of_sequence(left, right, i_b, KIND)
     begin, _, _, end = range_of_keys(i_n, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
     for i_g in range(1 if ALONE else group):
         i_h = i_k * group + i_g

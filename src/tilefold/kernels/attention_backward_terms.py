@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..device.gradient import fold_score_gradient, load_statistics
 from ..device.grid import rows_of_sequence
-from ..device.ranges import range_of_keys, range_share
+from ..device.ranges import band_of_sequence, range_of_keys, range_share
 from ..device.source import side_of
 from ..device.state import LOG2E
 from ..device.tile import load_rows, narrow, widen
@@ -53,7 +53,8 @@ def attention_backward_bias(
         i_k = i_h // group
         first_q, len_q = rows_of_sequence(CuQ, i_b, seq_q)
         first_k, len_k = rows_of_sequence(CuK, i_b, seq_k)
-        begin, _, _, end = range_of_keys(i_n, len_q, len_k, left, right, KIND, BLOCK_M, BLOCK_N)
+        band = band_of_sequence(left, right, i_b, KIND)
+        begin, _, _, end = range_of_keys(i_n, len_q, len_k, band[0], band[1], KIND, BLOCK_M, BLOCK_N)
         end = tl.where(i_n * BLOCK_N < len_k, end, begin)
         if ROWS:
             begin, end = tl.maximum(begin, i_m), tl.minimum(end, i_m + 1)
@@ -70,7 +71,7 @@ def attention_backward_bias(
         row = i_b * stride_lb + i_h * stride_lh + first_q
         acc = fold_score_gradient(acc, widen(k, EMULATE), widen(v, EMULATE), live_k, begin, end, i_h.to(tl.int32),
                                   tl.minimum(o_n, len_k - 1)[None, :], scale, (len_q,), q_side, do_side, Lse2 + row, Delta + row,
-                                  score_mods, slopes, mask_mods, i_b.to(tl.int32), (len_q, len_k), (left, right), KIND, EMULATE,
+                                  score_mods, slopes, mask_mods, i_b.to(tl.int32), (len_q, len_k), band, KIND, EMULATE,
                                   BLOCK_M, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V, dropout)  # fmt: skip
     entry = (share * bias_batch + own_b) * bias_heads + own_h
     if ROWS:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..device.gradient import fold_probabilities
 from ..device.grid import place_of_program, rows_of_sequence
-from ..device.ranges import range_of_tile
+from ..device.ranges import band_of_sequence, range_of_tile
 from ..device.source import side_of
 from ..device.state import LOG2E
 from ..device.tile import load_rows, widen
@@ -43,6 +43,7 @@ def attention_backward_weights(
     lse = tl.load(Lse2 + row + o_m, mask=o_m < seq_q, other=float("inf"))
     place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
     k_side = side_of(K, i_b, i_h // group, first_k, stride_kb, stride_kn, stride_kh, False)
+    left, right = band_of_sequence(left, right, i_b, KIND)
     lo, _, _, hi = range_of_tile(i_m, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
     total = tl.zeros([BLOCK_M], tl.float32)
     if Sinks is not None:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..device.fold import fold_range
 from ..device.grid import place_of_program
-from ..device.ranges import range_of_tile
+from ..device.ranges import band_of_sequence, range_of_tile
 from ..device.source import fetch_box, fetch_rows, locate_box, locate_rows
 from ..device.state import state_finish, state_init, state_init_sink
 from ..device.tile import load_rows, store_rows, widen
@@ -65,6 +65,7 @@ def attend(
     # What the mods are told: batch, head, indices of the queries (inside the sequence), lengths.
     q_index = tl.minimum(i_m * BLOCK_M + tl.arange(0, BLOCK_M), seq_q - 1)[:, None]
     place = (i_b.to(tl.int32), i_h.to(tl.int32), q_index, (seq_q, seq_k))
+    band = band_of_sequence(band[0], band[1], i_b, KIND)
     tiles = range_of_tile(i_m, seq_q, seq_k, band[0], band[1], KIND, BLOCK_M, BLOCK_N)
     acc, m, l = fold_range(widen(q, EMULATE), state, tiles, place, scale, (seq_k,), k_side, v_side, score_mods, mask_mods,
                            band, LOCATE, FETCH, KIND, EMULATE, BLOCK_N, DIM_QK, DIM_V, BLOCK_QK, BLOCK_V,

@@ -3,7 +3,7 @@
 dense     attention forward          backward  its gradients
 sparse    block-sparse attention and the stages of its pipeline
 cache     KV caches: attention over them, new keys into them, rotary embedding, merging
-matrix    the operator collection: add, matmul, bmm, transpose, conv2d, weights of few bits
+matrix    the operator collection: add, matmul, bmm, transpose, conv2d, rms_norm, weights of few bits
 here      what all of them use: the call and its checks, the device, launches, operators, records of calls
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .matrix.eight import matmul_w8a8, matmul_w8a8_plan
     from .matrix.lowbit import lowbit_matmul, lowbit_matmul_plan
     from .matrix.matmul import bmm, matmul
+    from .matrix.rms_norm import rms_norm, rms_norm_plan
     from .matrix.transpose import transpose
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "matmul",
     "matmul_w8a8",
     "matmul_w8a8_plan",
+    "rms_norm",
+    "rms_norm_plan",
     "transpose",
 ]
 
@@ -41,6 +44,8 @@ COLLECTION: dict[str, str] = {
     "lowbit_matmul_plan": "lowbit",
     "matmul_w8a8": "eight",
     "matmul_w8a8_plan": "eight",
+    "rms_norm": "rms_norm",
+    "rms_norm_plan": "rms_norm",
 }
 
 

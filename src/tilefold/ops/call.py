@@ -7,7 +7,7 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
-from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
 from .records import facts_of
 from .unpacking import check_unpacking
 
@@ -112,7 +112,7 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None = None
     score_mod: ModFunction | Constant | None = None
     score_args: ModArgs = ()
-    mask_mod: ModFunction | Constant | None = None
+    mask_mod: ModFunction | Rules | Constant | None = None
     mask_args: ModArgs = ()
     packed: Packed | None = None
     plan: "AttentionPlan | DecodePlan | Constant | None" = None
@@ -348,7 +348,11 @@ def check_hooks(call: Call, device: torch.device) -> None:
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.device != device:
                 raise DeviceError(f"{name}_args[{i}] is on {arg.device}, but q is on {device}")
-        if fn is not None:
+        if isinstance(fn, Rules):
+            for rule in (each for each in fn.rules if not isinstance(each.function, str)):
+                _check_function("fn of masks.rule", rule.function)
+                check_unpacking("fn of masks.rule", rule.function, "its args", rule.takes)
+        elif fn is not None:
             _check_function(f"{name}_mod", fn)
             check_unpacking(f"{name}_mod", fn, f"{name}_args", len(args))
     check_slope(call.score_mod, call.score_grad, call.score_args)

@@ -69,6 +69,8 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if n.dropout:
         return "it has no dropout"
+    if n.band:
+        return f"its bands are causal and window, not a {n.band}"
     if "user" in (*n.score_mods, *n.mask_mods):
         return "it has no changes of scores but softcap, ALiBi and a bias, and no masks but causal, window and a boolean one"
     for name in ("bias", "mask"):

@@ -62,6 +62,8 @@ def decodes(problem: AttentionProblem, device: Device) -> str:
     """Empty if the decode kernel takes a call from the dense kernels, else why not."""
     if "user" in problem.score_mods or "user" in problem.mask_mods:
         return "score_mod and mask_mod are the dense kernels'"
+    if problem.band:
+        return f"a {problem.band} is a band of the dense kernels"
     if why := serves(DecodeProblem(problem)):
         return why
     pack, tiles = _dense_tiles(problem, device)

@@ -56,7 +56,7 @@ class AttentionProblem:
     causal: query i sees keys up to i + seq_k - seq_q (aligned to the bottom right).
     window: (left, right), how many keys a query sees on either side of its own position, inclusive; -1 is unbounded.
     score_mods, mask_mods: names of the modifications in the order in which they are applied, such as
-        ("softcap", "alibi", "bias", "user") and ("mask", "user").
+        ("softcap", "alibi", "bias", "user") and ("prefix", "mask", "user"); a "prefix" is a band: tiles past it are skipped.
     sinks: a learned score per head joins each softmax.
     descriptors: K and V can be read by tensor descriptors (16-byte aligned base and strides); query_descriptors: Q can.
     dropout: probabilities are dropped at random.
@@ -157,6 +157,11 @@ class AttentionProblem:
         """The window with the causal mask folded in: (left, right), -1 for unbounded."""
         left, right = self.window
         return left, (0 if self.causal else right)
+
+    @property
+    def band(self) -> str:
+        """The first mask where it is a band whose tiles are skipped, as causal and window are; "" for none."""
+        return self.mask_mods[0] if self.mask_mods and self.mask_mods[0] not in ("mask", "user") else ""
 
     @property
     def plain(self) -> bool:

@@ -9,6 +9,7 @@ from .fp8 import attention_fp8
 from .fuse import fuse
 from .lowbit import lowbit_matmul, matmul_w8a8
 from .matmul import bmm, matmul
+from .rms_norm import rms_norm
 from .rounding import deviating
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
@@ -31,6 +32,7 @@ __all__ = [
     "matmul",
     "matmul_w8a8",
     "project",
+    "rms_norm",
     "select",
     "sparse_attention",
     "sparse_attention_paged",

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..masks import Mask
+from ..scores import Score
 from .rounding import attended, in_dtype
 
 __all__ = ["attention", "attention_varlen", "philox"]
@@ -25,7 +27,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
     sinks: torch.Tensor | None = None,
     score_mod: Mod | None = None,
     score_args: tuple[Any, ...] = (),
@@ -35,9 +37,11 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     first_batch: int = 0,
+    score: Score | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as `tilefold.attention(..., return_lse=True)` defines them, computed in `dtype`.
+    """(out, lse) as `tilefold.attention(..., return_lse=True)` defines them, computed in `dtype`; values of masks
+    and scores by their own `dense`.
 
     score_mod and mask_mod are Python functions of (score, batch, head, q_index, kv_index, args) on whole tensors: score
     [B, H, Sq, Sk], batch [B, 1, 1, 1], head [1, H, 1, 1], q_index [Sq, 1], kv_index [1, Sk]; args ends with seq_q and seq_k.
@@ -61,6 +65,8 @@ def attention(
         s = s - slopes.to(dtype)[:, :, None, None] * (position - i_k).abs()
     if bias is not None:
         s = s + bias.to(dtype)
+    if score is not None:
+        s = score.dense(s)
     if score_mod is not None:
         s = score_mod(s, i_b, i_h, i_q, i_k, (*score_args, seq_q, seq_k))
 
@@ -72,6 +78,8 @@ def attention(
         keep &= i_k >= position - left
     if right is not None:
         keep &= i_k <= position + right
+    if isinstance(mask, Mask):
+        mask = mask.dense(batch, heads, seq_q, seq_k, q.device)
     if mask is not None:
         keep = keep & mask
     if mask_mod is not None:
@@ -140,13 +148,17 @@ def attention_varlen(
         seq_q, seq_k = rows.stop - rows.start, keys.stop - keys.start
         mine = dict(options)
         for name in ("bias", "mask"):
-            if mine.get(name) is not None:
-                t = mine[name]
-                t = t[b : b + 1] if t.shape[0] > 1 else t
-                mine[name] = t[:, :, : seq_q if t.shape[2] > 1 else 1, :seq_k]
+            if isinstance(mine.get(name), torch.Tensor):
+                mine[name] = _tensor_of(mine[name], b, seq_q, seq_k)
         slopes = mine.get("alibi_slopes")
         if slopes is not None and slopes.dim() == 2:
             mine["alibi_slopes"] = slopes[b]
+        if isinstance(mine.get("mask"), Mask):
+            mine["mask"] = _mask_of(mine["mask"], b, seq_q, seq_k)
+        if mine.get("score") is not None:
+            mine["score"] = Score(
+                tuple((kind, _score_args(kind, a, b, seq_q, seq_k)) for kind, a in mine["score"].steps)
+            )
         for name in ("score_mod", "mask_mod"):
             if mine.get(name) is not None:
                 mine[name] = _in_batch(mine[name], b)
@@ -157,3 +169,30 @@ def attention_varlen(
 
 def _in_batch(mod: Mod, b: int) -> Mod:
     return lambda score, batch, *rest: mod(score, batch + b, *rest)
+
+
+def _tensor_of(t: torch.Tensor, b: int, seq_q: int, seq_k: int) -> torch.Tensor:
+    """What of a bias or mask is of sequence b."""
+    t = t[b : b + 1] if t.shape[0] > 1 else t
+    return t[:, :, : seq_q if t.shape[2] > 1 else 1, :seq_k]
+
+
+def _mask_of(mask: Mask, b: int, seq_q: int, seq_k: int) -> Mask:
+    """A mask for sequence b alone."""
+    args = mask.args
+    if mask.kind in ("all", "any", "not"):
+        return Mask(mask.kind, tuple(_mask_of(part, b, seq_q, seq_k) for part in args))
+    if mask.kind == "tensor":
+        return Mask("tensor", (_tensor_of(args[0], b, seq_q, seq_k),))
+    if mask.kind in ("keys", "prefix") and isinstance(args[0], torch.Tensor):
+        return Mask(mask.kind, (args[0][b : b + 1],))
+    return Mask("rule", (*args[:2], _in_batch(args[2], b))) if mask.kind == "rule" and args[2] else mask
+
+
+def _score_args(kind: str, args: tuple[Any, ...], b: int, seq_q: int, seq_k: int) -> tuple[Any, ...]:
+    """Of a step, for sequence b alone."""
+    if kind == "bias":
+        return (_tensor_of(args[0], b, seq_q, seq_k),)
+    if kind == "alibi" and args[0].dim() == 2:
+        return (args[0][b],)
+    return (*args[:3], _in_batch(args[3], b)) if kind == "rule" and args[3] else args

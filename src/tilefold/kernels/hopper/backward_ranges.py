@@ -6,14 +6,14 @@ aligned to the bottom right; `shift` = seq_k - seq_q is where query 0 stands amo
 Keys are made in *stripes* of so many tiles, so that the dS of one stripe has room in memory whatever the lengths are.  In the
 room of a head each tile of keys has a line for the queries of its range.  Under a causal mask two share one, the tiles number l
 from its left and stripe_units - 1 - l from its right: one has many queries when the other has few.
+
+The kinds of bands are those of device.ranges, but for PREFIX, which these kernels do not have.
 """
 
+from ...device.ranges import CAUSAL, FULL, WINDOW
 from .gluon import gl, jit, opaque
 
 UNIT = gl.constexpr(64)  # tokens of a tile
-FULL = gl.constexpr(0)  # every key
-CAUSAL = gl.constexpr(1)  # key <= query + shift
-WINDOW = gl.constexpr(2)  # query + shift - left <= key <= query + shift + right
 
 
 @jit

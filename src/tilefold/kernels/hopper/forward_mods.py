@@ -6,7 +6,7 @@ the scores: 16-bit elements by ldmatrix, eight instructions for 64 x 128, withou
 is a tile of one row.  The distance of ALiBi is worked out from the columns, which are constants of each register.
 """
 
-from .forward_work import CAUSAL
+from ...device.ranges import CAUSAL
 from .gluon import barriers, constexpr_function, fence_async_shared, gl, jit, mbarrier, opaque, reinterpret, tma_load
 from .parts import columns_of
 

@@ -1,11 +1,11 @@
-"""Which work the dense forward kernel for sm_90 does: the order of query blocks, their places, their tiles, their masks."""
+"""Which work the dense forward kernel for sm_90 does: the order of query blocks, their places, their tiles, their masks.
 
+The kinds of bands are those of device.ranges, but for PREFIX, which this kernel does not have."""
+
+from ...device.ranges import FULL, WINDOW
 from .gluon import gl, jit, opaque, thread_barrier
 from .parts import columns_of, place_of_item
 
-FULL = gl.constexpr(0)
-CAUSAL = gl.constexpr(1)
-WINDOW = gl.constexpr(2)
 LEAVE = gl.constexpr(-1)  # notes that name no block: there are no more
 NOTHING = gl.constexpr(-2)  # there may be; only say that the one before is through
 

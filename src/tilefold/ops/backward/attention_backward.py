@@ -9,7 +9,7 @@ from ...errors import DtypeError
 from ..bound import Bound, meta
 from ..call import Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention_parts import kind_of, option_values
+from ..dense.attention_parts import band_of, kind_of, option_values
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
@@ -206,8 +206,9 @@ def _bind(
     most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in (plan.queries, plan.keys, plan.scores)))
     wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31
     window = window_of(call.window, call.causal)
+    band = band_of(call, window)
     constants = {
-        "KIND": kind_of(window),
+        "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": wide,
         "DIM_QK": n.dim_qk,
@@ -227,7 +228,7 @@ def _bind(
         "heads": n.heads,
         "kv_heads": n.kv_heads,
         "group": n.group,
-        **option_values(call, window, mods, softcap, q.dtype),
+        **option_values(call, window, mods, softcap, q.dtype, band),
         "slopes": slopes,
     }
     of_queries, of_keys, boxed = values, values, plan.kernel == "attention_backward_box"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import DtypeError
-from ...types import Layout
+from ...types import Layout, Rule, Rules
 from .. import records
 from ..bound import Bound
 from ..cache.cached_call import Cache
@@ -36,6 +36,7 @@ from ..records import facts_of, recorded, remember
 from .attention_parts import (
     GIVEN,
     Prepared,
+    band_of,
     boxed,
     broadcast_strides,
     head_strides,
@@ -162,7 +163,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     device = device_of(q.device)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
-    problem = problem_of(q, k, v, call, sizes, window)
+    problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
@@ -204,8 +205,9 @@ def _bind(
     from ...kernels import attention_forward as kernels
     from ..launch import Launch
 
+    band = band_of(call, window)
     constants = {
-        "KIND": kind_of(window),
+        "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": head_strides(q, call.layout)[-2] * plan.block_m >= 1 << 31,
         "DIM_QK": sizes["dim_qk"],
@@ -219,7 +221,7 @@ def _bind(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     values = shared_values(sizes, scale, q, k, v, out_shape, call.layout)
-    values |= option_values(call, window, mods, softcap, q.dtype)
+    values |= option_values(call, window, mods, softcap, q.dtype, band)
     if plan.kernel == "attention_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (plan.block_qk, plan.block_v))
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
@@ -295,6 +297,7 @@ def example_call(
     offsets = tensor(n.batch + 1, dtype=torch.int32)
     rows_bias, rows_mask = (1 if d == "keys" else n.seq_q for d in (n.bias_descriptors, n.mask_descriptors))
     bias_dtype = getattr(torch, bias or n.dtype)
+    mask_mod, mask_args = _example_rules(n, tensor(n.batch, dtype=torch.int32))
     call = Call(
         causal=n.causal,
         window=n.window,
@@ -306,8 +309,8 @@ def example_call(
         score_mod=mods.softcap if "user" in n.score_mods else None,
         score_grad=mods.softcap_slope if "user" in n.score_mods else None,
         score_args=(30.0,) if "user" in n.score_mods else (),
-        mask_mod=mods.window if "user" in n.mask_mods else None,
-        mask_args=(64, 64) if "user" in n.mask_mods else (),
+        mask_mod=mask_mod,
+        mask_args=mask_args,
         packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
         dropout_p=0.1 if n.dropout else 0.0,
         dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
@@ -317,3 +320,15 @@ def example_call(
     shapes = result_shapes(call, sizes)
     prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
     return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
+
+
+def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """mask_mod and mask_args for the names of a problem: a function; with a prefix, one length a sequence, rules of rules."""
+    from ...device import mods
+
+    user = "user" in problem.mask_mods
+    if "prefix" not in problem.mask_mods:
+        return (mods.window, (64, 64)) if user else (None, ())
+    some = ("any", ("not", Rule(mods.window, 2)), ("all", Rule("keys", 1), Rule("between", 2)))
+    args = (lengths, *[64, 64, lengths, lengths, lengths] * user)
+    return Rules(("all", Rule("prefix_each", 1), *[some] * user)), args

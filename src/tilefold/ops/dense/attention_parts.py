@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...types import Layout
+from ...masks import BANDS
+from ...types import Layout, Rules
 from ..bound import Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 __all__ = [
     "GIVEN",
     "Prepared",
+    "band_of",
     "boxable",
     "boxed",
     "broadcast_strides",
@@ -25,6 +27,7 @@ __all__ = [
     "head_strides",
     "hooks_of",
     "kind_of",
+    "mask_mods_of",
     "mods_of",
     "option_values",
     "problem_of",
@@ -79,14 +82,22 @@ class Prepared:
 
 
 def problem_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], window: tuple[int, int]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    sizes: dict[str, int],
+    window: tuple[int, int],
+    band: str = "",
 ) -> "AttentionProblem":
+    """The problem of a call; band: of `band_of`, where the kernels have it."""
     from ...plan import AttentionProblem
     from .attention_tiles import tiles_of
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
-    masks = [n for n, used in (("mask", call.mask is not None), ("user", call.mask_mod is not None)) if used]
+    ruled = call.mask_mod is not None and not (band and len(call.mask_mod.tree) == 2)  # type: ignore[union-attr]
+    masks = [n for n, used in ((band, band), ("mask", call.mask is not None), ("user", ruled)) if used]
 
     return AttentionProblem(
         **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
@@ -121,12 +132,17 @@ def hooks_of(call: Call) -> tuple[Any, ...]:
     return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
 
 
-def kind_of(window: tuple[int, int]) -> int:
-    """Which band of device.ranges a window is."""
+def kind_of(window: tuple[int, int], band: str = "") -> int:
+    """Which kind of device.ranges a call's band is: that of its window, or the one that `band_of` found."""
     from ...device import ranges
 
     kind = {(-1, -1): ranges.FULL, (-1, 0): ranges.CAUSAL}.get(window, ranges.WINDOW)
-    return int(kind.value)
+    return int((getattr(ranges, band.upper()) if band else kind).value)
+
+
+def band_of(call: Call, window: tuple[int, int]) -> str:
+    """The band that the call's first rule is, where there is no window, "" for none; the first of mask_args is its `left`."""
+    return BANDS.get(call.mask_mod.first, "") if isinstance(call.mask_mod, Rules) and window == (-1, -1) else ""
 
 
 def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
@@ -178,12 +194,14 @@ def boxed(k: torch.Tensor, v: torch.Tensor, layout: Layout, rows: int, blocks: t
     return {name: Slot(name.lower(), describe_box(t, layout, rows, block_d).over) for name, t, block_d in pair}
 
 
-def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype) -> dict[str, Any]:
-    """Options by the kernels' names: the same for every kernel that takes mods."""
+def option_values(
+    call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype, band: str = ""
+) -> dict[str, Any]:
+    """Options by the kernels' names: the same for every kernel that takes mods; band: of `band_of`."""
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     exact = dtype == torch.float32
     made: dict[str, Any] = {
-        "left": left,
+        "left": Slot("call", lambda given: given.mask_args[0]) if band else left,
         "right": right,
         "Sinks": attribute("call", "sinks", call.sinks),
         "stride_sinks": 0 if call.sinks is None else call.sinks.stride(0),
@@ -195,7 +213,7 @@ def option_values(call: Call, window: tuple[int, int], mods: Any, softcap: float
     }
     if mods_of(mods, softcap, call, exact) != ((), ()):
         made["score_mods"] = Slot("call", lambda given: score_mods_of(mods, softcap, given, exact))
-        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given))
+        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given, band))
     return made
 
 
@@ -205,9 +223,12 @@ def dropout_of(call: Call) -> tuple[Any, ...]:
     return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
-def mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32."""
-    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call)
+def mods_of(
+    mods: Any, softcap: float, call: Call, exact: bool, band: str = ""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32; band: of
+    `band_of`."""
+    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call, band)
 
 
 def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[Any, ...]:
@@ -225,12 +246,14 @@ def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[A
     return tuple(score)
 
 
-def mask_mods_of(mods: Any, call: Call) -> tuple[Any, ...]:
-    """(function, its arguments) of each."""
+def mask_mods_of(mods: Any, call: Call, band: str = "") -> tuple[Any, ...]:
+    """(function, its arguments) of each, but of the one that is the band."""
     masks: list[Any] = []
     if call.mask is not None:
         masks.append((mods.keep, (call.mask, *broadcast_strides(call.mask))))
-    if call.mask_mod is not None:
+    if isinstance(call.mask_mod, Rules):
+        masks += call.mask_mod.bound(mods, call.mask_args, 1 if band else 0)
+    elif call.mask_mod is not None:
         masks.append((call.mask_mod, call.mask_args))
     return tuple(masks)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..bound import Bound, Slot, attribute, strides_named
-from ..dense.attention_parts import mods_of
+from ..dense.attention_parts import mask_mods_of, mods_of
 from .sparse_call import Lists, SparseCall, dense_call
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any
     if call.score_mod is not None:
         made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
     if call.mask_mod is not None:
-        made["mask_mods"] = Slot("call", lambda given: (*masks, (given.mask_mod, given.mask_args)))
+        made["mask_mods"] = Slot("call", lambda given: (*masks, *mask_mods_of(mods, dense_call(given))))
     return made
 
 
