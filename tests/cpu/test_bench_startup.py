@@ -4,11 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
+from cases.cli import command
 from tilefold.bench import startup
 from tilefold.bench.startup import Start, lines_of, measure_start, rows_of, startup_cases
-from tilefold.cli.app import app
 from tilefold.errors import TilefoldError
 
 ONE = Start("d64", False, True, 0.5, 2.0, 3.0, 0.25, True)
@@ -67,9 +66,7 @@ def test_the_command(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(startup, "measure_start", measured)
     path = tmp_path / "startup.json"
-    arguments = ["bench", "startup", "--rounds", "2", "--compare", "--json", str(path)]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "150", "NO_COLOR": "1"})
-    assert result.exit_code == code, result.output
+    result = command("bench", "startup")("--rounds", "2", "--compare", "--json", path, code=code)
     assert "empty cache, as Triton starts" in result.output
     assert ("WRONG" in result.output) is not ok
     document = json.loads(path.read_text())
