@@ -179,6 +179,7 @@ def test_inductor():
     torch.testing.assert_close(compiled(q, k, v), tilefold.attention(2 * q, k, v, causal=True) + 1)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_device():
     q, k, v = qkv(1, 200, 300, 2, 2, 64, dtype=torch.bfloat16, device="cuda:1")
