@@ -6,9 +6,9 @@ import torch
 import tilefold
 from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, same
 from cases.gradient import BOX_BACKWARD, check_gradients, gradients
-from cases.operators import arguments_of
+from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
-from tilefold.ops.dense.library import attention_op
+from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL
 
@@ -162,22 +162,20 @@ def test_compile_varlen_and_plans(device):
 def test_opcheck_and_refusals_of_the_operator(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, device=device))
     bias, sinks = rand(1, 2, 1, 33, device=device).requires_grad_(), rand(2, device=device).requires_grad_()
-    tensors = {"q": q, "k": k, "v": v}
-    torch.library.opcheck(attention_op, arguments_of(attention_op, **tensors, bias=bias, sinks=sinks, causal=True))
-    keys = [tilefold.constant(fn).key for fn in (relative, one)]
-    hooks = {
-        "hooks": f"{keys[0]}|||{keys[1]}|",
-        "mod_tensors": [rand(2, 9, device=device)],
-        "mod_ints": [4],
-        "mod_order": "ti|",
-    }
-    torch.library.opcheck(attention_op, arguments_of(attention_op, **tensors, causal=True, **hooks))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, Call(causal=True, bias=bias, sinks=sinks)))
+    modded = Call(causal=True, score_mod=relative, score_args=(rand(2, 9, device=device), 4), score_grad=one)
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, modded))
     slopes = rand(2, device=device).requires_grad_()
-    for given, match in (
-        ({"alibi_slopes": slopes}, "alibi_slopes requires a gradient, but only"),
-        (hooks | {"hooks": f"{keys[0]}||||"}, "also needs score_grad"),
+    table = rand(2, 9, device=device).requires_grad_()
+    for call, match in (
+        (Call(causal=True, alibi_slopes=slopes), "alibi_slopes requires a gradient, but only q, k, v, bias and sinks"),
+        (
+            modded._replace(score_args=(table, 4)),
+            r"score_args\[0\] requires a gradient, but only q, k, v, bias and sinks",
+        ),
+        (modded._replace(score_grad=None), "also give score_grad"),
     ):
-        out, _ = attention_op(*arguments_of(attention_op, **tensors, causal=True, **given))
+        out, _ = ATTENTION.dispatched(q, k, v, call)
         with pytest.raises(tilefold.Unsupported, match=match):
             out.sum().backward()
 

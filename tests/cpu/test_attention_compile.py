@@ -5,8 +5,8 @@ import torch
 
 import tilefold
 from cases import prefix, qkv, rand, relative, same
-from cases.operators import arguments_of
-from tilefold.ops.dense.library import attention_op
+from tilefold.ops.call import Call, Packed
+from tilefold.ops.dense.library import ATTENTION
 
 pytestmark = pytest.mark.no_poison
 
@@ -204,17 +204,15 @@ def test_opcheck(layout, device):
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     bias, sinks = rand(1, 4, 1, 33, device=device), rand(4, device=device)
-    args = arguments_of(attention_op, q=q, k=k, v=v, bias=bias, sinks=sinks, causal=True, layout=layout)
-    torch.library.opcheck(attention_op, args)
+    call = Call(causal=True, layout=layout, bias=bias, sinks=sinks)
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, call))
 
 
 def test_opcheck_varlen(device):
     q, k, v = (rand(30, 2, 16, device=device) for _ in range(3))
     cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
-    where = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 20, "max_seqlen_k": 20}
-    window = {"window_left": 5, "window_right": 0, "scale": 0.2, "softcap": 1.0}
-    args = arguments_of(attention_op, q=q, k=k, v=v, **where, **window)
-    torch.library.opcheck(attention_op, args)
+    call = Call(window=(5, 0), scale=0.2, softcap=1.0, packed=Packed(cu, cu, 20, 20))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, call))
 
 
 def test_fake_tensors_launch_nothing(device):

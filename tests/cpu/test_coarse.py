@@ -11,7 +11,7 @@ from cases import judge, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
-from tilefold.ops.sparse import coarse as coarse_ops
+from tilefold.ops import records
 from tilefold.plan import coarse as plans
 from tilefold.plan import device_named
 from tilefold.plan.coarse import CoarseProblem, plan_coarse
@@ -181,7 +181,7 @@ def planned(monkeypatch):
             return replace(made, **{**fields, "boxes": (*boxes[:2], boxes[2] and not problem.query_masked)})
 
         monkeypatch.setattr(plans, "plan_coarse", plan)
-        monkeypatch.setattr(coarse_ops, "_CACHE", {})
+        monkeypatch.setattr(records, "CACHE", {})
 
     return change
 

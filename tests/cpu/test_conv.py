@@ -202,9 +202,10 @@ def test_splits(device):
 def test_wide_offsets_give_the_same(device, monkeypatch):
     x, w = rand(1, 16, 5, 5, device=device), rand(16, 16, 3, 3, device=device) / 12
     one = held(x, w, padding=1)
+    from tilefold.ops import records
     from tilefold.ops.matrix import conv
 
-    monkeypatch.setattr(conv, "_CACHE", {})
+    monkeypatch.setattr(records, "CACHE", {})
     problem_of = conv.problem_of
     monkeypatch.setattr(
         conv, "problem_of", lambda *args: __import__("dataclasses").replace(problem_of(*args), wide64=True)

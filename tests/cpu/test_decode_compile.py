@@ -43,21 +43,25 @@ def test_compiled_is_the_eager_call(device):
 
 
 def test_the_operator_is_what_its_schema_says(device):
-    from tilefold.ops.cache.kvcache import attention_kvcache_op
+    from tilefold.ops.cache.cached_call import Cache
+    from tilefold.ops.cache.decode import NO_SCALES
+    from tilefold.ops.cache.kvcache import ATTENTION_KVCACHE
+    from tilefold.ops.call import Call
 
-    call = given(device)
-    empty, q, keys = None, call["q"], (call["k_cache"], call["v_cache"])
-    places = (call["cache_seqlens"], empty, empty, call["block_table"], empty)
-    args = (q, *keys, empty, empty, empty, empty, empty, *places, 0, 0, True, -1, 0, None, 0.0)
-    torch.library.opcheck(attention_kvcache_op, args, test_utils=("test_schema", "test_faketensor"))
+    given_now = given(device)
+    cache = Cache(given_now["cache_seqlens"], block_table=given_now["block_table"])
+    tensors = (given_now[name] for name in ("q", "k_cache", "v_cache"))
+    flat = ATTENTION_KVCACHE.flat(*tensors, Call(causal=True), cache, NO_SCALES, None, False)
+    torch.library.opcheck(ATTENTION_KVCACHE.op, flat, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.interpreter
 def test_nothing_is_read_on_the_host(device, monkeypatch):
+    from tilefold.ops import operator
     from tilefold.ops.cache import kvcache
 
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
-    monkeypatch.setattr(kvcache, "is_watched", lambda tensors: False)  # the launch itself runs under the mode
+    monkeypatch.setattr(operator, "watchers", lambda tensors: (False, False))  # the launch itself runs under the mode
     call = given(device)
     with NoReads("_local_scalar_dense", "nonzero"):
         tilefold.attention_kvcache(**call)

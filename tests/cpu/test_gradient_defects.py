@@ -113,15 +113,15 @@ def test_masks_args_get_no_gradient_either(device):
 @pytest.mark.no_poison
 def test_no_queries_and_keys_with_strides(device):
     """The dispatcher is told contiguous gradients: they must be, without queries, too, and dk and dv come together."""
-    from tilefold.ops.dense.library import attention_backward_op
+    from tilefold.ops.call import Call
+    from tilefold.ops.dense.library import ATTENTION
 
     q, k, v = qkv(2, 0, 5, 2, 2, 16, device=device)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     assert not k.is_contiguous()
-    tail = (None,) * 6, (0, 0, False, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.0, None, True)
     lse = rand(2, 2, 0, device=device)
-    args = ([True, True, False, False, False], q, lse, q, lse, q, k, v, *tail[0], *tail[1])
-    torch.library.opcheck(attention_backward_op, args)
+    args = ([True, True, False, False, False], q, lse, q, lse, *ATTENTION.flat(q, k, v, Call()))
+    torch.library.opcheck(ATTENTION.gradient_op, args)
     leaves = [t.clone().requires_grad_() for t in (q, k.contiguous(), v)]
     got = torch.autograd.grad(tilefold.sparse_attention(*leaves, listed(0, 5, device)).sum(), leaves)
     assert all(g.is_contiguous() and not g.any() for g in got)

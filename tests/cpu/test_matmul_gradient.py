@@ -7,7 +7,7 @@ from cases import rand, same
 from cases.matmul import ACTIVATIONS, check_gradients, matrix
 from tilefold import ops
 from tilefold.errors import Unsupported
-from tilefold.ops.matrix.matmul import matmul_op
+from tilefold.ops.matrix.matmul import MATMUL
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -115,4 +115,4 @@ def test_func_grad(device):
 def test_opcheck(device):
     a, b, bias = (rand(*shape, device=device).requires_grad_() for shape in ((2, 20, 18), (18, 35), (35,)))
     args = (a, b, bias, None, None, "silu", "grouped", False, None, "", True)
-    torch.library.opcheck(matmul_op.op, args)
+    torch.library.opcheck(MATMUL.op, args)

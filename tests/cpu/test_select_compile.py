@@ -13,7 +13,7 @@ from cases import qkv, same
 from cases.host import READS, NoReads, refuse_values
 from cases.select import rows
 from tilefold import sparse
-from tilefold.ops.sparse.select_library import gini_op, select_op
+from tilefold.ops.sparse.select_library import GINI, SELECT
 from tilefold.sparse import Selection
 
 pytestmark = pytest.mark.no_poison
@@ -88,12 +88,13 @@ def test_opcheck(device):
     sizes = torch.full((2, 3, 20), 64, dtype=torch.int32, device=device)
     geometry = [64, 64, 320, 1280]
     never = -(1 << 30)
-    torch.library.opcheck(
-        select_op, (scores, None, None, "gini", [], [0.5, 0.9, 1.0, 20.0], "ffff", 20, geometry, 0, never)
-    )
-    torch.library.opcheck(select_op, (scores, force, sizes, "mass", [per_head], [1.0, 9.0], "tff", 9, geometry, 1, 1))
-    torch.library.opcheck(select_op, (scores, None, None, "count", [], [4.0, 1.0, 20.0], "fff", 4, geometry, 0, never))
-    torch.library.opcheck(gini_op, (scores, sizes))
+    for given in (
+        (None, None, "gini", (0.5, 0.9, 1.0, 20.0), 20, geometry, 0, never),
+        (force, sizes, "mass", (per_head, 1.0, 9.0), 9, geometry, 1, 1),
+        (None, None, "count", (4.0, 1.0, 20.0), 4, geometry, 0, never),
+    ):
+        torch.library.opcheck(SELECT.op, SELECT.flat(scores, *given))
+    torch.library.opcheck(GINI.op, (scores, sizes))
 
 
 def test_fake_tensors(device):

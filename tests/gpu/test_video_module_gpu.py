@@ -6,11 +6,11 @@ import torch
 from cases import same
 from cases.device import DEVICE, no_waiting
 from cases.video import gradients_held
-from tilefold.bench.video.next_frame import Training, train
-from tilefold.bench.video.reconstruction import reconstruct
-from tilefold.bench.video.scene import Scene, scene_qkv
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
+from video_next_frame import Training, train
+from video_reconstruction import reconstruct
+from video_scene import Scene, scene_qkv
 
 pytestmark = pytest.mark.no_poison
 GRID, RAGGED = (8, 12, 16), (7, 13, 18)

@@ -1,4 +1,4 @@
-"""The options that the commands of `tilefold bench` share, each said once."""
+"""The options that several commands have, each said once."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +12,13 @@ __all__ = [
     "Compare",
     "Csv",
     "FailSlower",
+    "Html",
     "Json",
     "Log",
     "Markdown",
     "Noise",
     "Peers",
+    "Png",
     "Power",
     "Refresh",
     "Results",
@@ -44,8 +46,10 @@ Rounds = Annotated[int, typer.Option(min=1, help="Turns that each implementation
 Budget = Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")]
 Log = Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")]
 Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
 Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a document.")]
+Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (needs matplotlib).")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")]
 Refresh = Annotated[
     str | None,
     typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family."),
