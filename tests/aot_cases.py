@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aot_kept import compile_again, unpack
-from tilefold.aot import Job, JobResult, newest_triton, run_jobs
+from tilefold.aot import CompileReport, Job, JobResult, newest_triton, run_jobs
 from tilefold.aot.jobs import NEWEST_VARIABLE
 from tilefold.plan import AttentionProblem
 
@@ -36,6 +36,13 @@ class Results:
                 "to save time a sample of kernels and targets is compiled (TILEFOLD_AOT=all: all), few by the newest Triton"
             )
         return self.found[name, target]
+
+    def clean(self, name: str, target: str, **asked: Any) -> CompileReport:
+        """The report of a job in which nothing is wrong; asked: as of `JobResult.problems`."""
+        result = self.of(name, target)
+        assert result.problems(**asked) == ()
+        assert result.report is not None
+        return result.report
 
 
 def is_sampled(name: str, target: str) -> bool:

@@ -71,12 +71,10 @@ def test_attention_over_rows(results: Results, name: str, target: str) -> None:
     """Tensor instructions, and no spilled register in a loop; blocks of 16 rows are too few for the newest kind.  dk and dv hold
     twice the accumulators of any other kernel: as in block-sparse attention a few registers may be spilled where the tile was
     faster than smaller ones without (Triton 3.9 spills one at D=128, 18 at D=256)."""
-    found = results.of(name, target)
     tensor = "none" if "fp32" in name else "any" if "blocks of 16" in name else "best"
     keys = name.startswith("keys")
-    assert found.problems(tensor=tensor, spills="any" if keys else "outside loops") == ()  # type: ignore[arg-type]
-    assert found.report is not None
-    assert found.report.loop_spills <= (20 if "d256" in name else 4 if keys else 0)
+    report = results.clean(name, target, tensor=tensor, spills="any" if keys else "outside loops")
+    assert report.loop_spills <= (20 if "d256" in name else 4 if keys else 0)
 
 
 WIDE = 26  # of 16 bytes with 16-bit elements; a kernel that took them one by one would have hundreds
@@ -85,8 +83,6 @@ WIDE = 26  # of 16 bytes with 16-bit elements; a kernel that took them one by on
 @pytest.mark.parametrize(("name", "target"), STREAMING)
 def test_streaming_kernels(results: Results, name: str, target: str) -> None:
     """Few, wide loads and stores, nothing spilled."""
-    found = results.of(name, target)
-    assert found.problems(tensor="none") == ()
-    assert found.report is not None
+    report = results.clean(name, target, tensor="none")
     if target == "sm_90" and "bfloat16" in name:
-        assert sum(found.report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= WIDE
+        assert sum(report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= WIDE

@@ -95,29 +95,21 @@ def test_products(results: Results, name: str, target: str) -> None:
 def test_channels_first(results: Results, name: str, target: str) -> None:
     """As above; x, weight and result are loaded and stored 16 bytes at a time, four channels of a padded input 8; planes of 49
     pixels by element, lanes along pixels (along channels every store had a division of its own, and registers spilled)."""
-    found = results.of(name, target)
-    assert found.problems() == ()
-    assert found.report is not None
-    loads, stores = (found.report.opcodes.get(op, 0) for op in ("LDGSTS", "STG"))
-    assert (
-        found.report.opcodes.get("LDG", 0) == 0 and 12 <= loads <= 40 and 4 <= stores <= (64 if "odd" in name else 16)
-    )
+    report = results.clean(name, target)
+    loads, stores = (report.opcodes.get(op, 0) for op in ("LDGSTS", "STG"))
+    assert report.opcodes.get("LDG", 0) == 0 and 12 <= loads <= 40 and 4 <= stores <= (64 if "odd" in name else 16)
 
 
 @pytest.mark.parametrize(("name", "target"), STREAMING | COPY)
 def test_streaming_kernels(results: Results, name: str, target: str) -> None:
     """Wide loads and stores: 16 bytes a thread, or a whole box; beside them the flat sum has its last block's, one by one."""
-    found = results.of(name, target)
-    assert found.problems(tensor="none") == ()
-    assert found.report is not None
-    assert sum(found.report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= (54 if name == "add flat" else 16)
+    report = results.clean(name, target, tensor="none")
+    assert sum(report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= (54 if name == "add flat" else 16)
 
 
 @pytest.mark.parametrize(("name", "target"), NORM)
 def test_norms(results: Results, name: str, target: str) -> None:
     """A row stays in registers, but for three of 16384 columns, outside the loop: each tensor is loaded once, 16 bytes a thread
     where rows are aligned."""
-    found = results.of(name, target)
-    assert found.problems(tensor="none", spills="outside loops" if "16384" in name else "none") == ()
-    assert found.report is not None
-    assert found.report.opcodes.get("LDG", 0) <= (80 if "100" in name else 17)
+    report = results.clean(name, target, tensor="none", spills="outside loops" if "16384" in name else "none")
+    assert report.opcodes.get("LDG", 0) <= (80 if "100" in name else 17)

@@ -39,10 +39,8 @@ results = compiled(__name__, JOBS, NEWEST)
 @pytest.mark.parametrize("name", [*PLANS, "dense"])
 def test_products(results: Results, name: str) -> None:
     """Products of bytes, none made serial, no memory access beside them, no spills; sums outside where they are e4m3."""
-    result = results.of(name, "sm_90")
     direct = name == "many rows int8"  # an odd N: results are stored by threads
-    assert result.problems(tensor="best", spills="outside loops" if direct else "none") == ()
-    report = result.report
+    report = results.clean(name, "sm_90", tensor="best", spills="outside loops" if direct else "none")
     assert report is not None
     kind = "IGMMA" if "int8" in name else "QGMMA"
     loops = [loop for loop in report.loops if loop.opcodes.get(kind)]
@@ -57,7 +55,5 @@ def test_products(results: Results, name: str) -> None:
 
 def test_codes_of_rows(results: Results) -> None:
     """Numbers are loaded and stored 16 and 8 bytes or more at a time: 32 a thread."""
-    result = results.of("quantise", "sm_90")
-    assert result.problems(tensor="none", spills="none") == ()
-    report = result.report
+    report = results.clean("quantise", "sm_90", tensor="none", spills="none")
     assert report is not None and report.opcodes["LDG"] <= 4 and report.opcodes["STG"] <= 6

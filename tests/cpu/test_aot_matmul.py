@@ -74,10 +74,8 @@ def test_hopper(results: Results, name: str) -> None:
 @pytest.mark.parametrize(("name", "target"), [key for key in JOBS if key[0] in PORTABLE])
 def test_portable(results: Results, name: str, target: str) -> None:
     """Tensor cores but for exact fp32, no spills, loads in flight beside products where they are aligned."""
-    result = results.of(name, target)
     exact = name == "float32"
-    assert result.problems(tensor="none" if exact else "best" if name == "half" else "any", spills="none") == ()
-    report = result.report
+    report = results.clean(name, target, tensor="none" if exact else "best" if name == "half" else "any", spills="none")
     assert report is not None
     if target != "gfx942" and not exact and name != "unaligned":
         assert any(loop.opcodes.get("LDGSTS") for loop in report.loops)
@@ -85,5 +83,4 @@ def test_portable(results: Results, name: str, target: str) -> None:
 
 @pytest.mark.parametrize("name", ["finish", "gradient"])
 def test_second_launches(results: Results, name: str) -> None:
-    result = results.of(name, "sm_90")
-    assert result.problems(tensor="none", spills="none") == ()
+    results.clean(name, "sm_90", tensor="none", spills="none")

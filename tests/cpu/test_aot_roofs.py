@@ -31,10 +31,8 @@ def test_products_stay_on_the_sm(results: Results, dtype: str) -> None:
 
 @pytest.mark.parametrize("part", MOVING)
 def test_nothing_is_spilled_and_accesses_are_wide(results: Results, part: str) -> None:
-    found = results.of(part, "sm_90")
-    assert found.problems(tensor="none") == ()
-    assert found.report is not None
-    counts = found.report.opcodes
+    report = results.clean(part, "sm_90", tensor="none")
+    counts = report.opcodes
     loads, stores = counts.get("LDG", 0), counts.get("STG", 0)
     # 16 bytes an access: 8192 elements over 256 threads are 8 of them; exponentials load theirs once
     assert loads == {"read": 8, "read_l2": 8, "copy": 4, "write": 0, "nothing": 0}.get(part, loads)

@@ -85,8 +85,7 @@ results = compiled(__name__, JOBS, NEWEST)
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
     tensor = "none" if name == "merge" else "best"
     other_layout = name.startswith(("varlen", "pages"))  # a few registers of the prologue wait in memory on sm_80
-    found = results.of(name, target)
-    assert found.problems(tensor=tensor, spills="outside loops" if other_layout else "none") == ()
+    results.clean(name, target, tensor=tensor, spills="outside loops" if other_layout else "none")
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -103,12 +102,10 @@ def test_hopper_mixed(results: Results, name: str) -> None:
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(results: Results, name: str) -> None:
     """wgmma in loops without spills or registers in flight; Triton 3.9 spills a few outside of them."""
-    found = results.of(f"hopper {name}", "sm_90")
-    assert found.problems(spills="outside loops") == ()
-    assert found.report is not None
-    assert found.report.spill_store_bytes <= 32
+    report = results.clean(f"hopper {name}", "sm_90", spills="outside loops")
+    assert report.spill_store_bytes <= 32
     made = HOPPER[name]
     plan = plan_sparse(made, device_named("h200"))
     assert plan.kernel == HOPPER_KERNEL
-    assert 0 <= shared_bytes(made, plan.tile) - found.report.shared_bytes < 512
-    assert found.report.occupancy.programs == programs_per_sm(made)
+    assert 0 <= shared_bytes(made, plan.tile) - report.shared_bytes < 512
+    assert report.occupancy.programs == programs_per_sm(made)

@@ -6,18 +6,16 @@ import math
 import random
 
 import pytest
-from typer.testing import CliRunner
 
+from cases.cli import command
 from tilefold.bench.records.changes import change_lines, change_markdown, change_table, compare, ratio_interval
 from tilefold.bench.records.runs import latest, read_measured, read_rows
-from tilefold.cli.app import app
 from tilefold.errors import ValueRangeError
 
 OLD = (1.00, 1.01, 0.99, 1.02, 1.00)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+run = command("bench")
 
 
 def row(case="n1024", times=OLD, implementation="tilefold", **more):
@@ -211,26 +209,25 @@ def test_the_compare_command(tmp_path):
     elsewhere.write_text(json.dumps({"rows": [row(device="Other GPU")]}))
     figures, table = tmp_path / "figures.json", tmp_path / "table.md"
     result = run("compare", old, new, "--json", figures, "--markdown", table)
-    assert result.exit_code == 0, result.output
     assert "1.200" in result.output and "slower" in result.output and "regression" not in result.output
     assert json.loads(figures.read_text())["changes"][0]["verdict"] == "slower"
     assert "| n1024 | tilefold | events | 1.00 | 1.20 | 1.200 |" in table.read_text()
-    limited = run("compare", old, new, "--fail-slower", 10)
-    assert limited.exit_code == 1 and "regression: dense n1024 tilefold, events: 1.200 times as long" in limited.output
-    assert run("compare", old, new, "--fail-slower", 19).exit_code == 0
-    assert run("compare", old, new, "--fail-slower", 10, "--case", "n4096").exit_code == 0
-    assert run("compare", old, worse).exit_code == 1
+    limited = run("compare", old, new, "--fail-slower", 10, code=1)
+    assert "regression: dense n1024 tilefold, events: 1.200 times as long" in limited.output
+    run("compare", old, new, "--fail-slower", 19)
+    run("compare", old, new, "--fail-slower", 10, "--case", "n4096")
+    run("compare", old, worse, code=1)
     nothing = tmp_path / "nothing.json"
     nothing.write_text(json.dumps({"rows": [row("n99")]}))
-    assert run("compare", old, nothing).exit_code == 0
-    assert run("compare", old, nothing, "--fail-slower", 10).exit_code == 1
+    run("compare", old, nothing)
+    run("compare", old, nothing, "--fail-slower", 10, code=1)
     other = run("compare", old, elsewhere)
-    assert other.exit_code == 0 and "NOT THE SAME SETTING: the DEVICE is another one" in other.output
-    refused = run("compare", old, elsewhere, "--fail-slower", 10)
-    assert refused.exit_code == 2 and "--fail-slower cannot judge: the DEVICE" in " ".join(refused.output.split())
+    assert "NOT THE SAME SETTING: the DEVICE is another one" in other.output
+    refused = run("compare", old, elsewhere, "--fail-slower", 10, code=2)
+    assert "--fail-slower cannot judge: the DEVICE" in refused.said
     for arguments, message in (
         ((old, tmp_path / "none.json"), "cannot be read as benchmark results"),
         ((old, new, "--case", "d96"), "no results of family None and case 'd96'"),
     ):
-        result = run("compare", *arguments)
-        assert result.exit_code == 2 and message in " ".join(result.output.split())
+        result = run("compare", *arguments, code=2)
+        assert message in result.said

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from typer.testing import CliRunner
 
+from cases.cli import command
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.table import HEAD, Line, cells_of, to_json, to_markdown
 from tilefold.bench.parallel.trace import MARK, Trace, device_events, hidden_of, overlaps_of, written
 from tilefold.bench.torch_trace import exported
-from tilefold.cli.app import app
 
 
 def test_hidden_is_the_time_of_both():
@@ -116,6 +115,4 @@ def test_the_table_and_the_files():
 )
 @pytest.mark.interpreter
 def test_wrong_usage(arguments, text):
-    result = CliRunner().invoke(app, ["bench", "parallel", *arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
-    assert result.exit_code == 2
-    assert text in result.output
+    assert text in command("bench", "parallel")(*arguments, code=2).output

@@ -4,24 +4,20 @@ import csv
 import json
 
 import pytest
-from typer.testing import CliRunner
 
+from cases.cli import command, reports
 from tilefold.bench.attention import peers
 from tilefold.bench.implementation import Implementation, Prepared
-from tilefold.cli.app import app
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+run = command("bench", columns=100)
 
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_quick_dense_with_every_output(tmp_path):
-    files = {kind: tmp_path / f"dense.{kind}" for kind in ("csv", "json", "markdown")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    files, options = reports(tmp_path, "dense", "csv", "json", "markdown")
     result = run(
-        *(
+        *[
             "dense",
             "--quick",
             "--case",
@@ -33,11 +29,10 @@ def test_quick_dense_with_every_output(tmp_path):
             "--rounds",
             "1",
             "--host",
-        ),
+        ],
         *options,
         *("--results", str(tmp_path / "results")),
     )
-    assert result.exit_code == 0, result.output
     assert "Times in the interpreter say nothing about a GPU" in result.output
     assert "cuDNN: needs a GPU" in result.output
     assert "host us" in result.output
@@ -76,7 +71,6 @@ def test_sparse_at_the_sparsities_that_are_asked_for(tmp_path):
         ],
         str(figures),
     )
-    assert result.exit_code == 0, result.output
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["case"].rsplit("_", 2)[1], row["kept"]) for row in rows] == [
         ("s25", "3/4"),
@@ -90,8 +84,8 @@ def test_sparse_at_the_sparsities_that_are_asked_for(tmp_path):
         (("sparse", "--quick", "--sparsity", "50,..."), "--sparsity must be comma-separated numbers"),
         (("sparse", "--quick", "--sparsity", "100"), "sparsity must be from 0 to below 100 per cent, got 100.0"),
     ):
-        wrong = run(*options)
-        assert wrong.exit_code == 2 and message in " ".join(wrong.output.split()), wrong.output
+        wrong = run(*options, code=2)
+        assert message in wrong.said, wrong.output
 
 
 @pytest.mark.interpreter
@@ -101,7 +95,6 @@ def test_quick_sparse_in_both_directions(tmp_path):
     options = ("--direction", "both", "--case", "video", "--peers", "math,bsa,portable", "--dtype", "fp32", "--log")
     options += ("--rounds", "1")
     result = run("sparse", "--quick", *options, "--json", str(figures), "--results", str(results))
-    assert result.exit_code == 0, result.output
     assert "sparse attention, forward, float32" in result.output
     assert "sparse attention, backward, float32" in result.output
     assert "BSA: nvidia-cudnn-frontend is not installed" in result.output
@@ -117,25 +110,21 @@ def test_quick_sparse_in_both_directions(tmp_path):
 @pytest.mark.no_poison
 def test_a_budget_ends_the_run_and_says_so():
     result = run("sparse", "--quick", "--peers", "none", "--rounds", "1", "--budget", "0")
-    assert result.exit_code == 0, result.output
     assert "0 of 3 cases were reached" in result.output
 
 
 def test_each_family_is_a_command_with_examples():
     for family in ("dense", "sparse", "video"):
         result = run(family, "--help")
-        assert result.exit_code == 0
         assert f"tilefold bench {family}" in result.output.split("Examples")[1]
         assert max(map(len, result.output.splitlines())) <= 100
-    unknown = run("paged", "--quick")
-    assert unknown.exit_code == 2
+    unknown = run("paged", "--quick", code=2)
     assert "No such command 'paged'" in unknown.output
 
 
 @pytest.mark.interpreter
 def test_full_sizes_are_refused_without_a_gpu():
-    result = run("dense")
-    assert result.exit_code == 2
+    result = run("dense", code=2)
     assert "error: the full cases of 'dense' need a GPU" in result.output
     assert "--quick" in result.output
 
@@ -154,8 +143,7 @@ def test_full_sizes_are_refused_without_a_gpu():
     ],
 )
 def test_user_errors_are_one_line_and_nothing_is_measured(arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2
+    result = run(*arguments, code=2)
     assert f"error: {message}" in result.output
     assert "Traceback" not in result.output
     assert "measuring" not in result.output
@@ -167,6 +155,5 @@ def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
         "tilefold", "tilefold", "", lambda case, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
     )
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
-    result = run("dense", "--quick", "--case", "d32,n100x2,causal", "--peers", "none")
-    assert result.exit_code == 1
+    result = run("dense", "--quick", "--case", "d32,n100x2,causal", "--peers", "none", code=1)
     assert "tilefold: WRONG: max error" in result.output

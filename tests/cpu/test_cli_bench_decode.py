@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from cases.cli import command, reports
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
@@ -14,15 +14,13 @@ from tilefold.bench.family_report import family_lines, family_table
 from tilefold.bench.run import Cell, Row, run_case
 from tilefold.bench.setting import Options
 from tilefold.bench.timers import Timing
-from tilefold.cli.app import app
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.reference import Comparison
 
 ONE = DecodeCase((70, 70), 4, 2, 16, 16)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", "decode", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+run = command("bench", "decode")
 
 
 # ---------------------------------------------------------------- cases
@@ -165,12 +163,10 @@ def test_uneven_batches_are_named_beside_balanced_ones():
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_tiny_cases_with_every_output(tmp_path):
-    files = {kind: tmp_path / f"decode.{kind}" for kind in ("json", "markdown")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    files, options = reports(tmp_path, "decode", "json", "markdown")
     results = tmp_path / "results"
     peers = "plain,math,flashinfer,vllm,fa4,cudnn,flex"
     result = run("--case", "q4|uneven|mla", "--peers", peers, "--rounds", 1, "--results", results, *options)
-    assert result.exit_code == 0, result.output
     for line in (
         "flashinfer: flashinfer is not installed",
         "vLLM: vllm is not installed",
@@ -197,8 +193,7 @@ def test_tiny_cases_with_every_output(tmp_path):
 @pytest.mark.no_poison
 def test_a_wrong_result_is_named_not_timed_and_exit_code_1(monkeypatch):
     monkeypatch.setattr(DecodeJudge, "verdict", lambda self, result: Comparison(1.0, 0.1, 1.0, 0.1, False))
-    result = run("--case", "float16", "--peers", "none")
-    assert result.exit_code == 1
+    result = run("--case", "float16", "--peers", "none", code=1)
     assert "tilefold: WRONG: max error 1.00e+00 (limit 1.00e-01)" in result.output
 
 
@@ -210,7 +205,6 @@ def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch):
 
     monkeypatch.setitem(DECODE_PEERS, "math", replace(DECODE_PEERS["math"], prepare=fails))
     result = run("--case", "float16", "--peers", "math")
-    assert result.exit_code == 0
     assert "math: failed: RuntimeError: no such kernel" in result.output
 
 
@@ -225,9 +219,8 @@ def test_a_budget_and_refusals(tmp_path):
         (("--case", "b77"), "case filter 'b77' matches none of"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
+        result = run(*arguments, code=2)
+        assert message in result.said
 
 
 @pytest.mark.interpreter

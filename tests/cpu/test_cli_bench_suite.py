@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
+from cases.cli import command
 from tilefold.bench import power
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
@@ -20,19 +20,17 @@ from tilefold.bench.setting import Options, setting_of
 from tilefold.bench.suites import SUITES, suite_named
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep
-from tilefold.cli.app import app
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.video import STAGES
 
 TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+run = command("bench")
 
 
 def said(result):
-    return " ".join(result.output.split())
+    return result.said
 
 
 # ---------------------------------------------------------------- who takes part
@@ -71,14 +69,12 @@ def test_against_insists_and_does_not_go_with_peers():
         (("--fail-slower", 5), "error: --fail-slower 5 needs --compare"),
         (("--compare", "/nowhere.json"), "cannot be read as benchmark results"),
     ):
-        result = run("lowbit", *options)
-        assert result.exit_code == 2, result.output
+        result = run("lowbit", *options, code=2)
         assert message in said(result)
 
 
 def test_what_could_be_measured_is_listed():
     result = run("peers")
-    assert result.exit_code == 0
     assert "flash-attn-4" in result.output and "not installed" in result.output and "tinygemm" in result.output
 
 
@@ -87,7 +83,7 @@ def test_what_could_be_measured_is_listed():
 
 def test_suites_are_listed_and_every_part_has_cases():
     result = run("suite")
-    assert result.exit_code == 0 and all(name in result.output for name in SUITES)
+    assert all(name in result.output for name in SUITES)
     for one in SUITES.values():
         for part in one.parts:
             assert part.cases(None, gpu=True), (one.name, part.family)
@@ -146,8 +142,7 @@ def test_a_suite_refuses_what_none_of_its_families_has():
         ),
         (("--case", "b77"), "case filter 'b77' matches no case of the suite 'matrix'"),
     ):
-        result = run("suite", "matrix", *options)
-        assert result.exit_code == 2, result.output
+        result = run("suite", "matrix", *options, code=2)
         assert message in said(result)
 
 
@@ -167,7 +162,6 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
     readme.write_text("before\n<!-- tilefold bench gemm -->\nold figures\n<!-- end -->\nafter\n")
     common = ("suite", "matrix", "--case", f"{TINY}|stride2", "--rounds", 1, "--peers", "torch,cublas")
     first = run(*common, "--json", old, "--markdown", table, "--results", results, "--refresh", readme)
-    assert first.exit_code == 0, first.output
     assert "warning: the SM clock moved between 1755 and 1980 MHz (11 %)" in first.output
     assert "no case has what the filter asks for" in first.output  # of lowbit
     document = json.loads(old.read_text())
@@ -189,8 +183,7 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
 
     broken_peer = replace(gemm.GEMM.peers["tilefold"], prepare=broken)
     monkeypatch.setattr(gemm, "GEMM", replace(gemm.GEMM, peers=gemm.GEMM.peers | {"tilefold": broken_peer}))
-    second = run(*common, "--compare", old)
-    assert second.exit_code == 1, second.output
+    second = run(*common, "--compare", old, code=1)
     assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in said(second)
     assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in said(second)
 
@@ -201,7 +194,6 @@ def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
     results = tmp_path / "results"
     common = ("gemm", "--case", TINY, "--rounds", 1, "--against", "installed", "--results", results)
     first = run(*common, "--csv", tmp_path / "gemm.csv")
-    assert first.exit_code == 0, first.output
     assert f"appended 2 rows to {results / 'gemm.jsonl'}" in said(first)
     heading = (tmp_path / "gemm.csv").read_text().splitlines()[0]
     assert "events_us" in heading and "rounds_ms" not in heading
@@ -211,11 +203,10 @@ def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
     gone = slow | {"case": "gone", "status": "ok"}
     (tmp_path / "old.jsonl").write_text("\n".join([*lines, json.dumps(gone)]) + "\n")
     second = run(*common, "--compare", tmp_path / "old.jsonl", "--fail-slower", 1000)
-    assert second.exit_code == 0, second.output
     assert "tilefold: 1 unclear" in second.output and "only in the old run (1): gemm gone tilefold" in second.output
     (tmp_path / "other.jsonl").write_text(json.dumps(slow | {"device": "Made-up GPU"}) + "\n")
-    refused = run(*common, "--compare", tmp_path / "other.jsonl", "--fail-slower", 5)
-    assert refused.exit_code == 2 and "by times of Made-up GPU" in said(refused)
+    refused = run(*common, "--compare", tmp_path / "other.jsonl", "--fail-slower", 5, code=2)
+    assert "by times of Made-up GPU" in said(refused)
 
 
 # ---------------------------------------------------------------- a failing case, marked blocks

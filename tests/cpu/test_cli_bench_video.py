@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from cases.cli import command, reports
 from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
@@ -14,7 +14,6 @@ from tilefold.bench.video import sweep as video_sweep
 from tilefold.bench.video.crossover import overtakes
 from tilefold.bench.video.report import findings, table_of
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
-from tilefold.cli.app import app
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.video import VideoShape
 from tilefold.reference import Comparison
@@ -23,20 +22,17 @@ TINY = ("--shape", "1,2,128,16", "--dtype", "fp32")
 SHAPE = VideoShape(1, 12, 12, 23296, 128)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", "video", *map(str, arguments)], env={"COLUMNS": "150", "NO_COLOR": "1"})
+run = command("bench", "video")
 
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_a_sweep_over_sparsity_with_every_output(tmp_path):
-    files = {kind: tmp_path / f"video.{kind}" for kind in ("json", "markdown", "png", "html")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    files, options = reports(tmp_path, "video", "json", "markdown", "png", "html")
     results = tmp_path / "results"
     result = run(
         "--sweep", "sparsity", "--values", "0,50", "--peers", "math,fa4", "--results", results, *TINY, *options
     )
-    assert result.exit_code == 0, result.output
     assert "sparsity: 128 tokens, batch 1, 2 heads on 2 KV heads, D=16, float32" in result.output
     # Which one is faster depends on what else runs on the machine.
     assert re.search(
@@ -74,7 +70,6 @@ def test_lengths_and_caches_are_checked_like_everything_else(tmp_path):
     figures = tmp_path / "video.json"
     options = ("--values", "192", "--sparsity", "50", "--peers", "math", "--json", figures, *TINY, "--kv-heads", 1)
     result = run("--sweep", "cached", "--page-size", 32, *options)
-    assert result.exit_code == 0, result.output
     rows = json.loads(figures.read_text())["rows"]
     assert [row["page_size"] for row in rows] == [None, 32]
     assert all("append" in row["ms"] and row["queries"] == 64 and row["seq"] == 192 for row in rows)
@@ -82,7 +77,6 @@ def test_lengths_and_caches_are_checked_like_everything_else(tmp_path):
     assert "pages of 32, 50 % sparsity" in result.output
     # Neither whole blocks nor a power of two.
     result = run("--sweep", "length", *options, "--values", "100")
-    assert result.exit_code == 0, result.output
     (row,) = json.loads(figures.read_text())["rows"]
     assert row["queries"] == row["seq"] == 100
     assert all(one["ok"] for one in row["errors"].values())
@@ -92,15 +86,13 @@ def test_lengths_and_caches_are_checked_like_everything_else(tmp_path):
 @pytest.mark.no_poison
 def test_a_wrong_result_is_named_not_timed_and_exit_code_1(monkeypatch):
     monkeypatch.setattr(Judge, "verdict", lambda self, result: Comparison(1.0, 0.1, 1.0, 0.1, False))
-    result = run("--sweep", "sparsity", "--values", "50", "--peers", "none", *TINY)
-    assert result.exit_code == 1
+    result = run("--sweep", "sparsity", "--values", "50", "--peers", "none", *TINY, code=1)
     assert "fine at sparsity_d16_h2_n128x1_b64_s50: WRONG: max error 1.00e+00 (limit 1.00e-01)" in result.output
 
 
 @pytest.mark.interpreter
 def test_a_budget_says_how_much_it_leaves_out():
     result = run("--sweep", "sparsity", "--values", "50,90", "--budget", "0", *TINY)
-    assert result.exit_code == 0, result.output
     assert "0 of 2 cases were reached" in result.output
 
 
@@ -126,7 +118,6 @@ def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monke
     file = tmp_path / "video.json"
     options = ("--sweep", "sparsity", "--values", "50", "--peers", "math,tk,bsa,fa4-lists", "--json", file)
     result = run(*options, *TINY)
-    assert result.exit_code == 0, result.output
     (row,) = json.loads(file.read_text())["rows"]
     assert row["errors"]["lists TK"]["ok"] is not wrong and row["errors"]["dense math"]["ok"]
     assert ("lists TK" in row["ms"]) is not wrong
@@ -162,9 +153,8 @@ def test_refusals(tmp_path):
         ),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
+        result = run(*arguments, code=2)
+        assert message in result.said
 
 
 # ---------------------------------------------------------------- what is made of the figures

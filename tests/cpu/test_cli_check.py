@@ -1,11 +1,10 @@
 """`tilefold check`: the cases reach every kernel and option, a wrong result is exit code 1."""
 
 import pytest
-from typer.testing import CliRunner
 
 import tilefold
+from cases.cli import command
 from tilefold.cli import check
-from tilefold.cli.app import app
 from tilefold.cli.check_cases import (
     BOX,
     POINTERS,
@@ -20,9 +19,7 @@ from tilefold.cli.check_cases import (
 )
 from tilefold.cli.runtime import Runtime
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+run = command("check", columns=100)
 
 
 def test_cases_cover_every_kernel_option_and_dtype():
@@ -92,13 +89,12 @@ def test_sparse_arguments():
 @pytest.mark.interpreter
 def test_the_quick_check_passes_in_the_interpreter():
     result = run("--quick")
-    assert result.exit_code == 0, result.output
     assert "WRONG" not in result.output
     assert "…" not in result.output
     kernels = (
         "attention_forward, attention_forward_box, attention_forward_varlen, sparse_forward, sparse_forward_paged, "
     )
-    assert f"agree with fp64 ({kernels}sparse_forward_varlen)" in " ".join(result.output.split())
+    assert f"agree with fp64 ({kernels}sparse_forward_varlen)" in result.said
 
 
 @pytest.fixture
@@ -116,8 +112,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, one_case):
         return out + 0.1, lse
 
     monkeypatch.setattr(tilefold, "attention", off)
-    result = run()
-    assert result.exit_code == 1
+    result = run(code=1)
     assert "1 of 1 cases are WRONG." in result.output
 
 
@@ -129,8 +124,7 @@ def test_a_wrong_lse_is_found_too(monkeypatch, one_case):
         return out, lse + 0.5
 
     monkeypatch.setattr(tilefold, "attention", off)
-    result = run()
-    assert result.exit_code == 1
+    result = run(code=1)
     assert "only: lse: WRONG" in result.output
 
 
@@ -164,8 +158,7 @@ def test_what_could_not_run_is_not_called_wrong(wrong, monkeypatch):
 
     monkeypatch.setattr(check, "check_cases", lambda quick, gpu: cases)
     monkeypatch.setattr(check, "run_check", run_check)
-    result = run()
-    assert result.exit_code == (1 if wrong else 2), result.output
+    result = run(code=1 if wrong else 2)
     assert "1 of 2 cases could not run: nothing is said of them." in result.output
     assert "broken: ImportError: no module named triton" in result.output and "agree with fp64" not in result.output
     assert ("1 of 1 cases are WRONG." in result.output) is wrong and ("WRONG" in result.output) is wrong

@@ -4,20 +4,16 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from cases.cli import command
 from tilefold.cli import doctor
-from tilefold.cli.app import app
 from tilefold.ops import environment
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+run = command("doctor", columns=100)
 
 
 def test_it_names_versions_and_support():
     result = run()
-    assert result.exit_code == 0
     for text in (
         "machine",
         "libraries",
@@ -58,10 +54,9 @@ def test_what_the_interpreter_needs(monkeypatch, versions, fault):
 def test_exit_code_1_where_nothing_can_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(environment, "installed", {"triton": "3.6.0", "numpy": "2.4.1"}.get)
-    result = run()
-    assert result.exit_code == 1
+    result = run(code=1)
     assert "tilefold cannot run here: numpy 2.4.1 breaks" in result.output
-    assert json.loads(run("--json").output)["usable"] is False
+    assert json.loads(run("--json", code=1).output)["usable"] is False
 
 
 @pytest.mark.parametrize(

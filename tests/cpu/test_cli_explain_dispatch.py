@@ -5,9 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tilefold.cli.app import app
+from cases.cli import command
 from tilefold.plan import AttentionProblem, Generation, SplitDecision, device_named, plan_splits, trace_generation
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "dispatch.md"
@@ -17,14 +16,12 @@ STEP = [*MODEL, "--q", "1", "--kv", "8192"]
 TRACE = [*MODEL, "--trace", "--prompt", "40", "--new", "512"]
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+run = command("explain", columns=100)
 
 
 @pytest.mark.parametrize("policy", ["flash-attn", "tilefold"])
 def test_one_call(policy):
     result = run(*STEP, "--policy", policy)
-    assert result.exit_code == 0
     assert (
         result.output == f"{plan_splits(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200, policy, call='dense')}\n"
     )
@@ -53,7 +50,6 @@ def test_every_option_reaches_the_decision():
 
 def test_a_generation():
     result = run(*TRACE)
-    assert result.exit_code == 0
     assert result.output == f"{trace_generation(Generation(28, 4, 128, 40, 512), H200)}\n"
     options = (
         "--policy",
@@ -108,8 +104,7 @@ def test_a_generation():
     ],
 )
 def test_an_impossible_request_is_one_red_line_and_exit_code_2(arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2
+    result = run(*arguments, code=2)
     assert result.output.startswith("error: ")
     assert message in result.output
     assert result.output.count("\n") == 1

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tilefold.cli.app import app
+from cases.cli import command, reports
 from tilefold.ladder import RUNGS
 from tilefold.plan import device_named
 from tilefold.plan.problem import AttentionProblem
@@ -41,21 +40,19 @@ def attention(q, k, v, causal=False):
 """
 
 
-def run(*arguments, columns=150):
-    return CliRunner().invoke(app, ["ladder", *map(str, arguments)], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+run = command("ladder")
 
 
-def new(tmp_path, text, *arguments, rung="naive"):
+def new(tmp_path, text, *arguments, rung="naive", code=0):
     path = tmp_path / "my_kernel.py"
     path.write_text(text)
-    return run("--new", path, "--rung", rung, *TINY[2:], "--seq", "16", *arguments)
+    return run("--new", path, "--rung", rung, *TINY[2:], "--seq", "16", *arguments, code=code)
 
 
 def test_the_list_has_every_rung_and_its_lesson():
-    result = run()
-    assert result.exit_code == 0
-    assert max(map(len, run(columns=80).output.splitlines())) <= 80
-    wide = run(columns=400).output
+    run()
+    assert max(map(len, run(COLUMNS="80").output.splitlines())) <= 80
+    wide = run(COLUMNS="400").output
     for each in RUNGS.values():
         assert each.name in wide and each.lesson in wide and each.best_use in wide
 
@@ -63,7 +60,6 @@ def test_the_list_has_every_rung_and_its_lesson():
 def test_the_table_and_its_json(tmp_path):
     path = tmp_path / "ladder.json"
     result = run("--rung", "split", "--queries", "0", *TINY, "--dtype", "fp16", "--causal", "--json", path)
-    assert result.exit_code == 0, result.output
     assert "no speeds" in result.output and result.output.count("all agree with fp64") == 2
     document = json.loads(path.read_text())
     for found, n in zip(document["results"], (16, 24), strict=True):
@@ -91,11 +87,9 @@ def check_errors(found):
 
 def test_dtypes_splits_and_files(tmp_path):
     """Several dtypes, several numbers of parts, every sweep, a page and a picture, in one call."""
-    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "markdown", "png")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    files, options = reports(tmp_path, "found", "json", "markdown", "png")
     given = ("--rung", "split", "--seq", 40, "--dtype", "fp16,fp32", "--splits", "1,3", "--sweep", "--vary", "--quick")
-    result = run(*given, *TINY[2:], *options)
-    assert result.exit_code == 0, result.output
+    run(*given, *TINY[2:], *options)
     document = json.loads(files["json"].read_text())
     assert [found["problem"]["dtype"] for found in document["results"]] == ["float16", "float32"]
     for found in document["results"]:
@@ -114,10 +108,7 @@ def test_dtypes_splits_and_files(tmp_path):
 
 def test_the_softmaxs_scores_at_a_time(tmp_path):
     """Twice the scores at a time, half the loads and stores of the softmax; the same bytes of matrix products."""
-    result = run(
-        "--rung", "naive", "--seq", 300, "--queries", 2, *TINY[2:], "--sweep", "--json", tmp_path / "rows.json"
-    )
-    assert result.exit_code == 0, result.output
+    run("--rung", "naive", "--seq", 300, "--queries", 2, *TINY[2:], "--sweep", "--json", tmp_path / "rows.json")
     (found,) = (
         each for each in json.loads((tmp_path / "rows.json").read_text())["sweeps"] if each["kind"] == "softmax"
     )
@@ -134,7 +125,8 @@ def test_the_softmaxs_scores_at_a_time(tmp_path):
 def test_tables_fit_80_columns(given):
     """What 80 columns show is what 300 show: nothing is folded or cut."""
     shown = [
-        [line.rstrip() for line in run(*given, *TINY, columns=columns).output.splitlines()] for columns in (80, 300)
+        [line.rstrip() for line in run(*given, *TINY, COLUMNS=str(columns)).output.splitlines()]
+        for columns in (80, 300)
     ]
     assert shown[0] == shown[1]
     assert max(map(len, shown[0][1:])) <= 80  # the first line says where kernels run
@@ -174,7 +166,7 @@ def test_large_figures_fit_80_columns(capsys):
 
 def test_one_query_is_the_split_rungs_default(tmp_path):
     result = run("--rung", "split", "--seq", "40", *TINY[2:])
-    assert result.exit_code == 0 and "1 queries, 40 keys" in result.output
+    assert "1 queries, 40 keys" in result.output
 
 
 def test_torch_has_the_same_mask(tmp_path):
@@ -195,21 +187,18 @@ def test_torch_has_the_same_mask(tmp_path):
         "--dtype",
         "fp32,bf16",
     )
-    result = run("--rung", "naive", *given, "--json", path)
-    assert result.exit_code == 0, result.output
+    run("--rung", "naive", *given, "--json", path)
     for found in json.loads(path.read_text())["results"]:
         assert all(found["verdicts"][name]["ok"] for name in ("torch math", "torch SDPA"))
 
 
 def test_an_own_kernel_that_is_right(tmp_path):
     result = new(tmp_path, RIGHT, "--causal")
-    assert result.exit_code == 0, result.output
     assert any(line.startswith("my_kernel.py") and line.rstrip().endswith("ok") for line in result.output.splitlines())
 
 
 def test_an_own_kernel_that_is_wrong(tmp_path):
-    result = new(tmp_path, RIGHT.replace("** 0.5", "** 0.4"))
-    assert result.exit_code == 1
+    result = new(tmp_path, RIGHT.replace("** 0.5", "** 0.4"), code=1)
     assert "my_kernel.py is WRONG: max error" in result.output and "all agree" not in result.output
 
 
@@ -224,14 +213,12 @@ def test_an_own_kernel_that_is_wrong(tmp_path):
     ids=["call", "syntax", "import", "kernel"],
 )
 def test_errors_show_the_line_of_the_students_file(tmp_path, text, line):
-    result = new(tmp_path, text)
-    assert result.exit_code == 1, result.output
+    result = new(tmp_path, text, code=1)
     assert line in result.output and "Traceback" not in result.output
 
 
 def test_quick_is_the_shortest_length(tmp_path):
     result = run("--rung", "naive", *TINY[2:], "--seq", "24,16", "--quick", "--json", tmp_path / "quick.json")
-    assert result.exit_code == 0, result.output
     (only,) = json.loads((tmp_path / "quick.json").read_text())["results"]
     assert "N=16" in result.output and "N=24" not in result.output and only
 
@@ -257,17 +244,16 @@ def test_refusals(tmp_path):
         ),
         (("--new", tmp_path / "none.py"), "--new must be a Python file that defines attention(q, k, v, causal=False)"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
+        result = run(*arguments, code=2)
+        assert message in result.said
     for text, message in (
         ("x = 1", "defines no function attention(q, k, v, causal=False)"),
         ("def attention(q, k, v): return q", "takes no argument causal"),
         ("def attention(q, k, v, causal=False): return q.float()", "must return a tensor of q's dtype"),
         ("def attention(q, k, v, causal=False): return q[:, 1:]", "must return q's shape (1, 16, 1, 16)"),
     ):
-        result = new(tmp_path, text)
-        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+        result = new(tmp_path, text, code=2)
+        assert message in result.said
 
 
 def test_what_a_table_says_of_measured_times():

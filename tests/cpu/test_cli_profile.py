@@ -4,24 +4,19 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tilefold.cli.app import app
+from cases.cli import command, reports
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["profile", "video", *map(str, arguments)], env={"COLUMNS": "140", "NO_COLOR": "1"})
+run = command("profile", "video", columns=140)
 
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_every_stage_and_every_report(tmp_path):
-    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "png", "html")}
-    options = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    files, options = reports(tmp_path, "report", "json", "png", "html")
     result = run(
         "--shape", "1,2,128,16", "--dtype", "fp32", "--sparsity", "0.5", "--peers", "math,fa4", "--backward", *options
     )
-    assert result.exit_code == 0, result.output
     document = json.loads(files["json"].read_text())
     rows = {row["name"]: row for row in document["rows"]}
     stages = ("coarse", "select", "fine", "fuse")
@@ -112,6 +107,5 @@ def test_refusals(tmp_path):
         (("--coarse", "mean"), "kind must be one of block, dense, pooled, got 'mean'"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
+        result = run(*arguments, code=2)
+        assert message in result.said

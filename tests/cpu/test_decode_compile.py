@@ -4,21 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
 from cases import rand, same
 from cases.decode import Case, run
+from cases.host import NoReads
 
 pytestmark = pytest.mark.no_poison
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises where a tensor's value would come to the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
-        return func(*args, **(kwargs or {}))
 
 
 def given(device, **changes):
@@ -71,7 +63,7 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
     monkeypatch.setattr(operator, "watchers", lambda tensors: (False, False))  # the launch itself runs under the mode
     call = given(device)
-    with NoHostReads():
+    with NoReads("_local_scalar_dense", "nonzero"):
         tilefold.attention_kvcache(**call)
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import packed, qkv, rand
 from cases.flash import a_cache, angles, in_pages
+from cases.host import NoReads
 from tilefold.compat import flash_attn as fa
 from tilefold.compat.flash_attn.layers.rotary import RotaryEmbedding
 
@@ -81,14 +81,6 @@ def test_rotary_module(device):
     assert torch.equal(compiled(lambda x: module(x.clone(), seqlen_offset=2))(x), want)
 
 
-class NoHostReads(TorchDispatchMode):
-    """Raises where a tensor's value would come to the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
-        return func(*args, **(kwargs or {}))
-
-
 def test_nothing_is_read_on_the_host(device, monkeypatch):
     """The launches themselves run under the mode: nobody routes around it, and no values are checked as in the interpreter."""
     from tilefold.ops import operator
@@ -109,9 +101,9 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
     used = torch.tensor([2, 3], dtype=torch.int32, device=device)
     module = RotaryEmbedding(8, device=device)
     x = rand(2, 5, 3, 2, 16, device=device)
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHostReads():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoReads("_local_scalar_dense", "nonzero"):
         used.max().item()
-    with NoHostReads():
+    with NoReads("_local_scalar_dense", "nonzero"):
         step(*given)
         out, *_ = fa.flash_attn_func(q, k, v, 0.2, causal=True, return_attn_probs=True)
         out.sum().backward()

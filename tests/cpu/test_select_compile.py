@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
 from cases import qkv, same
+from cases.host import READS, NoReads, refuse_values
 from cases.select import rows
 from tilefold import sparse
 from tilefold.ops.sparse.select_library import GINI, SELECT
@@ -119,21 +120,6 @@ def test_a_selection_is_a_tree(device):
 
 # ---------------------------------------------------------------- nothing is read on the host
 
-READS = ("index.Tensor", "_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "_to_copy.device",
-         "repeat_interleave.Tensor", "item")  # fmt: skip
-
-
-class NoReads(TorchDispatchMode):
-    """Counts what it sees and forbids every operator whose shape or value the host has to wait for."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        name = str(func).removeprefix("aten.")
-        assert not name.startswith(READS), f"{func} reads values on the host"
-        return func(*args, **(kwargs or {}))
-
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_value_is_read(name, path, monkeypatch):
@@ -141,15 +127,11 @@ def test_no_value_is_read(name, path, monkeypatch):
     scores, heads = inputs()
     options = CALLS[name](scores, heads)
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a value was read on the host")
-
     with monkeypatch.context() as patched:
-        for method in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-            patched.setattr(torch.Tensor, method, refuse)
+        refuse_values(patched)
         if path == "kernel":  # the interpreter reads what kernels read: stop in front of it
             patched.setattr("tilefold.ops.launch.Launch.__call__", lambda self, args: None)
-        mode = NoReads()
+        mode = NoReads(*READS, "_to_copy.device", "item")
         with mode:
             sparse.select(scores, **options)
         sparse.select(scores, **options)

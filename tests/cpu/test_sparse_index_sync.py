@@ -5,43 +5,19 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases.host import NoReads, refuse_values
 from cases.index import random_map
 from tilefold import BlockIndex
 from tilefold.sparse import causal_blocks, video_window
 
 I32 = torch.int32
-READS = (
-    "index.Tensor",
-    "_local_scalar_dense",
-    "nonzero",
-    "unique",
-    "masked_select",
-    "is_nonzero",
-    "equal",
-    "repeat_interleave.Tensor",
-)
-
-
-class NoReads(TorchDispatchMode):
-    """Forbids every operator whose shape or value the host has to wait for."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removeprefix("aten.")
-        assert not name.startswith(READS), f"{func} reads values on the host"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def no_reads(monkeypatch: pytest.MonkeyPatch):
     """No value of a tensor may reach Python."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a value was read on the host")
-
-    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
+    refuse_values(monkeypatch)
     with NoReads():
         yield
     monkeypatch.undo()
