@@ -6,9 +6,10 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..call import check_integer, keyed
 from ..checked import checked_places
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
 from ..records import remember
@@ -92,7 +93,7 @@ def _launch(call: Append, check: bool = False) -> torch.Tensor:
     q = call.q
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if p.launch is not None:
-        if check or (interpreting() and not call.operation):
+        if check or (on_host(call.k_cache) and not call.operation):
             _check_values(p.sizes, call)
         call, noted = _watched(call, p.sizes)
         out = None if q is None else turned
@@ -267,7 +268,10 @@ def _prepare(call: Append) -> Prepared:
     n = _sizes(call)
     native, sms = True, 132
     if call.k_cache.device.type != "meta":
-        device = device_of(call.k_cache.device)
+        device = device_of(call.k_cache.device, "kvcache_append")
+        if device.backend == "cpu":
+            run, interleaved = torch_cpu.served("kvcache_append"), call.interleaved
+            return Prepared(n, lambda given: run(*given[:14], interleaved))
         native, sms = device.generation >= 89, device.sms
     return _bind(call, n, native, sms)
 

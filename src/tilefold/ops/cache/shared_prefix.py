@@ -6,7 +6,7 @@ import torch
 
 from ...errors import DtypeError, Unsupported, ValueRangeError
 from ..call import Call, check_integer, keyed
-from ..device import device_of, interpreting
+from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
 from ..records import remember
 from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
@@ -109,7 +109,12 @@ def _decided(
     if found is None:
         n = _sizes(q, k_cache, v_cache, given)
         empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
-        apart = given.cascade if given.cascade is not None else not empty and _plan(q, k_cache, given, n).cascade
+        on_cpu = (
+            device_of(q.device, "attention_kvcache").backend == "cpu"
+        )  # where keys that are read once are always cheaper
+        apart = given.cascade
+        if apart is None:
+            apart = not empty and (on_cpu or _plan(q, k_cache, given, n).cascade)
         found = remember(_CACHE, key, (n, apart and not empty))
     return found
 
@@ -138,7 +143,7 @@ def _forward(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, check: Mode = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, apart = _decided(q, k_cache, v_cache, given)
-    if check is True or (interpreting() and not check):
+    if check is True or (on_host(q) and not check):
         _check_values(given, n)
     of_all, of_prefix, of_rest = _watches(given, n) if check == "device" else (check is True, False, False)
     if check is True and apart:

@@ -1,5 +1,6 @@
 """One product and what follows it: checked operands -> plan -> launches.  Batches and layouts are strides, nothing is copied."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 
 from ...errors import PlanError, ShapeError
 from ...types import Constant
+from .. import torch_cpu
 from ..device import device_of, interpreting
 from ..records import remember
 from .operands import BIAS, TOO_LONG, Operands, boxable, major, operands
@@ -147,6 +149,10 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     shape = (max(t.shape[0] for t in (a, b) if t.dim() == 3), a.shape[-2], b.shape[-1]) if batched else (m, n)
     if batched and any(t.dim() == 3 and not t.shape[0] for t in (a, b)):
         shape = (0, *shape[1:])
+    if device_of(a.device, "matmul").backend == "cpu":
+        if epilogue.plan:
+            raise PlanError("plan is for a GPU or the interpreter, the call is on torch (CPU)")
+        return Prepared(shape, launch=None if 0 in shape else functools.partial(_launch_on_cpu, epilogue))
     problem = problem_of(x, epilogue, scale_a is not None or scale_b is not None)
     plan = _plan_of(problem, epilogue, a.device)
     if 0 in shape:
@@ -164,6 +170,11 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
         p.partial = (plan.splits, problem.results, m, n)
         p.finish, p.finish_scalars = bind_finish(x, plan, a.device)
     return p
+
+
+def _launch_on_cpu(epilogue: Epilogue, given: tuple[Any, ...]) -> None:
+    a, b, out, saved, bias, *scales = given
+    torch_cpu.served("matmul")(a, b, out, saved, bias, *scales, epilogue.activation, epilogue.fold)
 
 
 def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Any:
@@ -278,6 +289,9 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str
 
 def bind_gradient(dout: torch.Tensor, activation: str) -> tuple[Any, tuple[Any, ...]]:
     """The launch of dout's product with the activation's slope, None for nothing to do, and its scalars."""
+    if dout.device.type != "meta" and dout.numel() and device_of(dout.device, "activation_gradient").backend == "cpu":
+        run = torch_cpu.served("activation_gradient")
+        return lambda given: run(*given, activation), ()
     from ...kernels.matrix.matmul import activation_gradient as kernel
     from ..launch import Launch
 

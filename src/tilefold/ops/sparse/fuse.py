@@ -7,6 +7,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..call import MAX_HEAD_DIM
 from ..device import device_of, interpreting
 from ..operator import Operator
@@ -99,19 +100,17 @@ def _readable(gates: Pair) -> Pair:
 
 
 def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
-    device_of(device)  # refuses one where no kernel runs
+    device_of(device, "fuse")  # refuses one where nothing serves it
     return remember(_CACHE, key, prepared)
 
 
 def _bind(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None) -> Prepared:
-    from ...kernels.gate import fuse_forward
-
     shape = check(*branches, *gates, layout)
     like = _like(branches)
     if out is not None:
         _check_out(out, like, shape, layout)
     strides = torch.empty(shape, device="meta").stride() if out is None else out.stride()
-    return _launch(fuse_forward, branches, gates, layout, shape, like, (strides[:3],))
+    return _launch("fuse_forward", branches, gates, layout, shape, like, (strides[:3],))
 
 
 def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -121,15 +120,19 @@ def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], la
         raise ValueRangeError(f"out has strides {out.stride()} for shape {shape}: several elements share one place")
 
 
-def _launch(fn: Any, branches: Pair, gates: Pair, layout: str, shape: tuple[int, ...], like: torch.Tensor,
+def _launch(name: str, branches: Pair, gates: Pair, layout: str, shape: tuple[int, ...], like: torch.Tensor,
             more: tuple[tuple[int, ...], ...]) -> Prepared:  # fmt: skip
-    """more: strides of what comes after those of branches and gates."""
+    """name: of the kernel.  more: strides of what comes after those of branches and gates."""
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     if 0 in shape:
         return Prepared(None)
+    if like.device.type != "meta" and device_of(like.device, "fuse").backend == "cpu":
+        return Prepared(_on_cpu(name, layout))
+    from ...kernels import gate as kernels
+    from ..launch import Launch
+
     width = padded_head_dim(shape[3])
     at_once = max(1, TILE_ELEMENTS // width)
     rows = shape[0] * shape[1] * shape[2]
@@ -152,8 +155,21 @@ def _launch(fn: Any, branches: Pair, gates: Pair, layout: str, shape: tuple[int,
         *((0, 0, 0) if g is None else gate_strides(g, layout) for g in read),
         *more,
     )
-    launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
+    launch = Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
     return Prepared(launch, (rows, shape[1], shape[2], *strides))
+
+
+def _on_cpu(name: str, layout: str) -> Any:
+    """What a launch of this kernel does, in torch."""
+
+    def launch(given: tuple[Any, ...]) -> None:
+        gates = tuple(g if g is None else g.reshape(gate_shapes(g, layout)) for g in given[2:4])
+        if name == "fuse_forward":
+            torch_cpu.served("fuse")(given[:2], gates, given[4])
+        else:
+            torch_cpu.served("fuse_backward")(given[:2], gates, given[4], list(given[5:9]))
+
+    return launch
 
 
 def gradients(
@@ -181,11 +197,9 @@ def gradients(
 
 
 def _bind_backward(dout: torch.Tensor, branches: Pair, gates: Pair, layout: str) -> Prepared:
-    from ...kernels.gate import fuse_backward
-
     shape = tuple(dout.shape)
     fresh = torch.empty(shape, device="meta").stride()
-    return _launch(fuse_backward, branches, gates, layout, shape, dout, (dout.stride()[:3], fresh[:3]))
+    return _launch("fuse_backward", branches, gates, layout, shape, dout, (dout.stride()[:3], fresh[:3]))
 
 
 def _room(gate: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..call import MAX_HEAD_DIM, check_integer, facts_of
 from ..dense.attention_parts import head_strides
 from ..device import device_of, interpreting
@@ -153,49 +154,48 @@ def facts(t: Any) -> Any:
 
 
 def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
-    device_of(device)  # refuses one where no kernel runs
+    device_of(device, "gather_blocks")  # refuses one where nothing serves it
     return remember(_CACHE, key, prepared)
 
 
 def _bind_gather(x: Any, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str) -> Prepared:
-    from ...kernels.project import gather_blocks
-
     n = _check(x, weight, sizes, block, layout, names)
     shape = _result_shape(n, "blocks", layout)
     strides = (*head_strides(x, layout), *_fresh(shape, layout), _head_stride(weight))  # type: ignore[arg-type]
-    return _bind(gather_blocks, n, shape, x, strides, sizes, {"KIND": kind})
+    return _bind("gather_blocks", n, shape, x, strides, sizes, layout, {"KIND": kind})
 
 
 def _bind_spread(rows: Any, weight: Any, sizes: Any, length: int, block: int, kind: int, layout: str) -> Prepared:
-    from ...kernels.project import spread_blocks
-
     n = _check(rows, weight, sizes, block, layout, "rows weight block_sizes", length)
     shape = _result_shape(n, "seq", layout)
     strides = (*head_strides(rows, layout), *_fresh(shape, layout), _head_stride(weight))  # type: ignore[arg-type]
-    return _bind(spread_blocks, n, shape, rows, strides, sizes, {"KIND": kind})
+    return _bind("spread_blocks", n, shape, rows, strides, sizes, layout, {"KIND": kind})
 
 
 def _bind_weight(x: Any, drows: Any, weight: Any, sizes: Any, block: int, layout: str) -> Prepared:
-    from ...kernels.project import block_weight_gradient
-
     n = _check(x, weight, sizes, block, layout)
     shape = (n["batch"], n["blocks"], n["heads"], block)
     strides = (*head_strides(x, layout), *head_strides(drows, layout))  # type: ignore[arg-type]
-    return _bind(block_weight_gradient, n, shape, x, strides, sizes, {})
+    return _bind("block_weight_gradient", n, shape, x, strides, sizes, layout, {})
 
 
-def _bind(fn: Any, n: dict[str, int], shape: tuple[int, ...], like: torch.Tensor, strides: tuple[int, ...], sizes: Any,
-          constants: dict[str, Any]) -> Prepared:  # fmt: skip
+def _bind(name: str, n: dict[str, int], shape: tuple[int, ...], like: torch.Tensor, strides: tuple[int, ...], sizes: Any,
+          layout: str, constants: dict[str, Any]) -> Prepared:  # fmt: skip
+    """name: of the kernel."""
     from ...plan.coarse import rows_at_once
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     programs = n["heads"] * n["blocks"] * n["batch"]
     if programs == 0:
         return Prepared(shape)
     if programs > MAX_GRID:
         raise ShapeError(f"{programs} blocks of all heads are more than the {MAX_GRID} that one launch can make")
+    if like.device.type != "meta" and device_of(like.device, name).backend == "cpu":
+        return Prepared(shape, _on_cpu(name, layout, n["block"], constants))
+    from ...kernels import project as kernels
+    from ..launch import Launch
+
     width = padded_head_dim(n["dim"])
     constants |= {
         "EMULATE": interpreting() and like.dtype == torch.bfloat16,
@@ -204,8 +204,24 @@ def _bind(fn: Any, n: dict[str, int], shape: tuple[int, ...], like: torch.Tensor
         "ROWS": rows_at_once(n["block"], width),
         "BLOCK_D": width,
     }
-    launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
+    launch = Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
     return Prepared(shape, launch, (n["seq"], n["heads"], n["blocks"], *strides, *size_strides(sizes)))
+
+
+def _on_cpu(name: str, layout: str, block: int, constants: dict[str, Any]) -> Any:
+    """What a launch of this kernel does, in torch: of heads first, but for the parts of a weight's gradient."""
+    run = torch_cpu.served(name)
+
+    def launch(given: tuple[Any, ...]) -> None:
+        run(
+            *(t if t is None or t.dim() < 4 else torch_cpu.heads_first(t, layout) for t in given[:2]),
+            *given[2:3],
+            given[3] if name == "block_weight_gradient" else torch_cpu.heads_first(given[3], layout),
+            block,
+            *constants.values(),
+        )
+
+    return launch
 
 
 def _fresh(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:

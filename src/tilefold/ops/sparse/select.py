@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from ...errors import ValueRangeError
+from .. import torch_cpu
 from ..device import device_of
 from ..records import remember
 
@@ -77,6 +78,10 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     )
     if made.counts.numel() == 0:
         return made
+    if device_of(scores.device, "select").backend == "cpu":
+        check_forced(scores, call)
+        torch_cpu.served("select")(scores, call, made)
+        return made
     most = None if isinstance(call.most, torch.Tensor) else call.most
     key = (
         scores.shape[3],
@@ -98,6 +103,9 @@ def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor
     """fp32 [B, H, Qb]: the Gini coefficient of each row; block_sizes as in `SelectCall`."""
     made = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
     if made.numel() == 0:
+        return made
+    if device_of(scores.device, "gini").backend == "cpu":
+        torch_cpu.served("gini")(scores, block_sizes, made)
         return made
     key = ("gini", scores.shape[3], _key(scores), _key(block_sizes))
     found = _CACHE.get(key)
