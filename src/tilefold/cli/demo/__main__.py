@@ -1,7 +1,6 @@
 """`python -m tilefold.cli.demo`: the demo without the `tilefold` command, with argparse only."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -16,16 +15,13 @@ def main() -> int:
     parser.add_argument("--sentence", type=int, default=0, help="sentence of the heat map, from 0 (%(default)s)")
     given = parser.parse_args()
     import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     from rich.console import Console
 
     from tilefold.cli.demo import DemoOptions, run_demo
     from tilefold.errors import TilefoldError
     from tilefold.ops.device import interpreting
 
-    device = "cpu" if interpreting() else "cuda"
+    device = "cpu" if interpreting() or not torch.cuda.is_available() else "cuda"
     options = DemoOptions(given.out, given.quick, device, given.layer, given.head, given.sentence)
     try:
         return run_demo(options, Console()).exit_code
