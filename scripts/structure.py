@@ -127,7 +127,7 @@ def counts() -> dict[str, Any]:
         "lines of src/; of tests/": f"{lines(SOURCE)}; {lines(TESTS)}",
         "lines of ops/": lines(SOURCE / "ops"),
         "caches of records in ops/": sum(
-            isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "_CACHE"
+            isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") in ("CACHE", "_CACHE")
             for tree in ops.values()
             for node in tree.body
         ),

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import decode_cases
-import select_cases
+import cases.decode
+import cases.select
+from tilefold.ops import records
+from tilefold.ops.matrix import lowbit_launch
 from tilefold.plan import TorchPlan, device_named
 
 CPU = Path(__file__).resolve().parent / "cpu"
@@ -23,10 +25,8 @@ KERNELS = ("kernel",)  # parameters that name a kernel: None is whatever the pla
 
 def forget() -> None:
     """Records of calls know which architecture they are of."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tilefold.ops"):
-            for kept in ("_CACHE", "_GROWING", "_BOUND"):
-                getattr(module, kept, {}).clear()
+    records.CACHE.clear()
+    lowbit_launch._BOUND.clear()
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def torch_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     monkeypatch.setattr(TorchPlan, "with_tile", with_tile)
     monkeypatch.setattr(TorchPlan, "with_tiles", with_tiles, raising=False)
-    monkeypatch.setattr(decode_cases, "changed", lambda plan, of_kernels: plan)
+    monkeypatch.setattr(cases.decode, "changed", lambda plan, of_kernels: plan)
     monkeypatch.setattr(
-        select_cases, "device_of", lambda _: device_named("interpreter")
+        cases.select, "device_of", lambda _: device_named("interpreter")
     )  # for the roundings of its kernel
     forget()
     yield

@@ -6,15 +6,14 @@ import torch
 
 from .errors import Unsupported
 from .keywords import refusing, unexpected, unexpected_of
-from .ops.call import Call, Packed, args_of, check_kinds
+from .ops.call import Call, Packed, check_kinds
 from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
-from .ops.dense.library import dispatched, resolved
+from .ops.dense.library import ATTENTION, resolved
 from .ops.faults import mode_for
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
-from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def attention(
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
                 deterministic)  # fmt: skip
-    out, lse = route(q, k, v, call) if STACK else _run(q, k, v, call)
+    out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
 
@@ -227,7 +226,7 @@ def attention_varlen(
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod, score_args, mask_mod,
                 mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
-    out, lse = route(q, k, v, call) if STACK else _run(q, k, v, call)
+    out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
 
@@ -331,28 +330,13 @@ _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _OPTIONS = set(Call._fields) - {"packed"}
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Straight to the kernel when eager, with a node for autograd if one is needed; through torch's dispatcher when traced."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), from who has asked for calls or from the operation."""
+    if STACK:
+        return route(q, k, v, call)
     if call.dropout_p or isinstance(call.window, list):
         call = _seeded(_tidy(call), q)
-    compiling = torch.compiler.is_compiling()
-    transformed = not compiling and is_transformed()
-    tensors: tuple[Any, ...] = (q, k, v, call.alibi_slopes, call.bias, call.sinks)
-    if compiling or (not transformed and is_watched((*tensors, call.mask, call.dropout_seed))):
-        return dispatched(q, k, v, call)
-    call = resolved(call)
-    if call.score_args != () or call.mask_args != ():
-        tensors += tuple(args_of(call).values())
-    if transformed or ((torch.is_grad_enabled() or in_forward_mode()) and wants_gradient(tensors)):
-        from .ops.backward.attention_backward import Attention, split  # here: `import tilefold` stays light
-
-        others = {"alibi_slopes": call.alibi_slopes, **args_of(call)}
-        refuse_tangents({"q": q, "k": k, "v": v, "bias": call.bias, "sinks": call.sinks, **others})
-        refuse_gradients(others.items(), "q, k, v, bias and sinks")
-        bare, tensors = split(call)
-        out, lse = Attention.apply(bare, q, k, v, *tensors)  # type: ignore[no-untyped-call]
-        return out, lse
-    return _ops.forward(q, k, v, call)
+    return ATTENTION(q, k, v, call)  # type: ignore[no-any-return]
 
 
 def _seeded(call: Call, q: torch.Tensor) -> Call:

@@ -221,9 +221,9 @@ def kvcache_append(
                     f"{name} requires a gradient, but what is written into a cache passes none: call kvcache_append under "
                     f"torch.no_grad(), or detach() it"
                 )
-    return cache_append.cache_append(
-        k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, cu_seqlens,
-        k_scale, v_scale, q, max_seqlen, asked(mode, "kvcache_append"))  # fmt: skip
+    call = cache_append.Append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin,
+                               interleaved, cu_seqlens, k_scale, v_scale, q, max_seqlen)  # fmt: skip
+    return cache_append.cache_append(call, asked(mode, "kvcache_append"))
 
 
 def merge_attention(

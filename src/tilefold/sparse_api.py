@@ -15,7 +15,7 @@ from .ops.places import check_pages
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse import Lists, SparseCall
 from .ops.sparse.sparse_call import check_lists, facts_of_lists
-from .ops.sparse.sparse_library import paged_dispatched, sparse_dispatched
+from .ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
 from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .types import Constant, Layout, ModArgs, ModFunction
 
@@ -224,8 +224,8 @@ def sparse_attention_paged(
             "an input requires a gradient, but attention over pages has no backward pass: call under torch.no_grad(), or "
             "detach() the inputs"
         )
-    run = paged_dispatched if torch.compiler.is_compiling() or is_transformed() or is_watched(tensors) else _forward
-    out, lse = run(q, k_pages, v_pages, call)
+    traced = torch.compiler.is_compiling() or is_transformed() or is_watched(tensors)
+    out, lse = (SPARSE_PAGED.dispatched if traced else _forward)(*tensors, call)
     return (out, lse) if return_lse else out
 
 
@@ -314,7 +314,8 @@ def _run(
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and is_transformed()
     if compiling or (not transformed and is_watched((q, k, v))):
-        return sparse_dispatched(q, k, v, call, _lists_of(index.transpose()) if differentiable else None)
+        turned = Turned(*index.transpose().tensors()[:2]) if differentiable else None
+        return SPARSE.dispatched(q, k, v, call, turned)  # type: ignore[no-any-return]
     if not differentiable and not transformed:
         return _forward(q, k, v, call)
     refuse_tangents({"q": q, "k": k, "v": v, **args})

@@ -84,19 +84,14 @@ def hopper_plan(name: str) -> AttentionBackwardPlan:
     return plan.with_tiles(kernel=KERNEL, keys_at_once=keys, queries_at_once=queries)
 
 
-def module_of(name: str) -> str:
-    """Where the launches of a plan are bound."""
-    return next((kind for kind in ("packed", "spans") if kind in name), "hopper")
-
-
 JOBS_HOPPER = {
     (f"hopper {part} {name}", "sm_90"): Job(
-        f"tilefold.ops.backward.attention_backward_{module_of(name)}:example_launch",
+        "tilefold.ops.backward.attention_backward:example_launch",
         {
             "problem": made,
             "plan": plan_attention(made, device_named("h200")),
             "backward_plan": hopper_plan(name),
-            "part": part,
+            "part": "main" if part == "main" else "first",
         },
         "sm_90",
         label=f"hopper {part} {name}",

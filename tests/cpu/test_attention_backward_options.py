@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, same
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
+from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
-from tilefold.ops.dense.library import attention_op
+from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.attention_hopper import KERNEL
 
@@ -42,7 +43,7 @@ def test_bias_of_minus_infinity(device):
     dout, dlse = rand(1, 20, 2, 16, device=device), rand(1, 2, 20, device=device)
     want = gradients((q, k, v), dout, dlse, bias=bias, mask=mask, softcap=3.0)
     got = gradients((q, k, v), dout, dlse, bias=bias.masked_fill(~mask, float("-inf")), softcap=3.0)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_softcap_alibi_sinks_mask(device):
@@ -138,7 +139,7 @@ def test_compile_fullgraph(name, device):
         out, lse = fn(*inputs)
         results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), inputs)))
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert same(results[0], other)
 
 
 @pytest.mark.no_poison
@@ -154,27 +155,27 @@ def test_compile_varlen_and_plans(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     want, got = (torch.autograd.grad(fn(*leaves), leaves) for fn in (layer, compiled))
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert same(want, got)
 
 
 @pytest.mark.no_poison
 def test_opcheck_and_refusals_of_the_operator(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, device=device))
     bias, sinks = rand(1, 2, 1, 33, device=device).requires_grad_(), rand(2, device=device).requires_grad_()
-    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd")
-    torch.library.opcheck(attention_op, (q, k, v, None, bias, None, sinks, *tail, "", [], [], [], "|", 0.0, None, True))
-    keys = [tilefold.constant(fn).key for fn in (relative, one)]
-    hooks = ([rand(2, 9, device=device)], [4], [], "ti|", 0.0, None, True)
-    torch.library.opcheck(attention_op, (q, k, v, *(None,) * 4, *tail, f"{keys[0]}|||{keys[1]}|", *hooks))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, Call(causal=True, bias=bias, sinks=sinks)))
+    modded = Call(causal=True, score_mod=relative, score_args=(rand(2, 9, device=device), 4), score_grad=one)
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, modded))
     slopes = rand(2, device=device).requires_grad_()
-    for args, match in (
+    table = rand(2, 9, device=device).requires_grad_()
+    for call, match in (
+        (Call(causal=True, alibi_slopes=slopes), "alibi_slopes requires a gradient, but only q, k, v, bias and sinks"),
         (
-            (slopes, None, None, None, *tail, "", [], [], [], "|", 0.0, None, True),
-            "alibi_slopes requires a gradient, but only",
+            modded._replace(score_args=(table, 4)),
+            r"score_args\[0\] requires a gradient, but only q, k, v, bias and sinks",
         ),
-        ((None,) * 4 + (*tail, f"{keys[0]}||||", *hooks), "also needs score_grad"),
+        (modded._replace(score_grad=None), "also give score_grad"),
     ):
-        out, _ = attention_op(q, k, v, *args)
+        out, _ = ATTENTION.dispatched(q, k, v, call)
         with pytest.raises(tilefold.Unsupported, match=match):
             out.sum().backward()
 
@@ -191,7 +192,7 @@ def test_functorch_and_fake_tensors(device):
 
     got = torch.func.grad(loss, argnums=(0, 1))(q, bias)
     leaves = [t.clone().requires_grad_() for t in (q, bias)]
-    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves), strict=True))
+    assert same(got, torch.autograd.grad(loss(*leaves), leaves))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(t).requires_grad_() for t in (q, k, v, bias)]
         out = tilefold.attention(*fakes[:3], bias=fakes[3])
@@ -236,4 +237,4 @@ def test_after_the_hopper_forward(monkeypatch, device):
     prepared.bound = launch
     monkeypatch.setattr(attention, "prepare", lambda *call: prepared)
     got = gradients((q, k, v), dout, dlse, causal=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)

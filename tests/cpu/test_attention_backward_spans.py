@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import judge, qkv, rand
+from cases.gradient import oracle
 from examples import examples
-from gradient_cases import oracle
 from tilefold.errors import PlanError
 from tilefold.ops.backward import attention_backward
-from tilefold.ops.backward.attention_backward_spans import bound_launches, cut, scratch, unseen
+from tilefold.ops.backward.attention_backward_spans import bound_launches, cut, unseen
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.plan import AttentionProblem, device_named, plan_attention
@@ -195,11 +195,11 @@ def test_memory_of_a_call(causal: bool) -> None:
         torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((5000, 8), (7100, 2), (7100, 2))
     )
     bound = bound_launches(1.0, (q, k, v, q), q, Call(causal=causal, plan=plan_attention(problem, H200)), plan)
-    made = scratch(bound, (q, k, v, q), "meta")
+    made = bound.scratch("meta")
     assert [one.span for one in bound.launches] == list(plan.spans)
     used = sum(t.numel() * t.element_size() for i, t in enumerate(made) if i != 4)  # but dq
     assert plan.scratch_bytes <= used + 4096
     assert used <= plan.scratch_bytes + 4096
-    firsts = [one.tail[-2:] for one in bound.launches]
+    firsts = [tuple(one.main.values[name] for name in ("written", "stat_units")) for one in bound.launches]
     assert firsts == [(span.written, 79) for span in plan.spans]
     assert len({one.counters for one in bound.launches}) == len(bound.launches) == 5

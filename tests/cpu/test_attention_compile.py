@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import prefix, qkv, rand, relative
-from tilefold.ops.dense.library import attention_op
+from cases import prefix, qkv, rand, relative, same
+from tilefold.ops.call import Call, Packed
+from tilefold.ops.dense.library import ATTENTION
 
 pytestmark = pytest.mark.no_poison
 
@@ -41,8 +42,7 @@ def test_compile_fullgraph(name, device):
     want = layer(q, k, v, **options)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        for got, expected in zip(compiled(q, k, v, **options), want, strict=True):
-            assert torch.equal(got, expected)
+        assert same(compiled(q, k, v, **options), want)
 
 
 def test_compile_varlen(device):
@@ -204,67 +204,15 @@ def test_opcheck(layout, device):
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     bias, sinks = rand(1, 4, 1, 33, device=device), rand(4, device=device)
-    args = (
-        q,
-        k,
-        v,
-        None,
-        bias,
-        None,
-        sinks,
-        None,
-        None,
-        0,
-        0,
-        True,
-        -1,
-        -1,
-        None,
-        0.0,
-        layout,
-        "",
-        [],
-        [],
-        [],
-        "|",
-        0.0,
-        None,
-        True,
-    )
-    torch.library.opcheck(attention_op, args)
+    call = Call(causal=True, layout=layout, bias=bias, sinks=sinks)
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, call))
 
 
 def test_opcheck_varlen(device):
     q, k, v = (rand(30, 2, 16, device=device) for _ in range(3))
     cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
-    args = (
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        cu,
-        cu,
-        20,
-        20,
-        False,
-        5,
-        0,
-        0.2,
-        1.0,
-        "bshd",
-        "",
-        [],
-        [],
-        [],
-        "|",
-        0.0,
-        None,
-        True,
-    )
-    torch.library.opcheck(attention_op, args)
+    call = Call(window=(5, 0), scale=0.2, softcap=1.0, packed=Packed(cu, cu, 20, 20))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, call))
 
 
 def test_fake_tensors_launch_nothing(device):

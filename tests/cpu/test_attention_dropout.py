@@ -6,8 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import check, packed, qkv, rand
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
-from tilefold.ops.dense.library import attention_op
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
+from tilefold.ops.call import Call
+from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import AttentionProblem, device_named, plan_attention
 from tilefold.plan.limits import Tile
 from tilefold.reference.attention import philox
@@ -132,8 +133,8 @@ def test_compile(device):
         outs = fn(*inputs, seed(device))
         results.append((*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), inputs)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    tail = (None, None, 0, 0, True, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.3, seed(device), True)
-    torch.library.opcheck(attention_op, (*inputs, *(None,) * 4, *tail))
+    call = Call(causal=True, dropout_p=0.3, dropout_seed=seed(device))
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(*inputs, call))
 
 
 def test_refusals(device):

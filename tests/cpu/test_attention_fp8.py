@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import tilefold
-from cases import rand
-from fp8_cases import check, quantised
+from cases import rand, same
+from cases.fp8 import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.transpose_values import transpose_values
-from tilefold.ops.dense.fp8_library import attention_fp8_op
+from tilefold.ops.dense.attention_fp8 import Fp8Call
+from tilefold.ops.dense.fp8_library import ATTENTION_FP8
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 
 H200 = device_named("h200")
@@ -289,16 +290,15 @@ def test_compile_fullgraph(options, device):
         return out + 1, lse
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(q, k, v, factors), layer(q, k, v, factors), strict=True):
-        assert torch.equal(got, want)
+    assert same(compiled(q, k, v, factors), layer(q, k, v, factors))
 
 
 @pytest.mark.no_poison
 def test_operator(device):
     (q, k, v), factors = quantised(1, 6, 9, 2, 1, 16, device=device)
-    args = (q, k, v, *factors.values(), True, -1, 0, None, "bshd", "")
     # torch's own check of the schema multiplies the inputs, which it cannot in e4m3
-    torch.library.opcheck(attention_fp8_op, args, test_utils="test_faketensor")
+    flat = ATTENTION_FP8.flat(q, k, v, Fp8Call(causal=True, **factors))
+    torch.library.opcheck(ATTENTION_FP8.op, flat, test_utils="test_faketensor")
     meta = tilefold.attention(*(t.to("meta") for t in (q, k, v)))
     assert (meta.shape, meta.dtype) == (q.shape, torch.bfloat16)
     with pytest.raises(ShapeError, match="heads of q must be a multiple"):

@@ -38,6 +38,16 @@ def test_arguments_are_in_the_kernels_order():
     assert bound.example(("q", types.SimpleNamespace(bias=1))) == (launch.fn, ("q", 0.5, 2, 30.0), launch.keywords)
 
 
+def test_a_parameter_without_a_value_is_what_a_call_gives_by_its_name():
+    values = {name: value for name, value in VALUES.items() if name != "Q"}
+    assert Bound(Launch(), ("Q", "Bias", "cap"), {**values, "Bias": Slot("cap")}).arguments(("q", "b", 7)) == [
+        "q",
+        0.5,
+        7,
+        30.0,
+    ]
+
+
 def test_a_parameter_without_a_value_is_named():
     with pytest.raises(KeyError, match="kernel has a parameter 'cap' that its binding does not know"):
         Bound(Launch(), GIVEN, {name: value for name, value in VALUES.items() if name != "cap"})

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cases import rand
-from conv_cases import held
+from cases import rand, same
+from cases.conv import held
 from tilefold import ops
 from tilefold.device.convolution import folded, tap_of
 from tilefold.errors import DtypeError, PlanError, ShapeError, Unsupported, ValueRangeError
@@ -202,9 +202,10 @@ def test_splits(device):
 def test_wide_offsets_give_the_same(device, monkeypatch):
     x, w = rand(1, 16, 5, 5, device=device), rand(16, 16, 3, 3, device=device) / 12
     one = held(x, w, padding=1)
+    from tilefold.ops import records
     from tilefold.ops.matrix import conv
 
-    monkeypatch.setattr(conv, "_CACHE", {})
+    monkeypatch.setattr(records, "CACHE", {})
     problem_of = conv.problem_of
     monkeypatch.setattr(
         conv, "problem_of", lambda *args: __import__("dataclasses").replace(problem_of(*args), wide64=True)
@@ -252,7 +253,7 @@ def test_compiled(device):
     want = block(x, w)
     assert torch.equal(got, want) and got.stride() == want.stride()
     given, made = (torch.autograd.grad(t.sum(), (x, w)) for t in (want, got))
-    assert all(torch.equal(a, b) for a, b in zip(given, made, strict=True))
+    assert same(given, made)
 
 
 def test_second_derivatives_are_refused(device):

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
-from cases import rand
-from decode_cases import Case, run
+from cases import rand, same
+from cases.decode import Case, run
 
 pytestmark = pytest.mark.no_poison
 
@@ -38,8 +38,7 @@ def test_compiled_is_the_eager_call(device):
         lambda **a: tilefold.attention_kvcache(causal=True, return_lse=True, **a), fullgraph=True, backend="aot_eager"
     )
     call = given(device)
-    for got, want in zip(fn(**call), tilefold.attention_kvcache(causal=True, return_lse=True, **call), strict=True):
-        assert torch.equal(got, want)
+    assert same(fn(**call), tilefold.attention_kvcache(causal=True, return_lse=True, **call))
     cache = rand(6, 8, 1, 320, device=device)  # V as a part of K has head dims that are refused otherwise
     shared = given(device, q=rand(2, 1, 4, 320, device=device))
     del shared["k_cache"], shared["v_cache"]
@@ -52,21 +51,25 @@ def test_compiled_is_the_eager_call(device):
 
 
 def test_the_operator_is_what_its_schema_says(device):
-    from tilefold.ops.cache.kvcache import attention_kvcache_op
+    from tilefold.ops.cache.cached_call import Cache
+    from tilefold.ops.cache.decode import NO_SCALES
+    from tilefold.ops.cache.kvcache import ATTENTION_KVCACHE
+    from tilefold.ops.call import Call
 
-    call = given(device)
-    empty, q, keys = None, call["q"], (call["k_cache"], call["v_cache"])
-    places = (call["cache_seqlens"], empty, empty, call["block_table"], empty)
-    args = (q, *keys, empty, empty, empty, empty, empty, *places, 0, 0, True, -1, 0, None, 0.0)
-    torch.library.opcheck(attention_kvcache_op, args, test_utils=("test_schema", "test_faketensor"))
+    given_now = given(device)
+    cache = Cache(given_now["cache_seqlens"], block_table=given_now["block_table"])
+    tensors = (given_now[name] for name in ("q", "k_cache", "v_cache"))
+    flat = ATTENTION_KVCACHE.flat(*tensors, Call(causal=True), cache, NO_SCALES, None, False)
+    torch.library.opcheck(ATTENTION_KVCACHE.op, flat, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.interpreter
 def test_nothing_is_read_on_the_host(device, monkeypatch):
+    from tilefold.ops import operator
     from tilefold.ops.cache import kvcache
 
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
-    monkeypatch.setattr(kvcache, "is_watched", lambda tensors: False)  # the launch itself runs under the mode
+    monkeypatch.setattr(operator, "watchers", lambda tensors: (False, False))  # the launch itself runs under the mode
     call = given(device)
     with NoHostReads():
         tilefold.attention_kvcache(**call)

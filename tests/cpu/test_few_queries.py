@@ -227,12 +227,12 @@ def test_a_plan_that_holds_is_the_plan_of_every_length_of_its_step(given, at, de
 @pytest.mark.parametrize("dim", [32, 40])
 def test_a_growing_cache(layout, dim, monkeypatch):
     """Each length is right, its plan is that of a call that saw no other, and lengths of one step are planned once."""
+    from tilefold.ops import records
     from tilefold.ops.dense import attention as ops
 
     planned = []
     monkeypatch.setattr(ops, "_prepare", lambda *call, made=ops._prepare: planned.append(call[1].shape) or made(*call))
-    monkeypatch.setattr(ops, "_CACHE", {})
-    monkeypatch.setattr(ops, "_GROWING", {})
+    monkeypatch.setattr(records, "CACHE", {})
     lengths = (3 * STEP - 1, 3 * STEP, 3 * STEP + 1, 3 * STEP + 70, 4 * STEP - 1, 4 * STEP)
     for length in lengths:
         q, k, v = qkv(2, 1, length, 4, 2, dim)

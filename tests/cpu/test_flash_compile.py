@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import packed, qkv, rand
-from flash_cases import a_cache, angles, in_pages
+from cases.flash import a_cache, angles, in_pages
 from tilefold.compat import flash_attn as fa
 from tilefold.compat.flash_attn.layers.rotary import RotaryEmbedding
 
@@ -91,14 +91,14 @@ class NoHostReads(TorchDispatchMode):
 
 def test_nothing_is_read_on_the_host(device, monkeypatch):
     """The launches themselves run under the mode: nobody routes around it, and no values are checked as in the interpreter."""
-    from tilefold import api
     from tilefold.ops import operator
     from tilefold.ops.cache import cache_append, cached, rotary
     from tilefold.ops.dense import attention
 
     monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
-    for module in (api, cached, cache_append, operator, rotary):
+    for module in (cached, cache_append, operator, rotary):
         monkeypatch.setattr(module, "is_watched", lambda tensors: False)
+    monkeypatch.setattr(operator, "watchers", lambda tensors: (False, operator.wants_gradient(tensors)))
     monkeypatch.setattr(attention, "check_inside", lambda *args: None)
     monkeypatch.setattr(cached, "check_side", lambda *args: None)
     monkeypatch.setattr(cached, "check_values", lambda *args: None)
@@ -123,18 +123,20 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
 def test_operators_are_what_their_schemas_say(device):
     """Which arguments change, and that fake tensors see the shapes that come out."""
     from tilefold.ops.cache.cache_append import cache_append_op
-    from tilefold.ops.cache.cached import attention_cached_op
+    from tilefold.ops.cache.cached import ATTENTION_CACHED
+    from tilefold.ops.cache.cached_call import Cache
     from tilefold.ops.cache.rotary import _OPERATOR as turn
-    from tilefold.ops.dense.attention_weights import _OPERATOR as weights
+    from tilefold.ops.call import Call
+    from tilefold.ops.dense.attention_weights import ATTENTION_WEIGHTS as weights
 
     q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
     lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
     cos, sin = angles(48, 8, device=device)
     kinds = ("test_schema", "test_faketensor")
     check = torch.library.opcheck
-    cache = (lengths, None, None, None, None, None, 0, 0, 0, 2)
-    check(attention_cached_op, (q, *caches, None, None, None, *cache, True, -1, 0, None, 0.0, 0.0), test_utils=kinds)
+    flat = ATTENTION_CACHED.flat(q, *caches, Call(causal=True), Cache(lengths, splits=2), False)
+    check(ATTENTION_CACHED.op, flat, test_utils=kinds)
     check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
     check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
     seed = torch.ones(1, dtype=torch.int64, device=device)
-    check(weights.op, (q, new[0], None, seed, None, None, 0, 0, -1, -1, None, 0.0, 0.3, 128), test_utils=kinds)
+    check(weights.op, weights.flat(q, new[0], Call(dropout_p=0.3, dropout_seed=seed), 128), test_utils=kinds)

@@ -64,6 +64,11 @@ def test_large(): mark("large")
 
 @pytest.mark.alone
 def test_alone(): mark("alone")
+
+@pytest.mark.large
+def test_larger(): mark("larger")
+
+def test_one_gpu(): assert os.environ["CUDA_VISIBLE_DEVICES"] in "01"
 """
 
 
@@ -106,7 +111,7 @@ def test_every_end(run, tmp_path):
     assert "ended with 77" in rows["test_dies"]["why"] and "its last words are these" in rows["test_dies"]["why"]
     assert "time.sleep(60)" in rows["test_hangs"]["why"] or "in test_hangs" in rows["test_hangs"]["why"]
     assert "nothing_of_the_kind" in rows["test_broken.py"]["why"]
-    assert rows["test_no_room"]["alone"]
+    assert rows["test_no_room"]["phase"] == "large"
     assert "16 tests: 13 ran, 7 passed, 4 failed, 1 crashed, 1 hung, 3 skipped" in said.out
     (row,) = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     assert row["skipped"] == {"no such GPU": 2, "expected to fail: known": 1}
@@ -115,12 +120,13 @@ def test_every_end(run, tmp_path):
 
 
 def test_what_must_be_alone_is(run, tmp_path):
-    code, rows, _ = run(test_alone=ALONE)
-    assert code == GREEN and len(rows) == 10
+    code, rows, _ = run(machine={**MACHINE, "gpus": 2}, test_alone=ALONE)
+    assert code == GREEN and len(rows) == 12
     spans = {path.stem[5:]: json.loads(path.read_text()) for path in (tmp_path / "tests").glob("span-*.json")}
-    for one in ("large", "alone"):
+    for one in ("large", "larger", "alone"):
+        beside = {one} if one == "alone" else {"large", "larger"}  # each on a GPU of its own
         assert all(
-            spans[one][0] >= end or spans[one][1] <= begin for name, (begin, end) in spans.items() if name != one
+            spans[one][0] >= end or spans[one][1] <= begin for name, (begin, end) in spans.items() if name not in beside
         )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import one, qkv, rand, relative
+from cases import one, qkv, rand, relative, same
 from tilefold import sparse
 from tilefold.ops import hopper
 from tilefold.ops.backward import backward_parts
@@ -41,7 +41,7 @@ def test_dout_at_any_address_gives_the_same_gradients(device):
         want = torch.autograd.grad(fn(), (q, k, v), dout)
         joined = torch.cat([head, fn().flatten()])
         got = torch.autograd.grad(joined, (q, k, v), torch.cat([torch.zeros_like(head), dout.flatten()]))
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert same(got, want)
 
 
 @pytest.mark.no_poison
@@ -113,15 +113,15 @@ def test_masks_args_get_no_gradient_either(device):
 @pytest.mark.no_poison
 def test_no_queries_and_keys_with_strides(device):
     """The dispatcher is told contiguous gradients: they must be, without queries, too, and dk and dv come together."""
-    from tilefold.ops.dense.library import attention_backward_op
+    from tilefold.ops.call import Call
+    from tilefold.ops.dense.library import ATTENTION
 
     q, k, v = qkv(2, 0, 5, 2, 2, 16, device=device)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     assert not k.is_contiguous()
-    tail = (None,) * 6, (0, 0, False, -1, -1, None, 0.0, "bshd", "", [], [], [], "|", 0.0, None, True)
     lse = rand(2, 2, 0, device=device)
-    args = ([True, True, False, False, False], q, lse, q, lse, q, k, v, *tail[0], *tail[1])
-    torch.library.opcheck(attention_backward_op, args)
+    args = ([True, True, False, False, False], q, lse, q, lse, *ATTENTION.flat(q, k, v, Call()))
+    torch.library.opcheck(ATTENTION.gradient_op, args)
     leaves = [t.clone().requires_grad_() for t in (q, k.contiguous(), v)]
     got = torch.autograd.grad(tilefold.sparse_attention(*leaves, listed(0, 5, device)).sum(), leaves)
     assert all(g.is_contiguous() and not g.any() for g in got)
@@ -221,7 +221,7 @@ def test_vjp_of_dense_attention_is_the_gradient(device):
     _, pull = torch.func.vjp(lambda *t: tilefold.attention(*t, causal=True), q, k, v)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     want = torch.autograd.grad(tilefold.attention(*leaves, causal=True), leaves, dout)
-    assert all(torch.equal(a, b) for a, b in zip(pull(dout), want, strict=True))
+    assert same(pull(dout), want)
     index = listed(20, 33, device)
     with pytest.raises(NotImplementedError):
         torch.func.vjp(lambda *t: tilefold.sparse_attention(*t, index), q, k, v)[1](dout)

@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
-from cases import qkv
-from select_cases import rows
+from cases import qkv, same
+from cases.select import rows
 from tilefold import sparse
-from tilefold.ops.sparse.select_library import gini_op, select_op
+from tilefold.ops.sparse.select_library import GINI, SELECT
 from tilefold.sparse import Selection
 
 pytestmark = pytest.mark.no_poison
@@ -58,7 +58,7 @@ def test_compile_fullgraph(name, path, device):
     for _ in range(2):
         got = compiled(scores, heads)
         assert isinstance(got, Selection)
-        assert all(torch.equal(a, b) for a, b in zip(tensors(got), want, strict=True))
+        assert same(tensors(got), want)
         assert not any(t.requires_grad for t in tensors(got))
 
 
@@ -87,12 +87,13 @@ def test_opcheck(device):
     sizes = torch.full((2, 3, 20), 64, dtype=torch.int32, device=device)
     geometry = [64, 64, 320, 1280]
     never = -(1 << 30)
-    torch.library.opcheck(
-        select_op, (scores, None, None, "gini", [], [0.5, 0.9, 1.0, 20.0], "ffff", 20, geometry, 0, never)
-    )
-    torch.library.opcheck(select_op, (scores, force, sizes, "mass", [per_head], [1.0, 9.0], "tff", 9, geometry, 1, 1))
-    torch.library.opcheck(select_op, (scores, None, None, "count", [], [4.0, 1.0, 20.0], "fff", 4, geometry, 0, never))
-    torch.library.opcheck(gini_op, (scores, sizes))
+    for given in (
+        (None, None, "gini", (0.5, 0.9, 1.0, 20.0), 20, geometry, 0, never),
+        (force, sizes, "mass", (per_head, 1.0, 9.0), 9, geometry, 1, 1),
+        (None, None, "count", (4.0, 1.0, 20.0), 4, geometry, 0, never),
+    ):
+        torch.library.opcheck(SELECT.op, SELECT.flat(scores, *given))
+    torch.library.opcheck(GINI.op, (scores, sizes))
 
 
 def test_fake_tensors(device):
@@ -113,7 +114,7 @@ def test_a_selection_is_a_tree(device):
     moved = _pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, got)
     assert isinstance(moved, Selection)
     assert moved.tau is None
-    assert all(torch.equal(a, b) for a, b in zip(tensors(moved), tensors(got), strict=True))
+    assert same(tensors(moved), tensors(got))
 
 
 # ---------------------------------------------------------------- nothing is read on the host

@@ -94,9 +94,9 @@ def test_merge_compiled(device):
     )
     got = torch.compile(lambda *a: tilefold.merge_attention(*a)[0] * 2, fullgraph=True, backend="aot_eager")(*args)
     assert torch.equal(got, tilefold.merge_attention(*args)[0] * 2)
-    from tilefold.ops.cache.merge import merge_attention_op
+    from tilefold.ops.cache.merge import MERGE_ATTENTION
 
-    torch.library.opcheck(merge_attention_op, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(MERGE_ATTENTION.op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---------------------------------------------------------------- shared prefixes

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import one, qkv, rand, relative
-from index_cases import lists
-from tilefold.ops.sparse.sparse_library import sparse_attention_op
+from cases import one, qkv, rand, relative, same
+from cases.index import lists
+from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.sparse.sparse_library import SPARSE, Turned
 from tilefold.sparse import BlockIndex
 
 pytestmark = pytest.mark.no_poison
@@ -41,7 +42,7 @@ def test_compile_fullgraph(name, device):
         loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert same(results[0], other)
 
 
 def test_compile_without_gradients_transposes_nothing(device):
@@ -81,11 +82,18 @@ def test_compile_from_scores(device):
 def test_opcheck(device):
     index = lists(1, 2, 33, 48, device=device)
     q, k, v = (t.requires_grad_() for t in qkv(1, 33, 48, 2, 1, 16, device=device))
-    turned = index.transpose()
-    args = (q, k, v, *index.tensors(), *turned.tensors()[:2], None, None, list(index.geometry), True, None, 0.0, "bshd")
-    torch.library.opcheck(sparse_attention_op, (*args, "", [], [], [], "|"))
-    hooks = f"{tilefold.constant(relative).key}|||{tilefold.constant(one).key}|"
-    torch.library.opcheck(sparse_attention_op, (*args, hooks, [rand(2, 9, device=device)], [4], [], "ti|"))
+    turned = Turned(*index.transpose().tensors()[:2])
+    plain = SparseCall(Lists(*index.tensors(), *index.geometry), causal=True)
+    modded = plain._replace(score_mod=relative, score_args=(rand(2, 9, device=device), 4), score_grad=one)
+    for call in (plain, modded):
+        torch.library.opcheck(SPARSE.op, SPARSE.flat(q, k, v, call, turned))
+    for given, match in (
+        ((plain, None), "needs the transposed lists"),
+        ((modded._replace(score_grad=None), turned), "also give score_grad"),
+    ):
+        out, _ = SPARSE.dispatched(q, k, v, *given)
+        with pytest.raises(tilefold.Unsupported, match=match):
+            out.sum().backward()
 
 
 def test_fake_tensors(device):

@@ -8,9 +8,11 @@ import torch
 
 import tilefold
 from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
-from index_cases import cache, held, lists, plan_of
+from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex
-from tilefold.ops.sparse.sparse_library import sparse_attention_paged_op
+from tilefold.ops.call import Paged
+from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.sparse.sparse_library import SPARSE_PAGED
 
 
 def check(tensors, index, where, **options):
@@ -224,21 +226,6 @@ def test_compile_and_opcheck(device):
         traced = compiled(*tensors, index, *where.values())
         eager = tilefold.sparse_attention_paged(*tensors, index, **where, **options)
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
-    args = (
-        *tensors,
-        *index.tensors(),
-        *where.values(),
-        list(index.geometry),
-        True,
-        None,
-        0.0,
-        "bshd",
-        "",
-        [],
-        [],
-        [],
-        "|",
-    )
-    torch.library.opcheck(
-        sparse_attention_paged_op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
+    call = SparseCall(Lists(*index.tensors(), *index.geometry), causal=True, paged=Paged(*where.values()))
+    some = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(SPARSE_PAGED.op, SPARSE_PAGED.flat(*tensors, call), test_utils=some)

@@ -19,6 +19,7 @@ from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.matrix.gemm import GemmCase
 from tilefold.cli.app import app
 from tilefold.errors import DeviceError, PlanError, ValueRangeError
+from tilefold.ops import records
 from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_attention, plan_decode
 from tilefold.plan import table as tables
 from tilefold.plan.decode import rules_decode
@@ -575,10 +576,7 @@ def test_a_call_asks_the_table_once(monkeypatch, tmp_path):
     _use(monkeypatch, tmp_path / "t.json", _table(entry, device="interpreter"))
     for plan in (plan_attention, plan_forward):
         plan.cache_clear()
-    from tilefold.ops.dense import attention as dense
-
-    for cache in (value for name, value in vars(dense).items() if name.endswith("_CACHE") and isinstance(value, dict)):
-        cache.clear()
+    monkeypatch.setattr(records, "CACHE", {})
     asked = []
     found = tables._in_use
     monkeypatch.setattr(tables, "_in_use", lambda device: asked.append(device) or found(device))

@@ -8,7 +8,7 @@ from tilefold.bench.attention.cases import Case
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.loop import WRONG
 from tilefold.bench.matrix.gemm import GemmCase
-from tilefold.ops.dense import attention as dense
+from tilefold.ops import records
 from tilefold.ops.device import device_of
 from tilefold.plan import AttentionProblem, plan_attention
 from tilefold.plan import table as tables
@@ -50,7 +50,7 @@ def test_a_taken_plan_is_used(tmp_path, monkeypatch) -> None:
     )
     write_table(tmp_path / "t.json", table_of_outcomes([claimed], identity_of(device), None))
     monkeypatch.setenv("TILEFOLD_TUNED", str(tmp_path / "t.json"))
-    monkeypatch.setattr(dense, "_CACHE", {})  # as in another process: the tuner has made the same call
+    monkeypatch.setattr(records, "CACHE", {})  # as in another process: the tuner has made the same call
     q, k, v = (
         torch.randn(2, n, 4, d, device="cuda", dtype=torch.float16) for n, d in ((300, 40), (700, 40), (700, 24))
     )

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -
     if why := _unfit(found):
         print(f"test-gpu: {why}", file=sys.stderr)
         return NO_GPU
-    cores, memory = len(os.sched_getaffinity(0)), found.pop("memory", None)
-    args.jobs = args.jobs or (cores if memory is None else max(1, min(cores, memory // EACH)))
+    cores, memory, args.gpus = len(os.sched_getaffinity(0)), found.pop("memory", None), found.get("gpus", 1)
+    args.jobs = args.jobs or (cores if memory is None else max(1, min(cores, args.gpus * memory // EACH)))
     run = {**found, **identity(args.tests), "cores": cores, "jobs": args.jobs}
     run["selected"] = shlex.split(args.pytest)
     run = run_piece(args, run, environment(), begin)

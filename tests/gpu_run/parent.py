@@ -1,4 +1,5 @@
-"""A piece of a run: many processes, then one for the tests that must be alone; a process that dies or hangs is replaced."""
+"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, then one alone for those that measure or
+need several GPUs; a process that dies or hangs is replaced."""
 
 import contextlib
 import json
@@ -33,6 +34,8 @@ class Process:
         orders = {"folder": str(args.folder), "number": number, "phase": phase, "until": until,
                   "slow": str(args.tests / "runs.jsonl")}  # fmt: skip
         self.env = {**env, "GPU_RUN": json.dumps(orders)}
+        if phase != "alone" and args.gpus > 1:
+            self.env["CUDA_VISIBLE_DEVICES"] = str(number % args.gpus)
         if phase == "together":  # the cores are shared
             threads = str(max(1, len(os.sched_getaffinity(0)) // args.jobs))
             self.env |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -111,7 +114,7 @@ class Process:
         with self.said.open(errors="replace") as said:
             said.seek(self.began)
             words = said.read()[-WORDS:]
-        row = {"test": at["test"], "outcome": outcome, "seconds": round(time.time() - at["since"], 2), "alone": False,
+        row = {"test": at["test"], "outcome": outcome, "seconds": round(time.time() - at["since"], 2), "phase": "",
                "why": f"{why}; its last words:\n{words}", "at": time.time()}  # fmt: skip
         with (self.args.folder / "results-parent.jsonl").open("a") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -134,8 +137,9 @@ def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float)
 
     tell()
     _phase(args, "together", max(1, args.jobs), until, env, tell)
-    if _left(args.folder) and time.time() < until:
-        _phase(args, "alone", 1, until, env, tell)
+    for phase, jobs in (("large", args.gpus), ("alone", 1)):
+        if _left(args.folder) and time.time() < until:
+            _phase(args, phase, jobs, until, env, tell)
     tell()
     return run
 

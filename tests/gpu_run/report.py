@@ -52,6 +52,7 @@ def _print(found: dict[str, Any], rows: dict[str, Any], run: dict[str, Any], fol
     bad = Counter(found["bad"].values())
     ran = found["passed"] + sum(bad.values())
     processes = f"{run['jobs']} processes on {run['cores']} cores"
+    processes += f" and {run['gpus']} GPUs" if run.get("gpus", 1) > 1 else ""
     several = f", in {len(run['pieces'])} pieces" if len(run["pieces"]) > 1 else ""
     print(
         f"\n{run['device']}, driver {run.get('driver')}, torch {run['torch']}, triton {run['triton']}, commit {run['commit']}"
@@ -70,7 +71,7 @@ def add_row(record: Path, run: dict[str, Any], found: dict[str, Any]) -> str:
     """Add a complete run to the record; returns a sentence that says so, or why not."""
     if found["left"] or run["selected"]:
         return f"not recorded: {'some tests are left' if found['left'] else 'not all tests were selected'}"
-    named = ("commit", "sources", "device", "driver", "python", "torch", "triton", "cores", "jobs", "pieces")
+    named = ("commit", "sources", "device", "driver", "python", "torch", "triton", "gpus", "cores", "jobs", "pieces")
     row = {"date": time.strftime("%Y-%m-%d"), **{name: run.get(name) for name in named}, "seconds": found["seconds"]}
     row |= {name: found[name] for name in ("tests", "passed", "bad", "skipped", "slowest")}
     record.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import pytest
 
 from .records import LOST, key_of, rows_of, slow_ones
 
-__all__ = ["is_alone"]
+__all__ = ["phase_of"]
 
 ROOM = 2 << 30  # bytes of the device's memory that a process keeps between tests
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
@@ -20,25 +20,26 @@ GONE = "no GPU that torch can use"  # conftest.py's reason: here it means that t
 PARTS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
-def is_alone(item: pytest.Item) -> bool:
-    """Whether a test fills the device's memory, or measures what other processes would disturb."""
-    return any(item.get_closest_marker(name) for name in ("large", "alone"))
+def phase_of(item: pytest.Item) -> str:
+    """When a test runs: after the others if it fills a GPU's memory, last if it measures what other processes would disturb, or
+    needs several GPUs."""
+    return next((name for name in ("alone", "large") if item.get_closest_marker(name)), "together")
 
 
 class Worker:
-    """One process.  Its orders are in the environment: folder, number, phase ("together" or "alone"), until (seconds since the
-    epoch)."""
+    """One process.  Its orders are in the environment: folder, number, phase ("together", "large" or "alone"), until (seconds
+    since the epoch)."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.folder, self.number = Path(orders["folder"]), orders["number"]
-        self.alone, self.until = orders["phase"] == "alone", orders["until"]
+        self.phase, self.until = orders["phase"], orders["until"]
         self.now = self.folder / f"now-{self.number}.json"
         self.parent = os.getppid()  # without it nobody would end this one
         self.slow = slow_ones(Path(orders["slow"]))
         self.parts: list[pytest.TestReport] = []
 
     def write(self, test: str, outcome: str, seconds: float, why: str) -> None:
-        row = {"test": test, "outcome": outcome, "seconds": round(seconds, 2), "why": why[-MOST:], "alone": self.alone,
+        row = {"test": test, "outcome": outcome, "seconds": round(seconds, 2), "why": why[-MOST:], "phase": self.phase,
                "at": time.time()}  # fmt: skip
         with (self.folder / f"results-{self.number}.jsonl").open("a") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -57,13 +58,13 @@ class Worker:
         everything = self.folder / "collected.json"
         if not everything.exists():
             part = everything.with_suffix(f".{self.number}")
-            part.write_text(json.dumps({item.nodeid: is_alone(item) for item in session.items}))
+            part.write_text(json.dumps({item.nodeid: phase_of(item) for item in session.items}))
             part.replace(everything)
         done = rows_of(self.folder)
         for item in in_order(session.items, self.slow):
             row = done.get(item.nodeid)
             again = row is not None and row["outcome"] == "again"
-            if (is_alone(item) or again) != self.alone or (row is not None and not again):
+            if ("large" if again else phase_of(item)) != self.phase or (row is not None and not again):
                 continue
             if time.time() > self.until or os.getppid() != self.parent:
                 break
@@ -77,7 +78,7 @@ class Worker:
     def take(self, test: str) -> bool:
         """Whether no other process has it; then it is ours."""
         try:
-            (self.folder / f"taken-{key_of(test)}{'-alone' * self.alone}").touch(exist_ok=False)
+            (self.folder / f"taken-{key_of(test)}-{self.phase}").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -88,7 +89,7 @@ class Worker:
         self.parts, begin = [], time.monotonic()
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         outcome, why = outcome_of(self.parts)
-        if outcome == "failed" and not self.alone and any(text in why for text in OUT_OF_MEMORY):
+        if outcome == "failed" and self.phase == "together" and any(text in why for text in OUT_OF_MEMORY):
             outcome = "again"  # others had the memory
         if outcome == "skipped" and why == GONE:
             outcome = "failed"

@@ -4,10 +4,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from .launch import Launch
 
-__all__ = ["Bound", "Slot", "attribute", "strides_named"]
+__all__ = ["Bound", "Prepared", "Slot", "attribute", "meta", "strides_named"]
 
 
 class Slot(NamedTuple):
@@ -21,7 +23,8 @@ class Bound:
     """A kernel's launch, and its arguments: what all calls of a key share, and slots for the rest.
 
     launch: of the kernel.  given: names of what a call gives, in order.  values: by the kernel's names; more than it has may be
-    there, so that kernels share a table.  KeyError names a parameter that has no value."""
+    there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
+    nobody gives."""
 
     __slots__ = ("_as_given", "_made", "_template", "launch", "names", "values")
 
@@ -32,9 +35,9 @@ class Bound:
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
         for at, name in enumerate(self.names):
-            if name not in values:
+            if name not in values and name not in given:
                 raise KeyError(f"{launch.fn.__name__} has a parameter {name!r} that its binding does not know")
-            value = values[name]
+            value = values[name] if name in values else Slot(name)
             if not isinstance(value, Slot):
                 self._template.append(value)
                 continue
@@ -85,6 +88,13 @@ class Bound:
         return made
 
 
+class Prepared(NamedTuple):
+    """The record of a call that one launch makes: what its result is made by, and the launch, None for nothing to compute."""
+
+    shape: Any
+    bound: Bound | None = None
+
+
 def attribute(of: str, path: str, value: object) -> Slot | None:
     """The slot of an attribute of what a call gives; None, for the kernel too, where `value`, this call's, is None."""
     return None if value is None else Slot(of, operator.attrgetter(path))
@@ -93,3 +103,8 @@ def attribute(of: str, path: str, value: object) -> Slot | None:
 def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
     return {f"stride_{letter}{dim}": stride for dim, stride in zip(dims[-len(strides) :], strides, strict=True)}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A contiguous tensor without memory: for its strides, or as an example to compile with."""
+    return torch.empty(shape, dtype=dtype, device="meta")

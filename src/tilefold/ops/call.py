@@ -8,6 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Window
+from .records import facts_of
 from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
@@ -33,10 +34,10 @@ __all__ = [
     "is_plain",
     "key_of",
     "layout_hint",
+    "options_of",
     "result_shapes",
     "shapes_of",
     "sizes_of",
-    "value_of",
     "window_of",
 ]
 
@@ -127,15 +128,7 @@ class Call(NamedTuple):
 
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
-    # The types too: 1 == True == 1.0, but causal=1 is refused.
-    window = call.window
-    kinds = (
-        type(call.causal),
-        type(call.scale),
-        type(call.softcap),
-        None if window is None else tuple(map(type, window)),
-    )
-    plain = (facts_of(q), facts_of(k), facts_of(v), call[:5], kinds)
+    plain = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
     if is_plain(call):
         return plain
     packed = call.packed
@@ -147,6 +140,12 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
         (id(call.plan), id(call.score_grad), id(call.backward_plan)),
         (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
     )
+
+
+def options_of(call: Call) -> Any:
+    """causal, window, scale, softcap and layout, and their types: 1 == True == 1.0, but causal=1 is refused."""
+    causal, window, scale, softcap, _ = options = call[:5]
+    return options, type(causal), type(scale), type(softcap), None if window is None else tuple(map(type, window))
 
 
 def is_plain(call: Call) -> bool:
@@ -173,11 +172,6 @@ def is_plain(call: Call) -> bool:
     )
 
 
-def facts_of(t: torch.Tensor) -> Any:
-    """What of a tensor decides checks, plan and compilation."""
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
-
-
 def keyed(values: Iterable[Any]) -> Any:
     """Facts of tensors, numbers and None as the key of a record; None for what has no memory or no hash: checks refuse it."""
     try:
@@ -193,11 +187,6 @@ def facts_of_args(args: ModArgs) -> Any:
     return type(args), tuple(
         facts_of(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
     )
-
-
-def value_of(hook: Any) -> Any:
-    """What a `Constant` names; anything else as it is."""
-    return hook.value if isinstance(hook, Constant) else hook
 
 
 def args_of(call: Any) -> dict[str, Any]:

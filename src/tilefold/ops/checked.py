@@ -9,17 +9,16 @@ from typing import Any, cast
 
 import torch
 
-from .call import Packed, keyed
+from .call import Packed
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, watch_of
 from .places import check_packed
-from .records import remember
+from .records import facts_of_values, recorded
 from .watch import is_watched
 
 __all__ = ["checked_lists", "checked_packed", "checked_places", "example_launch"]
 
 CHUNK = 128  # entries that a program looks at at a time
-_CACHE: dict[Any, Any] = {}
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Maybe = torch.Tensor | None
 Places = tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]  # cu_q, cu_k, lengths, pads, batch_index, table
@@ -102,16 +101,13 @@ def _places(
     shapes = _news(places)
     news = _empty(like, shapes)
     given = [None if shape is None else t for t, shape in zip(news, shapes, strict=True)]
-    key = keyed((*places, *numbers))
-    made = None if key is None else _CACHE.get(key)
-    if made is None:
-        made = remember(_CACHE, key, _bind_places(places, numbers))
-    launch, scalars = made
+    launch, scalars = _bind_places(places, numbers)
     if launch is not None:
         launch((note_of(like.device), *places, *given, *scalars))
     return news[0], news[1], news[2], news[3]
 
 
+@recorded("checked places", lambda places, numbers: facts_of_values(*places, *numbers))
 def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     """The launch, None for no sequence, and the scalars."""
     from ..kernels.check_places import check_places
@@ -148,11 +144,7 @@ def _lists(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     sizes = tuple(None if t is None else t.contiguous() for t in (block_sizes, query_sizes))
     new, *news = _empty(counts, _list_shapes(indices, counts, *sizes))
-    key = keyed((indices, counts, *sizes, *numbers))
-    made = None if key is None else _CACHE.get(key)
-    if made is None:
-        made = remember(_CACHE, key, _bind_lists(indices, counts, sizes, numbers))
-    launch, scalars = made
+    launch, scalars = _bind_lists(indices, counts, sizes, numbers)
     if launch is not None:
         outs = [None if given is None else t for given, t in zip(sizes, news, strict=True)]
         launch((note_of(counts.device), indices, counts, *sizes, new, *outs, *scalars))
@@ -166,6 +158,10 @@ def _list_shapes(
     return [shared, *(None if t is None else tuple(t.shape) for t in (block_sizes, query_sizes))]
 
 
+@recorded(
+    "checked lists",
+    lambda indices, counts, sizes, numbers: facts_of_values(indices, counts, *sizes, *numbers),
+)
 def _bind_lists(
     indices: torch.Tensor, counts: torch.Tensor, sizes: tuple[torch.Tensor | None, ...], numbers: Sequence[int]
 ) -> tuple[Any, tuple[int, ...]]:

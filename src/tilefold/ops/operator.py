@@ -1,30 +1,272 @@
-"""One operation in three coats: a plain call, an autograd function, an operator of torch's dispatcher.
+"""One operation in three forms: a plain call, an autograd function, an operator of torch's dispatcher.
 
     plain        eager, no gradient asked for: the host function itself
     function     eager with gradients, and torch.func, which takes autograd functions but not the dispatcher's
     dispatched   torch.compile, FakeTensor, tracing, tensor subclasses: one opaque operator each way
 
-The three share their forward, their backward and what is kept between, so that they cannot differ.
+The three share their forward, their backward and what is kept between, so that they cannot differ.  An `Operation` makes all
+three of functions of tensors, numbers and records; an `Operator` has flat arguments, and is told what is kept and passed on.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from ..errors import Unsupported
+from .flat import Arguments
+from .hopper import inside_operator
 from .watch import (
     in_forward_mode,
     is_transformed,
     is_watched,
+    refuse_gradients,
     refuse_tangents,
     refuse_transforms,
     resolved,
     wants_gradient,
+    watchers,
 )
 
-__all__ = ["Operator", "one_by_one"]
+__all__ = ["Gradient", "Operation", "Operator", "one_by_one"]
+
+
+class Gradient(NamedTuple):
+    """How an operation is differentiated, once.
+
+    served: the names of the tensors that get a gradient, like them and contiguous.
+    make(args, results, grads, wanted): theirs, None where there is none; grads: of the results, None for 0.
+    require(*args): raises for an argument whose derivative nobody gave.
+    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.
+    unread(*args): numbers of the results that `make` does not read, so that they are not kept; it gets None for them.
+    still: numbers of the results through which no gradient passes."""
+
+    served: tuple[str, ...]
+    make: Callable[..., Sequence[torch.Tensor | None]]
+    require: Callable[..., None] = lambda *args: None
+    ready: Callable[..., None] = lambda *args: None
+    unread: Callable[..., Sequence[int]] | None = None
+    still: tuple[int, ...] = ()
+
+
+class Operation:
+    """The operators tilefold::name and tilefold::name_backward, and their eager forms, by the annotations of `forward`.
+
+    forward(*args), fake(*args): the results, and results without values after all checks that need no device.
+    gradient: how it is differentiated; or what Unsupported says to who asks for it.
+    before(*args): raises what is wrong with a call whatever its tensors, while it is traced.
+
+    A call raises Unsupported for a forward-mode tangent, inside torch.func's vmap and jvp, and for a tensor that requires a
+    gradient and gets none; so does a derivative of the gradient."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        gradient: Gradient | str,
+        before: Callable[..., None] = lambda *args: None,
+    ) -> None:
+        self.name, self.forward, self.gradient, self.before = f"tilefold::{name}", forward, gradient, before
+        self.arguments = arguments = Arguments(forward)
+        self.results = max(1, len(get_args(inspect.signature(forward).return_annotation)))
+
+        def launch(*flat: Any) -> Any:
+            with inside_operator():
+                return forward(*arguments.whole(flat))
+
+        self.op = _custom_op(self.name, launch, arguments.parameters(), self.results)
+        self.op.register_fake(lambda *flat: fake(*arguments.whole(flat)))
+        if isinstance(gradient, str):
+
+            def refuse(ctx: Any, *grads: Any) -> Any:
+                raise Unsupported(gradient)
+
+            self.op.register_autograd(refuse)
+            return
+        self.served = tuple(arguments.tensors.index(each) for each in gradient.served)
+        *others, last = gradient.served
+        self.text = f"{', '.join(others)} and {last}" if others else last
+        self.gradient_op = self._gradient_op(gradient)
+        self.op.register_autograd(self._differentiate, setup_context=self._keep)
+        self.function = self._function(gradient)
+
+    def __call__(self, *args: Any) -> Any:
+        """The results, by the cheapest way that everyone who watches can follow."""
+        if torch.compiler.is_compiling():
+            return self.dispatched(*args)
+        transformed = is_transformed()
+        tensors, others = self.arguments.given(args)
+        watched, wanted = watchers(tensors)
+        if others and not wanted:
+            wanted = wants_gradient(others)
+        wanted = wanted and (torch.is_grad_enabled() or in_forward_mode())
+        forward_only = isinstance(self.gradient, str)
+        if (watched and not transformed) or (forward_only and (transformed or wanted)):
+            return self.dispatched(*args)
+        args = self.arguments.resolved(args)
+        if not transformed and not wanted:
+            return self.forward(*args)
+        bare, fixed, more = self.arguments.take(args)
+        named = self.arguments.named(args, fixed)
+        refuse_tangents(named)
+        self._refuse_unserved(named)
+        if transformed:
+            refuse_transforms(self.name)
+        return self.function.apply(bare, *fixed, *more)
+
+    def dispatched(self, *args: Any) -> Any:
+        """The results, through the dispatcher."""
+        self.before(*args)
+        return self.op(*self.flat(*args))
+
+    def flat(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments as the schema has them."""
+        return self.arguments.flat(args)
+
+    def gradients(self, wanted: Sequence[bool], grads: Sequence[Any], results: Sequence[Any], *args: Any) -> Any:
+        """Gradients of what gets one, empty where not wanted, through the dispatcher."""
+        return self.gradient_op(list(wanted), *grads, *results, *self.flat(*args))
+
+    def _several(self, results: Any) -> Any:
+        """The results of an operator as a tuple, also a single one."""
+        return (results,) if isinstance(results, torch.Tensor) else results
+
+    def _keep_results(self, ctx: Any, output: Any, args_of: Callable[[], tuple[Any, ...]]) -> Sequence[Any]:
+        """The results that the gradient reads, None for others."""
+        gradient, results = self.gradient, self._several(output)
+        assert isinstance(gradient, Gradient)
+        ctx.set_materialize_grads(False)
+        if gradient.still:
+            ctx.mark_non_differentiable(*(results[i] for i in gradient.still))
+        unread = gradient.unread(*args_of()) if gradient.unread else ()
+        return [None if i in unread else t for i, t in enumerate(results)] if unread else results
+
+    def _refuse_unserved(self, named: dict[str, Any]) -> None:
+        """Unsupported for a tensor that requires a gradient and gets none."""
+        served = self.gradient.served  # type: ignore[union-attr]
+        refuse_gradients(((name, t) for name, t in named.items() if name not in served), self.text)
+
+    # ---------------------------------------------------------------- eager
+
+    def _function(self, gradient: Gradient) -> Any:
+        """The autograd function; its backward is one of its own, in which torch.func unwraps the tensors.  The tensors of a
+        call come apart from it, so that autograd and torch.func see every one."""
+        arguments, count = self.arguments, self.results
+
+        def forward(bare: Any, *tensors: Any) -> Any:
+            args = arguments.joined(bare, tensors)
+            if wants_gradient(tensors):  # not if only functorch watches: then the backward pass says so
+                gradient.ready(*args)
+            return self.forward(*args)
+
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.bare = inputs[0]
+            kept = self._keep_results(ctx, output, lambda: arguments.joined(inputs[0], inputs[1:]))
+            ctx.save_for_backward(*kept, *inputs[1:])
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            back: list[Any] = [None] * len(ctx.needs_input_grad)
+            if all(grad is None for grad in grads):
+                return tuple(back)
+            refuse_transforms(f"the gradient of {self.name}")
+            wanted = tuple([ctx.needs_input_grad[1 + at] for at in self.served])
+            found = second.apply(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
+            for at, one in zip(self.served, found, strict=True):
+                back[1 + at] = one
+            return tuple(back)
+
+        def forward_of_gradient(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
+            grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+            return tuple(gradient.make(arguments.joined(bare, inputs), results, grads, wanted))
+
+        second = _made("Gradient", forward=forward_of_gradient, setup_context=_no_context, backward=self._refuse_second)
+        return _made("Differentiable", forward=forward, setup_context=keep, backward=backward)
+
+    def _refuse_second(self, ctx: Any, *grads: Any) -> Any:
+        raise Unsupported(f"{self.name} has first derivatives only: this call differentiates its gradient")
+
+    # ---------------------------------------------------------------- the dispatcher
+
+    def _gradient_op(self, gradient: Gradient) -> Any:
+        arguments, count = self.arguments, self.results
+
+        def parts(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+            return flat[:count], flat[count : 2 * count], flat[2 * count :]
+
+        def launch(wanted: Sequence[bool], *flat: Any) -> Any:
+            grads, results, inputs = parts(flat)
+            found = gradient.make(arguments.whole(inputs), results, grads, tuple(wanted))
+            made = zip(found, wanted, strict=True)
+            return one_or_all([inputs[0].new_empty(0) if t is None or not asked else t for t, asked in made])
+
+        def fake(wanted: Sequence[bool], *flat: Any) -> Any:
+            inputs = parts(flat)[2]
+            made = zip((inputs[at] for at in self.served), wanted, strict=True)
+            return one_or_all(
+                [t.new_empty(t.shape if w else 0) if t is not None else inputs[0].new_empty(0) for t, w in made]
+            )
+
+        def one_or_all(made: list[Any]) -> Any:
+            return made[0] if len(made) == 1 else tuple(made)
+
+        kinds: list[tuple[str, Any]] = [("wanted", Sequence[bool])]
+        kinds += [(f"grad_{i}", torch.Tensor | None) for i in range(count)]
+        kept: Any = torch.Tensor | None if gradient.unread else torch.Tensor
+        kinds += [(f"result_{i}", kept) for i in range(count)]
+        op = _custom_op(f"{self.name}_backward", launch, [*kinds, *arguments.parameters()], len(self.served))
+        op.register_fake(fake)
+        op.register_autograd(self._refuse_second)
+        return op
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        count = len(self.arguments.tensors)
+        more = inputs[count] if self.arguments.open else ()
+        kept = self._keep_results(ctx, output, lambda: self.arguments.whole(inputs))
+        ctx.save_for_backward(*kept, *inputs[:count], *more)
+        ctx.rest = inputs[count + self.arguments.open :]
+
+    def _differentiate(self, ctx: Any, *grads: Any) -> Any:
+        count = len(self.arguments.tensors)
+        results, tensors = ctx.saved_tensors[: self.results], ctx.saved_tensors[self.results :]
+        more = list(tensors[count:])
+        flat = [*tensors[:count], *([more] if self.arguments.open else []), *ctx.rest]
+        args = self.arguments.whole(flat)
+        self._refuse_unserved(self.arguments.named(args, tensors[:count]))
+        self.gradient.require(*args)  # type: ignore[union-attr]
+        back: list[Any] = [None] * count
+        if any(grad is not None for grad in grads):
+            wanted = [bool(ctx.needs_input_grad[at]) for at in self.served]
+            found = self._several(self.gradient_op(wanted, *grads, *results, *flat))
+            for at, one, asked in zip(self.served, found, wanted, strict=True):
+                back[at] = one if asked else None
+        # beside a list of tensors torch takes an empty list for another and wants one back
+        lists: list[Any] = [
+            [] if self.arguments.open and isinstance(one, Sequence) and len(one) == 0 and one != "" else None
+            for one in ctx.rest
+        ]
+        return *back, *([[None] * len(more)] if self.arguments.open else []), *lists
+
+
+def _custom_op(name: str, function: Any, parameters: list[tuple[str, Any]], results: int) -> Any:
+    """An operator of the dispatcher whose schema says what `parameters` say."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    made = torch.Tensor if results == 1 else tuple[(torch.Tensor,) * results]  # type: ignore[misc]
+    function.__signature__ = inspect.Signature(
+        [inspect.Parameter(each, kind, annotation=annotation) for each, annotation in parameters],
+        return_annotation=made,
+    )
+    return torch.library.custom_op(name, function, mutates_args=())
+
+
+def _made(name: str, **methods: Callable[..., Any]) -> Any:
+    """An autograd function."""
+    return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
+
+
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is kept: there is no second derivative."""
 
 
 class Operator:
@@ -103,16 +345,10 @@ def _function(
 ) -> Any:
     """The autograd function; its backward is one of its own, in which torch.func unwraps the tensors."""
 
-    def no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept: there is no second derivative."""
-
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse_transforms(f"the gradient of {name}")
         given = arguments(ctx, *map(resolved, grads))
         return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, second.apply(*given))
 
-    def made(name: str, **methods: Callable[..., Any]) -> Any:
-        return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
-
-    second = made("Gradient", forward=gradient, setup_context=no_context, backward=refuse)
-    return made("Differentiable", forward=forward, setup_context=keep, backward=backward)
+    second = _made("Gradient", forward=gradient, setup_context=_no_context, backward=refuse)
+    return _made("Differentiable", forward=forward, setup_context=keep, backward=backward)

@@ -1,15 +1,56 @@
-"""What the first call of a kind leaves for all later ones: records by key, in a bounded cache."""
+"""What the first call of a kind leaves for all later ones: one bounded cache of records, by operation and key."""
 
-from collections.abc import Hashable
-from typing import TypeVar
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["remember"]
+import torch
 
-LIMIT = 4096  # records of one operation; a program that needs more makes new shapes all the time, and begins anew
+__all__ = ["CACHE", "facts_of", "facts_of_values", "recorded", "remember"]
+
+LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
+CACHE: dict[Any, Any] = {}
+"""Records of all operations, by (operation, key)."""
+
+Arguments = ParamSpec("Arguments")
 Record = TypeVar("Record")
 
 
-def remember(cache: dict[Hashable, Record], key: Hashable, record: Record) -> Record:
+def facts_of(t: torch.Tensor) -> Any:
+    """What of a tensor decides checks, plan and compilation."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
+
+
+def facts_of_values(*values: Any) -> tuple[Any, ...]:
+    """Facts of tensors; of all else its type and itself."""
+    return tuple([facts_of(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in values])
+
+
+def recorded(
+    operation: str, key_of: Callable[Arguments, Hashable] = facts_of_values
+) -> Callable[[Callable[Arguments, Record]], Callable[Arguments, Record]]:
+    """Of a function that checks, plans and binds a call: one that does so for the first call of a key, and looks its record up
+    for all others.
+
+    key_of: of the same arguments, everything that the record depends on.  Where no key can be made (an argument is no tensor,
+    has no memory or no hash) nothing is kept: the checks say which argument is wrong."""
+
+    def decorate(prepare: Callable[Arguments, Record]) -> Callable[Arguments, Record]:
+        @functools.wraps(prepare)
+        def record_of(*args: Any) -> Any:  # no keywords: each call would make a dict of them
+            try:
+                key = operation, key_of(*args)  # type: ignore[call-arg]
+                found = CACHE.get(key)
+            except (AttributeError, RuntimeError, TypeError):
+                return prepare(*args)  # type: ignore[call-arg]
+            return remember(CACHE, key, prepare(*args)) if found is None else found  # type: ignore[call-arg]
+
+        return record_of  # type: ignore[return-value]
+
+    return decorate
+
+
+def remember(cache: dict[Any, Record], key: Hashable, record: Record) -> Record:
     """Keep the record, after emptying the cache if it is full; returns it."""
     if len(cache) >= LIMIT:
         cache.clear()

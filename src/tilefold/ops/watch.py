@@ -11,6 +11,7 @@ __all__ = [
     "in_forward_mode",
     "is_transformed",
     "is_watched",
+    "refuse_at_once",
     "refuse_batched",
     "refuse_derivatives",
     "refuse_gradients",
@@ -19,6 +20,7 @@ __all__ = [
     "resolved",
     "transforms",
     "wants_gradient",
+    "watchers",
 ]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -71,6 +73,16 @@ def refuse_gradients(named: Iterable[tuple[str, Any]], served: str) -> None:
             raise Unsupported(f"{name} requires a gradient, but only {served} get one: detach() it")
 
 
+def refuse_at_once(named: Mapping[str, Any], why: str) -> None:
+    """Unsupported, naming it, for a tensor with a derivative that an operation passes none for; why: what it says of that."""
+    if not torch.compiler.is_compiling():  # a tracer knows of no tangents
+        refuse_tangents(named)
+    if torch.is_grad_enabled():
+        for name, t in named.items():
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                raise Unsupported(f"{name} requires a gradient, but {why}")
+
+
 def is_transformed() -> bool:
     """Whether functorch (torch.func.grad, vmap) has wrapped the tensors: it takes autograd functions, not the dispatcher's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -104,6 +116,20 @@ def is_watched(tensors: Iterable[Any]) -> bool:
         if t is not None and isinstance(t, torch.Tensor) and (type(t) not in _PLAIN_TENSORS or t.is_meta):
             return True
     return False
+
+
+def watchers(tensors: Iterable[Any]) -> tuple[bool, bool]:
+    """(`is_watched`, `wants_gradient`) of tensors, in one pass: every call asks."""
+    watched, wanted = torch._C._len_torch_dispatch_stack() > 0, False
+    tangents = in_forward_mode()
+    for t in tensors:
+        if t is None or not isinstance(t, torch.Tensor):
+            continue
+        if type(t) not in _PLAIN_TENSORS or t.is_meta:
+            watched = True
+        if t.requires_grad or (tangents and _has_tangent(t)):
+            wanted = True
+    return watched, wanted
 
 
 def in_forward_mode() -> bool:

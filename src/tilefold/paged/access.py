@@ -17,14 +17,14 @@ def append_rows(
     cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
     """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
-    from ..ops.cache.cache_append import cache_append
+    from ..ops.cache.cache_append import Append, cache_append
     from ..ops.faults import asked_by_default
 
     # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
     offsets = batch.cu_seqlens_q if batch.count is None else None
     asked = asked_by_default("kvcache_append")
-    cache_append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales, None, 0,
-                 asked)  # fmt: skip
+    call = Append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales)
+    cache_append(call, asked)
 
 
 def attend(

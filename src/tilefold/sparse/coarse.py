@@ -1,15 +1,16 @@
 """The coarse stage: one row of K and V a block, every query over these rows, and what each query block puts on each row."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
-from ..ops.call import SPECS, check_heads, facts_of
-from ..ops.records import remember
-from ..ops.sparse.coarse import attend_op
-from ..ops.sparse.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.call import SPECS, check_heads
+from ..ops.records import recorded
+from ..ops.sparse.coarse import COARSE, CoarseCall
+from ..ops.sparse.project import KINDS, NAMES, PROJECT, SPREAD, check_block, check_layout
+from ..ops.watch import is_watched
 from ..types import Layout
 
 __all__ = ["CoarseResult", "attend_rows", "coarse", "project"]
@@ -74,9 +75,7 @@ def project(
         return _project_dense(x, weight, block_sizes, block, layout, "weight")
     if kind != "block":
         raise ValueRangeError(f"kind must be 'block' or 'dense', got {kind!r}")
-    result: torch.Tensor = project_op(
-        x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, NAMES
-    )
+    result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, NAMES)
     return result
 
 
@@ -137,21 +136,22 @@ def coarse(
         raise ValueRangeError(f"reduction must be 'mean' or 'max', got {reduction!r}")
     if scale is not None:
         check_number("scale", scale, above=0.0)
-    _check_tokens(q, k, v, layout)
+    traced = torch.compiler.is_compiling() or is_watched((q, k, v))
+    (_check_tokens if traced else _check_once)(q, k, v, layout)
     rows_k, rows_v = (
         _rows(x, weight, kind, block_sizes, block, layout, name)
         for x, weight, name in ((k, weight_k, "weight_k"), (v, weight_v, "weight_v"))
     )
     if kind != "pooled":
-        out, scores, lse = attend_op(
-            q, rows_k, rows_v, block_sizes, query_sizes, block, scale, reduction, layout, True, "k v"
+        out, scores, lse = COARSE(
+            q, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, True, "k v")
         )
         return CoarseResult(out, scores, lse if return_lse else None)
-    pooled = project_op(q, None, query_sizes, block, MEAN, layout, "q weight query_sizes")
-    rows, scores, lse = attend_op(
-        pooled, rows_k, rows_v, block_sizes, query_sizes, block, scale, "each", layout, True, "k v"
+    pooled = PROJECT(q, None, query_sizes, block, MEAN, layout, "q weight query_sizes")
+    rows, scores, lse = COARSE(
+        pooled, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, "each", layout, True, "k v")
     )
-    out = spread_op(rows, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout)
+    out = SPREAD(rows, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout)
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
@@ -186,28 +186,22 @@ def attend_rows(
     if scale is not None:
         check_number("scale", scale, above=0.0)
     finite = block_sizes is None
-    out, scores, lse = attend_op(
-        q, rows_k, rows_v, block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"
+    out, scores, lse = COARSE(
+        q,
+        rows_k,
+        rows_v,
+        CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"),
     )
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
-_CHECKED: dict[Any, bool] = {}
-
-
-def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
-    """The tensors of a call, under their own names: what follows sees rows.  Once for tensors of one kind."""
-    key = None
-    if not torch.compiler.is_compiling() and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in (q, k, v)):
-        try:
-            key = *map(facts_of, (q, k, v)), layout
-        except RuntimeError:  # wrapped by torch.func: no address
-            key = None
-    if key is not None and key in _CHECKED:
-        return
+def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> bool:
+    """The tensors of a call, under their own names: what follows sees rows."""
     check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
-    if key is not None:
-        remember(_CHECKED, key, True)
+    return True
+
+
+_check_once = recorded("coarse")(_check_tokens)  # for tensors of one kind
 
 
 def _rows(
@@ -222,9 +216,7 @@ def _rows(
     if kind == "dense":
         return _project_dense(x, weight, block_sizes, block, layout, name)
     names = f"{name[-1]} {name} block_sizes"
-    result: torch.Tensor = project_op(
-        x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, names
-    )
+    result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, names)
     return result
 
 

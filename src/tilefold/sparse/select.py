@@ -8,7 +8,8 @@ import torch
 
 from ..ops.sparse import select as _select
 from ..ops.sparse.select import SelectCall, Selected
-from ..ops.sparse.select_library import gini_dispatched, is_watched, select_dispatched
+from ..ops.sparse.select_library import GINI, select_dispatched
+from ..ops.watch import is_transformed, is_watched
 from ..plan.select import LONGEST_ROW
 from .index import BlockIndex
 from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, called_tau, make_call
@@ -137,7 +138,7 @@ def gini(scores: torch.Tensor, *, block_sizes: torch.Tensor | None = None) -> to
     scores = scores.detach()
     if scores.shape[3] > LONGEST_ROW:
         return gini_long(scores, sizes)
-    return gini_dispatched(scores, sizes) if is_watched(scores, sizes) else _select.gini(scores, sizes)
+    return (GINI.dispatched if _is_traced((scores, sizes)) else _select.gini)(scores, sizes)
 
 
 def index(
@@ -166,6 +167,10 @@ def _run(scores: torch.Tensor, call: SelectCall) -> Selected:
     """By the kernel, through the dispatcher where something watches, or by torch where rows are too long for it."""
     if scores.shape[3] > LONGEST_ROW:
         return select_long(scores, call)
-    if is_watched(scores, call.force, call.block_sizes, *call.settings):
+    if _is_traced((scores, call.force, call.block_sizes, *call.settings)):
         return select_dispatched(scores, call)
     return _select.forward(scores, call)
+
+
+def _is_traced(tensors: tuple[object, ...]) -> bool:
+    return torch.compiler.is_compiling() or is_transformed() or is_watched(tensors)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tilefold import reference
-from tilefold.cli.demo import judge, kernels, page, picture, show
+from tilefold.cli.demo import judge, kernels, show
 from tilefold.cli.demo.capture import LayerCall
 from tilefold.cli.demo.model import Batch, Encoder, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.options import Check, DemoOptions, DemoResult, Stage
@@ -93,9 +93,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             with clock.stage("one kernel in Triton's interpreter, begun with the first stage"):
                 report = replace(report, checks=(*report.checks, kernels.finish(beside)))
         with clock.stage("write the page and the picture"):
-            files = (options.out / "demo.html", options.out / "demo.png")
-            picture.write(report, files[1])
-            files[0].write_text(page.render(report), encoding="utf-8")
+            files = show.write(report, options.out)
     show.report(report, files, clock.stages, console)
     return DemoResult(report.checks, tuple(clock.stages), files)
 

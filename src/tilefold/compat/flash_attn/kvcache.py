@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ...ops.cache.cache_append import cache_append
+from ...ops.cache.cache_append import Append, cache_append
 from ...ops.cache.cached import attention_cached, check_cached
 from ...ops.cache.cached_call import Cache
 from ...ops.cache.rotary import apply_rotary, checked_offsets
@@ -97,10 +97,9 @@ def flash_attn_with_kvcache(
             and (local or new == 1)
             and not (torch.is_grad_enabled() and q.requires_grad)
         )
-        turned = cache_append(
-            k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved,
-            q=q if same and rotary_cos is not None else None,
-            check=check)  # fmt: skip
+        appended = Append(k_cache, v_cache, k, v, lengths, cache_batch_idx, table, rotary_cos, rotary_sin, rotary_interleaved,
+                          q=q if same and rotary_cos is not None else None)  # fmt: skip
+        turned = cache_append(appended, check)
     if turned is not None:
         q = turned
     elif rotary_cos is not None and rotary_sin is not None and lengths is not None:

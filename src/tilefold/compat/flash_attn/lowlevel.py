@@ -3,8 +3,6 @@
 They do not take part in autograd.  rng_state is [2] int64: the seed of the dropout mask, and 0.
 """
 
-from typing import Any
-
 import torch
 
 from ...check import FLOATS, TensorSpec, bind
@@ -13,7 +11,7 @@ from ...ops.cache.cached import attention_cached
 from ...ops.cache.cached_call import Cache
 from ...ops.call import Call, Packed
 from ...ops.dense.attention_weights import attention_weights
-from ...ops.dense.library import attention_backward_op, dispatched
+from ...ops.dense.library import ATTENTION
 from ...ops.faults import asked_by_default
 from .arguments import (
     check_tensor,
@@ -100,7 +98,7 @@ def _flash_attn_varlen_forward(
 
 def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_softmax: bool) -> Results:
     with torch.no_grad():
-        out, lse = dispatched(q, k, v, call)
+        out, lse = ATTENTION.dispatched(q, k, v, call)
         weights = attention_weights(q, k, call) if return_softmax and call.dropout_p else q.new_empty(0)
     return out, flash_lse(lse), weights, _state(call, q)
 
@@ -184,13 +182,9 @@ def _gradients(
     _check_saved(saved, given, rng_state, call.packed is not None)
     seed = rng_state[:1] if call.dropout_p and rng_state is not None else None
     dout, q, k, v, out, lse = contiguous_last(*saved)
-    left, right = call.window or (-1, -1)
-    cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
     with torch.no_grad():
-        grads: Any = attention_backward_op(
-            [True, True, True, False, False], dout, torch.zeros_like(lse), out, tilefold_lse(lse), q, k, v,
-            call.alibi_slopes, None, None, None, cu_q, cu_k, max_q, max_k, call.causal, left, right, call.scale,
-            float(call.softcap), "bshd", "", [], [], [], "|", call.dropout_p, seed, call.deterministic)  # fmt: skip
+        wanted, results = (True, True, True, False, False), (out, tilefold_lse(lse))
+        grads = ATTENTION.gradients(wanted, (dout, None), results, q, k, v, call._replace(dropout_seed=seed))
         for target, grad in zip(given, grads[:3], strict=True):
             if target is not None:
                 target.copy_(grad)

@@ -1,156 +1,48 @@
-"""Backward dense attention: plan, allocate, launch; and the autograd function around forward and backward."""
+"""Backward dense attention: plan, bind, allocate, launch."""
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...errors import DtypeError, Unsupported
+from ...errors import DtypeError
 from .. import torch_cpu
-from ..call import UNBOUNDED, Call, facts_of, window_of
+from ..bound import Bound, meta
+from ..call import Call, facts_of, window_of
 from ..dense import attention
-from ..dense.attention_parts import dropout_of, kind_of, mods_of, sequence_strides
+from ..dense.attention_parts import kind_of, option_values
 from ..device import device_of, interpreting
-from ..hopper import disabled
-from ..startup import uncollected
-from ..watch import resolved, wants_gradient
+from ..first_call import without_collector
+from ..hopper import chosen_or_none, disabled
 from .attention_backward_weights import bind_weights, weighted
-from .backward_parts import (
-    ROWS,
-    Bound,
-    boxes_of,
-    delta_launch,
-    readable,
-    require_score_grad,
-    streamed,
-    tiled,
-)
+from .backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 
 if TYPE_CHECKING:
     from ...plan.attention import AttentionPlan
     from ...plan.attention_backward import AttentionBackwardPlan
     from ...plan.problem import AttentionProblem
-    from .attention_backward_hopper import HopperBound
-    from .attention_backward_packed import PackedBound
-    from .attention_backward_reduce import ReduceBound
     from .attention_backward_spans import SpansBound
+    from .hopper_backward import GluonBound
 
-__all__ = ["Attention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
+__all__ = ["backward", "backward_plan_of", "check_differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
+GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
+"""What a call gives to the portable kernels."""
 SINK_ROWS = 1024
 HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
 
 
-@dataclass(slots=True)
-class DenseBound(Bound):
-    """And those of the gradients of bias and sinks."""
+class DenseBound(NamedTuple):
+    """The portable kernels of a backward pass; None for an empty grid, and for what has no gradient."""
 
-    bias: Any
-    bias_tail: tuple[Any, ...]
-    sinks: Any
-    sinks_tail: tuple[Any, ...]
-    weights: Any
-    weights_tail: tuple[Any, ...]
-
-
-class Attention(torch.autograd.Function):
-    """(out, lse) of dense attention, differentiable in q, k, v, bias and sinks.  The tensors of the call come apart from it, so
-    that autograd and torch.func see every one."""
-
-    @staticmethod
-    def forward(
-        bare: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        call = joined(bare, tensors)
-        if wants_gradient((q, k, v, *tensors)):  # not if only functorch watches: then the backward pass says so
-            check_differentiable(q, k, v, call)
-        return attention.forward(q, k, v, call)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Apart from forward, as functorch's transforms want it."""
-        ctx.bare = inputs[0]
-        ctx.save_for_backward(*output, *inputs[1:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        out, lse, *inputs = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (1 + len(inputs))
-        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        need = ctx.needs_input_grad
-        wanted = (*need[1:4], need[5], need[7])
-        dq, dk, dv, dbias, dsinks = AttentionGradient.apply(  # type: ignore[no-untyped-call]
-            ctx.bare, wanted, dout, dlse, out, lse, *inputs
-        )
-        return None, dq, dk, dv, None, dbias, None, dsinks, *(None,) * (len(inputs) - 7)
-
-
-class AttentionGradient(torch.autograd.Function):
-    """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
-
-    @staticmethod
-    def forward(
-        bare: Call,
-        wanted: tuple[bool, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *tensors: torch.Tensor | None,
-    ) -> Gradients:
-        return backward((q, k, v, out, lse), dout, dlse, joined(bare, tensors), wanted)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        """Nothing is kept: there is no second derivative."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise Unsupported("attention has first derivatives only: this call differentiates its gradient")
-
-
-def split(call: Call) -> tuple[Call, tuple[torch.Tensor | None, ...]]:
-    """The call without its tensors, and these: alibi_slopes, bias, mask, sinks, two offsets, the seed, then those of the mods."""
-    args = [a for a in (*call.score_args, *call.mask_args) if isinstance(a, torch.Tensor)]
-    packed = call.packed
-    offsets = (None, None) if packed is None else packed[:2]
-    score_args, mask_args = (
-        tuple(None if isinstance(a, torch.Tensor) else a for a in each) for each in (call.score_args, call.mask_args)
-    )
-    bare = call._replace(
-        alibi_slopes=None, bias=None, mask=None, sinks=None, score_args=score_args, mask_args=mask_args,
-        dropout_seed=None,
-        packed=None if packed is None else packed._replace(cu_q=None, cu_k=None),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return bare, (call.alibi_slopes, call.bias, call.mask, call.sinks, *offsets, call.dropout_seed, *args)
-
-
-def joined(bare: Call, tensors: Sequence[torch.Tensor | None]) -> Call:
-    """What `split` took apart."""
-    slopes, bias, mask, sinks, cu_q, cu_k, seed = tensors[:7]
-    left = iter(tensors[7:])
-    score_args, mask_args = (
-        tuple(next(left) if a is None else a for a in each) for each in (bare.score_args, bare.mask_args)
-    )
-    packed = None if bare.packed is None else bare.packed._replace(cu_q=cu_q, cu_k=cu_k)  # type: ignore[arg-type]
-    return bare._replace(
-        alibi_slopes=slopes,
-        bias=bias,
-        mask=mask,
-        sinks=sinks,
-        score_args=score_args,
-        mask_args=mask_args,
-        packed=packed,
-        dropout_seed=seed,
-    )
+    plan: Any
+    delta: Bound
+    queries: Bound
+    keys: Bound | None
+    bias: Bound | None
+    sinks: Bound | None
+    weights: Bound | None  # of fp32
 
 
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
@@ -177,68 +69,53 @@ def backward(
     q, k, v, out, lse = saved
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
-    grads: list[Any] = [None] * 5
     if prepared.plan is None:
-        targets = zip((q, k, v, call.bias, call.sinks), made_of(wanted), strict=True)
+        made = wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
+        targets = zip((q, k, v, call.bias, call.sinks), made, strict=True)
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
     if torch_cpu.on_cpu(prepared.plan):
         cut = backward_plan_of(prepared.problem, call, q, wanted[3]).cut  # type: ignore[attr-defined]
-        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, made_of(wanted))
-    exact, drop = q.dtype == torch.float32, dropout_of(call)
+        keys = wanted[1] or wanted[2]  # which come together, as from the kernels
+        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, (wanted[0], keys, keys, *wanted[3:]))
+    exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
     if not isinstance(bound, DenseBound):
-        module, given = _gluon(call, bound.plan), (bound, (q, k, v, out), dout, lse, dlse)
-        dq, dk, dv = module.run(*given, call) if whole or not bound.plan.queries_at_once else module.sums(*given)
+        run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
+        dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
         keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
         return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
-    statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
-    lse2, delta = statistics.unbind()
-    bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
-    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
-    if exact and whole:
-        rows = q, k, dout, lse2, delta
-        dout, delta = weighted(bound.weights, bound.weights_tail, rows, call, (score, masks))
-    offsets = (None, None) if call.packed is None else call.packed[:2]
-    inputs, own = streamed(bound, (q, k, v, dout), (lse2, delta))
+    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    bound.delta((out, dout, lse, dlse, lse2, delta))
+    if bound.weights is not None and whole:
+        dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
+    dq = dk = dv = parts = sinks = None
     if wanted[0]:
-        grads[0] = new(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries((*inputs, grads[0], *offsets, *bound.queries_tail, score, slopes, masks, drop))
+        dq = new(q.shape, dtype=q.dtype, device=q.device)
     if wanted[1] or wanted[2]:
-        grads[1], grads[2] = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-        if bound.keys is not None:
-            bound.keys((*own, grads[1], grads[2], *offsets, *bound.keys_tail, score, slopes, masks, drop))
-    if wanted[3] and call.bias is not None:
-        arguments = (q, k, v, dout, lse2, delta), offsets, (score, after_bias, masks, drop)
-        grads[3] = _bias_gradient(bound, call.bias, *arguments)
+        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    if wanted[3] and call.bias is not None and bound.bias is not None:
+        shares = bound.plan.bias_shares  # added in order, in fp32
+        dtype = call.bias.dtype if shares == 1 else torch.float32
+        parts = torch.empty((shares, *call.bias.shape), dtype=dtype, device=q.device)
     if wanted[4] and call.sinks is not None:
-        parts = torch.empty((prepared.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
-        bound.sinks((call.sinks, lse2, delta, parts, offsets[0], *bound.sinks_tail))
-        grads[4] = parts.sum(0).to(call.sinks.dtype)
-    return tuple(grads)
-
-
-def made_of(wanted: Sequence[bool]) -> tuple[bool, ...]:
-    """Which gradients are made if these are wanted: dk and dv come together, from one kernel."""
-    return wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
-
-
-def _bias_gradient(
-    bound: DenseBound, bias: torch.Tensor, inputs: tuple[Any, ...], offsets: tuple[Any, ...], hooks: tuple[Any, ...]
-) -> torch.Tensor:
-    """Straight into the gradient, or through fp32 shares that are added in order."""
-    if bound.bias is None:  # there are no keys
-        return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    shares = bound.plan.bias_shares
-    dtype = bias.dtype if shares == 1 else torch.float32
-    parts = torch.empty((shares, *bias.shape), dtype=dtype, device=bias.device)
-    bound.bias((*inputs, parts, *offsets, *bound.bias_tail, *hooks))
-    return parts[0] if shares == 1 else parts.sum(0).to(bias.dtype)
+        sinks = torch.empty((prepared.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
+    given = q, k, v, dout, lse2, delta, dq, dk, dv, parts, sinks, call
+    for kernel, made in ((bound.queries, dq), (bound.keys, dk), (bound.bias, parts), (bound.sinks, sinks)):
+        if kernel is not None and made is not None:
+            kernel(given)
+    dbias = dsinks = None
+    if parts is not None:
+        dbias = parts[0] if len(parts) == 1 else parts.sum(0).to(call.bias.dtype)  # type: ignore[union-attr]
+    elif wanted[3] and call.bias is not None:  # there are no keys
+        dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=q.device)
+    if sinks is not None:
+        dsinks = sinks.sum(0).to(call.sinks.dtype)  # type: ignore[union-attr]
+    return dq, dk, dv, dbias, dsinks
 
 
 def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -282,21 +159,36 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
-) -> "DenseBound | HopperBound | PackedBound | ReduceBound | SpansBound":
+) -> "DenseBound | GluonBound | SpansBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias, call.deterministic
-    found: DenseBound | HopperBound | PackedBound | ReduceBound | SpansBound | None = prepared.backward.get(key)
+    found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
         from ...plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
-        with uncollected():
+        with without_collector():
             if plan.kernel in (HOPPER, REDUCE):
-                found = _gluon(call, plan).bind(scale, tensors, dout, call, plan)
+                found = _bind_gluon(scale, tensors, dout, call, plan)
                 plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
             found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
     return found
+
+
+def _bind_gluon(
+    scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
+) -> "GluonBound | SpansBound | None":
+    """The Gluon kernel's launches; None, after a warning, if this Triton cannot make them, or an error if the caller chose the
+    plan."""
+
+    def made() -> Any:
+        return _gluon(call, plan).bound_launches(scale, tensors, dout, call, plan)
+
+    what = "its backward pass" if call.packed is None else "its backward pass of packed sequences"
+    return chosen_or_none(
+        plan, call.backward_plan, "dense", made, lambda bound: bound.compile(tensors, dout, call), what
+    )
 
 
 def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
@@ -310,76 +202,69 @@ def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
 def _bind(
     scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> DenseBound:
+    from ...device import mods
     from ...kernels import attention_backward as kernels
-
-    q, k, v, out = tensors
-    n, packed, device, group = plan.problem, call.packed is not None, q.device.index or 0, plan.problem.group
-    strides = [sequence_strides(t, call.layout) for t in (q, k, v, dout)]
-    grad_strides = [sequence_strides(torch.empty(t.shape, device="meta"), call.layout) for t in (q, k, v)]
-    inputs = tuple(one for each in strides for one in each)
-    rows = q.shape[0] if packed else n.seq_q
-    lse_strides = (0, rows) if packed else (n.heads * n.seq_q, n.seq_q)
-    tiles = plan.queries, plan.keys, plan.scores
-    most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in tiles))
-    wide = max(s[1] for s in strides) * most >= 1 << 31
-    constants = _constants(n, call, q.dtype, wide)
-    band = tuple(UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
-    boxed = plan.kernel == "attention_backward_box"
-    queries, keys, _ = plan.grids
-    return DenseBound(
-        plan,
-        delta_launch(n, rows * (1 if packed else n.batch), rows, wide, device),
-        (rows, n.heads, *sequence_strides(out, call.layout), *strides[3]),
-        tiled(kernels.attention_backward_queries, plan.queries, queries, {**constants, "BOX": boxed}, device),
-        (scale, n.seq_q, n.seq_k, n.heads, group, *band, *inputs, *grad_strides[0], *lse_strides),
-        tiled(kernels.attention_backward_keys, plan.keys, keys, {**constants, "BOX": boxed, "ALONE": group == 1}, device),
-        (scale, n.seq_q, n.seq_k, n.kv_heads, group, *band, *inputs, *grad_strides[1], *grad_strides[2], *lse_strides),
-        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if boxed else (),
-        *_bind_terms(scale, call, plan, constants, band, inputs, lse_strides, device),
-        *bind_weights(scale, call, plan, constants, band, inputs, lse_strides, device),
-    )  # fmt: skip
-
-
-def _bind_terms(
-    scale: float,
-    call: Call,
-    plan: "AttentionBackwardPlan",
-    constants: dict[str, Any],
-    band: tuple[int, ...],
-    inputs: tuple[int, ...],
-    lse_strides: tuple[int, int],
-    device: int,
-) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
-    """The launches of bias and sinks with their arguments, None and nothing where there is none."""
-    from ...kernels import attention_backward_terms as kernels
+    from ...kernels import attention_backward_terms as terms
     from ..launch import Launch
 
-    n = plan.problem
-    bias: Any = None
-    sinks: Any = None
-    bias_tail: tuple[Any, ...] = ()
-    sinks_tail: tuple[Any, ...] = ()
-    if plan.bias:
-        chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
-        bias = tiled(kernels.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
-        bias_tail = (scale, n.seq_q, n.seq_k, n.batch, n.heads, n.group, *band, *plan.bias[:2], *inputs, *lse_strides)
-    if call.sinks is not None:
-        grid = (n.heads * n.batch, 1, 1)
-        sinks = Launch(kernels.attention_backward_sinks, grid, {"BLOCK_M": SINK_ROWS}, {"num_warps": 4}, device)
-        sinks_tail = n.seq_q, n.heads, call.sinks.stride(0), *lse_strides
-    return bias, bias_tail, sinks, sinks_tail
-
-
-def _constants(n: "AttentionProblem", call: Call, dtype: torch.dtype, wide: bool) -> dict[str, Any]:
-    return {
-        "KIND": kind_of(window_of(call.window, call.causal)),
-        "EMULATE": interpreting() and dtype == torch.bfloat16,
+    q, k, v, out = tensors
+    n, packed, device, softcap = plan.problem, call.packed is not None, q.device.index or 0, float(call.softcap)
+    gradients = {letter: meta(*t.shape) for letter, t in zip("gxy", (q, k, v), strict=True)}
+    strides = side_strides(call.layout, q=q, k=k, v=v, d=dout, o=out, **gradients)
+    rows = q.shape[0] if packed else n.seq_q
+    most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in (plan.queries, plan.keys, plan.scores)))
+    wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31
+    window = window_of(call.window, call.causal)
+    constants = {
+        "KIND": kind_of(window),
+        "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": wide,
         "DIM_QK": n.dim_qk,
         "DIM_V": n.dim_v,
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
     }
+    slopes, after_bias = slopes_of(mods, softcap, call, q.dtype == torch.float32)
+    values = {
+        **strides,
+        "stride_lb": 0 if packed else n.heads * n.seq_q,
+        "stride_lh": rows,
+        "scale": scale,
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "batch": n.batch,
+        "heads": n.heads,
+        "kv_heads": n.kv_heads,
+        "group": n.group,
+        **option_values(call, window, mods, softcap, q.dtype),
+        "slopes": slopes,
+    }
+    of_queries, of_keys, boxed = values, values, plan.kernel == "attention_backward_box"
+    if boxed:  # what streams by
+        of_queries = values | boxes(call.layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
+        of_keys = values | boxes(call.layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
+    queries = tiled(
+        kernels.attention_backward_queries, plan.queries, plan.grids[0], {**constants, "BOX": boxed}, device
+    )
+    alone = {**constants, "BOX": boxed, "ALONE": n.group == 1}
+    keys = tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], alone, device)
+    bias = sinks = None
+    if plan.bias:
+        chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
+        bias = tiled(terms.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
+    if call.sinks is not None:
+        grid = (n.heads * n.batch, 1, 1)
+        sinks = Launch(terms.attention_backward_sinks, grid, {"BLOCK_M": SINK_ROWS}, {"num_warps": 4}, device)
+    of_bias = values | {"slopes": after_bias, **dict(zip(("bias_batch", "bias_heads"), plan.bias[:2], strict=False))}
+    return DenseBound(
+        plan,
+        delta_bound(n, rows * (1 if packed else n.batch), rows, wide, strides, device),
+        Bound(queries, GIVEN, of_queries),
+        None if keys is None else Bound(keys, GIVEN, of_keys),
+        None if bias is None else Bound(bias, GIVEN, of_bias),
+        None if sinks is None else Bound(sinks, GIVEN, values),
+        bind_weights(plan, constants, values, device),
+    )
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -389,21 +274,19 @@ def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", backward_plan: "AttentionBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
-    ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"."""
-    (q, k, v), call, prepared, out, lse = attention.example_call(problem, plan)
-    bound = _bind(1.0, (q, k, v, out), out, call, backward_plan)
-    exact, drop = problem.dtype == "float32", dropout_of(call)
-    score, masks = mods_of(prepared.mods, prepared.softcap, call, exact)
-    slopes, after_bias = slopes_of(prepared.mods, prepared.softcap, call, exact)
-    offsets = (None, None) if call.packed is None else call.packed[:2]
-    plain = (q, k, v, out, lse, lse)
-    inputs, own = streamed(bound, plain[:4], plain[4:])
-    launch, args = {
-        "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
-        "queries": (bound.queries, (*inputs, q, *offsets, *bound.queries_tail, score, slopes, masks, drop)),
-        "keys": (bound.keys, (*own, k, v, *offsets, *bound.keys_tail, score, slopes, masks, drop)),
-        "bias": (bound.bias, (*plain, call.bias, *offsets, *bound.bias_tail, score, after_bias, masks, drop)),
-        "sinks": (bound.sinks, (call.sinks, lse, lse, lse, offsets[0], *bound.sinks_tail)),
-        "weights": (bound.weights, (q, k, lse, lse, call.sinks, *offsets, *bound.weights_tail, score, masks)),
-    }[part]
-    return launch.fn, args, launch.keywords
+    ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"; of a Gluon kernel "first", "main" (of several spans that of
+    the last) or "last"."""
+    (q, k, v), call, _, out, lse = attention.example_call(problem, plan)
+    tensors = q, k, v, out
+    if backward_plan.kernel in (HOPPER, REDUCE):
+        bound = _gluon(call, backward_plan).bound_launches(1.0, tensors, out, call, backward_plan)
+        made = bound.scratch("meta")
+        given = (*tensors, out, lse, None if problem.varlen else lse, call, *made)
+        if part == "main" and backward_plan.queries_at_once:
+            one = bound.launches[-1]
+            return one.main.example(bound.given(one, tensors, out, call, made))  # type: ignore[no-any-return]
+        return getattr(bound, part).example(given)  # type: ignore[no-any-return]
+    bound = _bind(1.0, tensors, out, call, backward_plan)
+    given = {"delta": (out, out, lse, lse, lse, lse), "weights": (q, k, lse, lse, call)}.get(part)
+    chosen: Bound = getattr(bound, part)
+    return chosen.example(given or (q, k, v, out, lse, lse, q, k, v, call.bias, lse, call))

@@ -1,54 +1,37 @@
-"""What the backward passes share on the host: their bound launches, descriptors, and dout as a kernel can read it."""
+"""What the backward passes share on the host: launches by name, descriptors, strides, and dout as a kernel can read it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..dense.attention_parts import boxable, describe_box
+from ..bound import Bound, Slot, strides_named
+from ..dense.attention_parts import boxable, describe_box, sequence_strides
 
 if TYPE_CHECKING:
     from ...plan.limits import Tile
     from ...plan.problem import AttentionProblem
 
-__all__ = [
-    "ROWS",
-    "Bound",
-    "boxes_of",
-    "delta_launch",
-    "readable",
-    "require_score_grad",
-    "streamed",
-    "tiled",
-]
+__all__ = ["ROWS", "boxes", "delta_bound", "readable", "require_score_grad", "side_strides", "tiled"]
 
 ROWS = 64  # rows of delta that one program makes
 
 
-@dataclass(slots=True)
-class Bound:
-    """The three launches of a backward pass, each with the arguments that do not change from call to call."""
-
-    plan: Any
-    delta: Any
-    delta_tail: tuple[Any, ...]
-    queries: Any
-    queries_tail: tuple[Any, ...]
-    keys: Any
-    keys_tail: tuple[Any, ...]
-    boxes: tuple[Any, ...]  # of q, k, v, dout where they stream by; or none
-
-
-def delta_launch(problem: "AttentionProblem", total: int, rows: int, wide: bool, device: int) -> Any:
-    """total: rows of all sequences, `rows` of each (a packed batch is one sequence here)."""
+def delta_bound(
+    problem: "AttentionProblem", total: int, rows: int, wide: bool, strides: Mapping[str, int], device: int
+) -> Bound:
+    """The launch that makes lse in base 2 and the sums of out * dout; total: rows of all sequences, `rows` of each (a packed
+    batch is one sequence here)."""
     from ...kernels.backward_delta import backward_delta
     from ..launch import Launch
 
     constants = {"WIDE": wide, "DIM": problem.dim_v, "BLOCK_D": problem.block_v, "BLOCK_M": ROWS}
     grid = (-(-rows // ROWS) * problem.heads * (total // rows), 1, 1)
-    return Launch(backward_delta, grid, constants, {"num_warps": 4}, device)
+    launch = Launch(backward_delta, grid, constants, {"num_warps": 4}, device)
+    given = ("Out", "DOut", "Lse", "DLse", "Lse2", "Delta")
+    return Bound(launch, given, {**strides, "seq_q": rows, "heads": problem.heads})
 
 
 def tiled(fn: Any, tile: "Tile", grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
@@ -60,25 +43,17 @@ def tiled(fn: Any, tile: "Tile", grid: tuple[int, int, int], constants: dict[str
     return Launch(fn, grid, constants, options, device) if grid[0] else None
 
 
-def boxes_of(
-    problem: "AttentionProblem", queries: "Tile", keys: "Tile", tensors: tuple[torch.Tensor, ...], layout: Layout
-) -> tuple[Any, ...]:
-    """Descriptors of q, k, v, dout, each as the kernel that it streams through reads it: that of the other side's gradient."""
-    n = problem
-    rows = (keys.block_m, queries.block_n, queries.block_n, keys.block_m)
-    widths = (n.block_qk, n.block_qk, n.block_v, n.block_v)
-    return tuple(describe_box(t, layout, r, w) for t, r, w in zip(tensors, rows, widths, strict=True))
+def side_strides(layout: Layout, **sides: torch.Tensor) -> dict[str, int]:
+    """stride_qb, stride_qm, stride_qh of q, and so on; a row of k and v, or of their gradients x and y, is n."""
+    made: dict[str, int] = {}
+    for letter, t in sides.items():
+        made |= strides_named(letter, sequence_strides(t, layout), "bnh" if letter in "kvxy" else "bmh")
+    return made
 
 
-def streamed(
-    bound: Bound, tensors: tuple[torch.Tensor, ...], statistics: tuple[torch.Tensor, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The tensors q, k, v, dout and the statistics as the kernel of dq reads them, and as that of dk and dv does: what streams
-    by comes in boxes, if there are any."""
-    if not bound.boxes:
-        return (*tensors, *statistics), (*tensors, *statistics)
-    q, k, v, dout = (box.over(t) for box, t in zip(bound.boxes, tensors, strict=True))
-    return (tensors[0], k, v, tensors[3], *statistics), (q, tensors[1], tensors[2], dout, *statistics)
+def boxes(layout: Layout, rows: int, **sides: tuple[torch.Tensor, int]) -> dict[str, Slot]:
+    """Descriptors of `rows` rows of tensors, each with the columns of a box, by the kernel's names."""
+    return {name: Slot(name, describe_box(t, layout, rows, width).over) for name, (t, width) in sides.items()}
 
 
 def readable(dout: torch.Tensor) -> torch.Tensor:

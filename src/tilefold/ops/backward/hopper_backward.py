@@ -1,38 +1,105 @@
-"""What the bindings of both Gluon kernels of the backward pass share: descriptors and statistics."""
+"""What the bindings of all Gluon kernels of the backward pass share: their record, descriptors and statistics."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ...types import Layout
+from ..bound import Bound, Slot
+from ..call import Call
 from ..dense.attention_parts import head_strides
+from ..first_call import in_background
 from ..hopper import box_of
-
-if TYPE_CHECKING:
-    from ..launch import Box
+from .backward_parts import side_strides
 
 __all__ = [
+    "SIDES",
     "STATISTICS",
     "UNIT",
+    "GluonBound",
+    "Room",
+    "boxed_sides",
+    "gradients_of",
     "kept_box",
     "side_boxes",
-    "statistics_arguments",
+    "statistics_bound",
     "statistics_box",
-    "statistics_launch",
 ]
 
 UNIT = 64  # tokens of a tile
 STATISTICS = 2 * UNIT  # fp32 numbers of a tile of queries
+SIDES = ("Q", "K", "V", "Out", "DOut", "Lse", "DLse", "call")
+"""What a dense call gives to every launch, before its scratch and its gradients."""
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Room(NamedTuple):
+    """A tensor that a call allocates."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    zeroed: bool = False
+
+    def made(self, device: Any) -> torch.Tensor:
+        return (torch.zeros if self.zeroed else torch.empty)(tuple(self.shape), dtype=self.dtype, device=device)
+
+
+@dataclass(slots=True)
+class GluonBound:
+    """The launches of a backward pass, one behind the other."""
+
+    plan: Any
+    rooms: tuple[Room, ...]  # scratch, then dq, dk and dv
+    first: Bound
+    main: Bound
+    last: Bound | None = None
+
+    def scratch(self, device: Any) -> Tensors:
+        """New tensors for all rooms."""
+        return tuple([room.made(device) for room in self.rooms])
+
+    def run(
+        self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
+    ) -> Tensors:
+        """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
+        made = self.scratch(dout.device)
+        given = (*tensors, dout, lse, dlse, call, *made)
+        self.first(given)
+        self.main(given)
+        if self.last is not None:
+            self.last(given)
+        return made[-3:]
+
+    def compile(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> None:
+        """Compile for a call; raises what the compiler raises."""
+        made = self.scratch("meta")
+        given = (*tensors, dout, torch.empty(made[0].shape, device="meta"), None, call, *made)
+        in_background(lambda: self.first.compile(given))  # 0.3 s while the other one takes 2
+        self.main.compile(given)
+
+
+def gradients_of(tensors: Tensors, keys: torch.dtype | None = None) -> tuple[Room, Room, Room]:
+    """dq, dk and dv; keys: the dtype of dk and dv, if not theirs."""
+    q, k, v = tensors[:3]
+    return Room(q.shape, q.dtype), Room(k.shape, keys or k.dtype), Room(v.shape, keys or v.dtype)
+
+
+def boxed_sides(boxes: "tuple[Any, ...]") -> dict[str, Slot]:
+    """The descriptors of q, dout, k and v by the kernels' names."""
+    names = (("q", "Q"), ("do", "DOut"), ("k", "K"), ("v", "V"))
+    return {f"{name}_desc": Slot(of, box.over) for (name, of), box in zip(names, boxes, strict=True)}
 
 
 def side_boxes(
     q: torch.Tensor, dout: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout
-) -> "tuple[Box, ...]":
+) -> "tuple[Any, ...]":
     """The descriptors of q, dout, k and v, in the kernels' order."""
     return tuple(box_of(t, layout, UNIT) for t in (q, dout, k, v))
 
 
-def statistics_box(rows: int, numbers: int = STATISTICS) -> "Box":
+def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:
     """Of fp32 [rows * numbers], a row at a time."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
@@ -41,7 +108,7 @@ def statistics_box(rows: int, numbers: int = STATISTICS) -> "Box":
     return Box(t, [t.numel()], [1], [numbers], TensorDescriptor, gl.NVMMASharedLayout(0, 32, 1))
 
 
-def kept_box(rows: int, dtype: torch.dtype) -> "Box":
+def kept_box(rows: int, dtype: torch.dtype) -> Any:
     """Of room for dS [rows, 64], a tile of 64 rows at a time."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
@@ -51,28 +118,28 @@ def kept_box(rows: int, dtype: torch.dtype) -> "Box":
     return Box(t, [rows, UNIT], [UNIT, 1], [UNIT, UNIT], TensorDescriptor, layout)
 
 
-def statistics_launch(
+def statistics_bound(
     problem: Any,
     out: torch.Tensor,
     dout: torch.Tensor,
     layout: Layout,
-    per: int,
     q_units: int,
     counters: int,
-    size_strides: tuple[int, ...],
+    given: Sequence[str],
+    values: Mapping[str, Any] | None = None,
+    per: int = 1,
     unit: int = UNIT,
-) -> tuple[Any, tuple[int, ...]]:
-    """The launch that makes the statistics and clears the counters, and its last arguments.
+) -> Bound:
+    """The launch that makes the statistics and clears the counters.
 
-    problem: of the forward pass, an AttentionProblem.  per: tiles of a query block.  q_units: tiles of a head.  unit: queries of
-    a tile."""
+    problem: of the forward pass, an AttentionProblem.  q_units: tiles of a head.  values: of the sizes of query blocks, where
+    there are some.  per: tiles of a query block.  unit: queries of a tile."""
     from ...kernels.backward_statistics import backward_statistics
     from ..launch import Launch
 
     n = problem
-    out_strides, do_strides = head_strides(out, layout), head_strides(dout, layout)
     constants = {
-        "WIDE": max(out_strides[1], do_strides[1]) * unit >= 1 << 31,
+        "WIDE": max(head_strides(out, layout)[1], head_strides(dout, layout)[1]) * unit >= 1 << 31,
         "DIM": n.dim_v,
         "BLOCK_D": n.block_v,
         "UNIT": unit,
@@ -80,17 +147,6 @@ def statistics_launch(
     }
     grid = n.batch * n.heads * q_units + 1, 1, 1
     launch = Launch(backward_statistics, grid, constants, {"num_warps": 4}, out.device.index or 0)
-    return launch, (n.seq_q, n.heads, q_units, counters, *out_strides, *do_strides, *size_strides)
-
-
-def statistics_arguments(
-    bound: Any,
-    tensors: tuple[torch.Tensor, ...],
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    made: tuple[torch.Tensor, ...],
-) -> tuple[Any, ...]:
-    """The run-time arguments of that launch, in order; bound: its last ones as statistics_tail; tensors: q, k, v, out; made:
-    statistics and progress first."""
-    return (tensors[3], dout, lse, dlse, None, *made[:2], *bound.statistics_tail)
+    unsized = {"QuerySizes": None, "stride_pb": 0, "stride_ph": 0}
+    sizes = {"seq_q": n.seq_q, "heads": n.heads, "q_units": q_units, "counters": counters}
+    return Bound(launch, given, {**unsized, **(values or {}), **sizes, **side_strides(layout, o=out, d=dout)})

@@ -1,5 +1,6 @@
 """Appending new keys and values to a KV cache in place: check, launch; and the operator for torch's dispatcher."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -7,17 +8,18 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .. import torch_cpu
-from ..call import check_integer, keyed
+from ..bound import Bound, meta, strides_named
+from ..call import check_integer
 from ..checked import checked_places
 from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
 
-__all__ = ["CODED", "LARGEST_DIM", "cache_append", "example_launch"]
+__all__ = ["CODED", "LARGEST_DIM", "Append", "cache_append", "example_launch"]
 
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
 CODED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with factors
@@ -46,82 +48,60 @@ class Append(NamedTuple):
     operation: int = 0  # of a `Watch`, 0 without check="device"
 
 
+GIVEN = ("K", "V", "Q", "KCache", "VCache", "QOut", "Cos", "Sin", "Cu", "Lengths", "BatchIndex", "Table", "KScale", "VScale",
+         "Fault")  # fmt: skip
+"""What a call gives to the kernel."""
+
+
 class Prepared(NamedTuple):
-    """What follows from a call's key.  launch None: there is nothing to write."""
+    """What follows from a call's key.  bound None: there is nothing to write."""
 
     sizes: dict[str, int]
-    launch: Any
-    scalars: tuple[int, ...] = ()
+    bound: Bound | None
     native: bool = True  # the device itself converts to e4m3, if the cache is of that
 
 
-_CACHE: dict[Any, Any] = {}
-
-
-def cache_append(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
-    cu: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    max_seqlen: int = 0,
-    check: bool | Watch = False,
-) -> torch.Tensor | None:
+def cache_append(call: Append, check: bool | Watch = False) -> torch.Tensor | None:
     """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
-    new: list[Any] = [t.detach() if isinstance(t, torch.Tensor) else t for t in (k, v, q)]
-    call = Append(k_cache, v_cache, new[0], new[1], lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale,
-                  v_scale, new[2], max_seqlen, check.operation if isinstance(check, Watch) else 0)  # fmt: skip
+    for name, t in (("k", call.k), ("v", call.v), ("q", call.q)):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            call = call._replace(**{name: t.detach()})  # type: ignore[arg-type]
+    if isinstance(check, Watch):
+        call = call._replace(operation=check.operation)
     traced = torch.compiler.is_compiling() or is_watched(call)
     turned: torch.Tensor = cache_append_op(*call) if traced else _launch(call, check is True)
-    return None if q is None else turned
+    return None if call.q is None else turned
 
 
 def _launch(call: Append, check: bool = False) -> torch.Tensor:
-    key = keyed(call)
-    p = None if key is None else _CACHE.get(key)
-    if p is None:
-        p = remember(_CACHE, key, _prepare(call))
-    q = call.q
+    p, q = _prepare(call), call.q
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if p.launch is not None:
+    if p.bound is not None:
         if check or (on_host(call.k_cache) and not call.operation):
             _check_values(p.sizes, call)
-        call, noted = _watched(call, p.sizes)
-        out = None if q is None else turned
-        k_cache, v_cache = _held(call.k_cache, p.native), _held(call.v_cache, p.native)
-        p.launch((call.k, call.v, q, k_cache, v_cache, out, call.cos, call.sin, call.cu, call.lengths,
-                  call.batch_index, call.block_table, call.k_scale, call.v_scale, *noted, *p.scalars))  # fmt: skip
+        fault = note_of(call.k_cache.device) if call.operation else None
+        call = _within(call, p.sizes)
+        p.bound(_given(call, None if q is None else turned, fault, p.native))
     return turned
 
 
-UNWATCHED = (None, 0, 0)
+def _given(call: Append, out: torch.Tensor | None, fault: torch.Tensor | None, native: bool) -> tuple[Any, ...]:
+    """As GIVEN names it; native: as of `Prepared`."""
+    k_cache, v_cache = (
+        t if native or t.dtype != torch.float8_e4m3fn else t.view(torch.uint8) for t in (call.k_cache, call.v_cache)
+    )
+    return (call.k, call.v, call.q, k_cache, v_cache, out, call.cos, call.sin, call.cu, call.lengths, call.batch_index,
+            call.block_table, call.k_scale, call.v_scale, fault)  # fmt: skip
 
 
-def _watched(call: Append, n: dict[str, int]) -> tuple[Append, tuple[Any, ...]]:
-    """With check="device": the call with offsets in range, and what the kernel needs to take note of the rest."""
-    if not call.operation:
-        return call, UNWATCHED
-    if call.cu is not None:
-        longest = call.max_seqlen or (1 << 31) - 1
-        places = (call.cu, None, None, None, None, None)
-        cu, _, _, _ = checked_places(places, Watch(call.operation), (n["tokens"], 0), (longest, 0))
-        call = call._replace(cu=cu)
-    columns = 0 if call.block_table is None else call.block_table.shape[1]
-    return call, (note_of(call.k_cache.device), call.operation, columns)
-
-
-def _held(cache: torch.Tensor, native: bool) -> torch.Tensor:
-    """The cache as the kernel takes it."""
-    return cache if native or cache.dtype != torch.float8_e4m3fn else cache.view(torch.uint8)
+def _within(call: Append, n: dict[str, int]) -> Append:
+    """With check="device": the call with offsets in range; the kernel takes note of the rest."""
+    if not call.operation or call.cu is None:
+        return call
+    longest = call.max_seqlen or (1 << 31) - 1
+    places = (call.cu, None, None, None, None, None)
+    cu, _, _, _ = checked_places(places, Watch(call.operation), (n["tokens"], 0), (longest, 0))
+    return call._replace(cu=cu)
 
 
 def _check_values(n: dict[str, int], call: Append) -> None:
@@ -264,6 +244,7 @@ def _code(k_cache: torch.Tensor, native: bool) -> int:
     return int(encode.PLAIN.value)
 
 
+@recorded("cache_append", lambda call: facts_of_values(*call))
 def _prepare(call: Append) -> Prepared:
     n = _sizes(call)
     native, sms = True, 132
@@ -271,7 +252,7 @@ def _prepare(call: Append) -> Prepared:
         device = device_of(call.k_cache.device, "kvcache_append")
         if device.backend == "cpu":
             run, interleaved = torch_cpu.served("kvcache_append"), call.interleaved
-            return Prepared(n, lambda given: run(*given[:14], interleaved))
+            return Prepared(n, lambda given: run(*given[:14], interleaved))  # type: ignore[arg-type]
         native, sms = device.generation >= 89, device.sms
     return _bind(call, n, native, sms)
 
@@ -314,10 +295,12 @@ def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
         programs += -(-n["tokens"] // rows)  # they look at the tensors that say where rows lie
     warps = max(1, min(4, rows * width // (ELEMENTS // 4)))
     launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": warps}, call.k.device.index or 0)
-    return Prepared(n, launch, _scalars(call, n, heads, own), native)
+    return Prepared(n, Bound(launch, GIVEN, _values(call, n, heads, own)), native)
 
 
-def _scalars(call: Append, n: dict[str, int], heads: int, own: int) -> tuple[int, ...]:
+def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, Any]:
+    """What all calls of a key share, by the kernel's names."""
+
     def rows(t: torch.Tensor | None) -> tuple[int, ...]:
         if t is None:
             return 0, 0, 0
@@ -329,51 +312,56 @@ def _scalars(call: Append, n: dict[str, int], heads: int, own: int) -> tuple[int
         return (0 if t.dim() == 1 else t.stride(0)), t.stride(-1)
 
     table, cos, sin = call.block_table, call.cos, call.sin
-    return (
-        n["tokens"], n["batch"], max(1, n["seq_new"]), n["capacity"], n["caches"], n["positions"], n["kv_heads"],
-        max(1, heads), own, 0 if table is None else table.stride(0), *rows(call.k), *rows(call.v), *rows(call.q),
-        heads * n["dim_qk"], n["dim_qk"],
-        *call.k_cache.stride()[:3], *call.v_cache.stride()[:3], 0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0), *factors(call.k_scale), *factors(call.v_scale),
-    )  # fmt: skip
+    return {
+        **n,
+        "seq_new": max(1, n["seq_new"]),
+        "pages": n["caches"],
+        "seq_table": n["positions"],
+        "heads": max(1, heads),
+        "kv_programs": own,
+        "operation": call.operation,
+        "columns": 0 if table is None or not call.operation else table.shape[1],
+        "stride_tb": 0 if table is None else table.stride(0),
+        **strides_named("k", rows(call.k), "bmh"),
+        **strides_named("v", rows(call.v), "bmh"),
+        **strides_named("q", rows(call.q), "bmh"),
+        "stride_om": heads * n["dim_qk"],
+        "stride_oh": n["dim_qk"],
+        **strides_named("x", call.k_cache.stride()[:3], "bnh"),
+        **strides_named("y", call.v_cache.stride()[:3], "bnh"),
+        "stride_c": 0 if cos is None else cos.stride(0),
+        "stride_s": 0 if sin is None else sin.stride(0),
+        **strides_named("k", factors(call.k_scale), "pg"),
+        **strides_named("v", factors(call.v_scale), "pg"),
+    }
 
 
 # ---------------------------------------------------------------- the dispatcher
 
 
-@torch.library.custom_op("tilefold::cache_append", mutates_args=("k_cache", "v_cache"))
-def cache_append_op(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
-    cu: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    max_seqlen: int = 0,
-    operation: int = 0,
-) -> torch.Tensor:
-    """`cache_append` for those who trace or watch; an empty tensor without q."""
-    return _launch(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale,
-                          q, max_seqlen, operation))  # fmt: skip
+def _appended(*fields: Any) -> torch.Tensor:
+    """`cache_append` for those who trace or watch, by the fields of `Append`; an empty tensor without q."""
+    return _launch(Append(*fields))
 
 
-@cache_append_op.register_fake
-def _(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
-      batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cos: torch.Tensor | None,
-      sin: torch.Tensor | None, interleaved: bool, cu: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
-      v_scale: torch.Tensor | None = None, q: torch.Tensor | None = None, max_seqlen: int = 0,
-      operation: int = 0) -> torch.Tensor:  # fmt: skip
-    _sizes(Append(k_cache, v_cache, k, v, lengths, batch_index, block_table, cos, sin, interleaved, cu, k_scale, v_scale, q,
-                  max_seqlen))  # fmt: skip
-    return k.new_empty(0 if q is None else q.shape)
+def _fake(*fields: Any) -> torch.Tensor:
+    call = Append(*fields)
+    _sizes(call)
+    return call.k.new_empty(0 if call.q is None else call.q.shape)
+
+
+_ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_appended.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(
+            name, _ANY, annotation=kind, default=Append._field_defaults.get(name, inspect.Parameter.empty)
+        )
+        for name, kind in Append.__annotations__.items()
+    ],
+    return_annotation=torch.Tensor,
+)
+cache_append_op = torch.library.custom_op("tilefold::cache_append", _appended, mutates_args=("k_cache", "v_cache"))
+cache_append_op.register_fake(_fake)
 
 
 def example_launch(
@@ -385,18 +373,17 @@ def example_launch(
     cache: dtype of the caches, "" for that of the source; heads: of q, 0 for none; native: the device converts to e4m3;
     interleaved: a pair is of neighbours, else of both halves."""
     kind, held = getattr(torch, dtype), getattr(torch, cache or dtype)
-    caches = torch.empty((64, page or 4096, 2, dim), dtype=held, device="meta")
-    new = torch.empty((tokens, 2, dim) if packed else (64, tokens // 64, 2, dim), dtype=kind, device="meta")
-    q = torch.empty((*new.shape[:-2], heads, dim), dtype=kind, device="meta") if heads else None
-    index = torch.empty(64, dtype=torch.int32, device="meta")
-    cu = torch.empty(65, dtype=torch.int32, device="meta") if packed else None
-    table = torch.empty((64, 16), dtype=torch.int32, device="meta") if page else None
-    cos = torch.empty((8192, pairs), dtype=kind, device="meta") if pairs else None
-    scale = torch.empty(64, 2, dtype=torch.float32, device="meta") if cache else None
+    caches = meta(64, page or 4096, 2, dim, dtype=held)
+    new = meta(*((tokens, 2, dim) if packed else (64, tokens // 64, 2, dim)), dtype=kind)
+    q = meta(*new.shape[:-2], heads, dim, dtype=kind) if heads else None
+    index = meta(64, dtype=torch.int32)
+    cu = meta(65, dtype=torch.int32) if packed else None
+    table = meta(64, 16, dtype=torch.int32) if page else None
+    cos = meta(8192, pairs, dtype=kind) if pairs else None
+    scale = meta(64, 2) if cache else None
     call = Append(caches, caches, new, new, index, None, table, cos, cos, interleaved, cu, scale, scale, q,
                   operation=3 if watched else 0)  # fmt: skip
     p = _bind(call, _sizes(call), native, 132)
-    caches = _held(caches, native)
-    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), call.operation, 16) if watched else UNWATCHED
-    args = (new, new, q, caches, caches, q, cos, cos, cu, index, None, table, scale, scale, *noted, *p.scalars)
-    return p.launch.fn, args, p.launch.keywords
+    assert p.bound is not None
+    fault = meta(WORDS, dtype=torch.int64) if watched else None
+    return p.bound.example(_given(call, q, fault, native))

@@ -9,13 +9,14 @@ import torch
 from ...errors import Unsupported
 from .. import torch_cpu
 from ..bound import Bound, strides_named
-from ..call import Call, window_of
+from ..call import Call, check_options, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
 from ..faults import Watch
+from ..operator import Operation
 from ..places import check_side
-from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
+from ..records import recorded
+from ..watch import is_transformed, is_watched, refuse_derivatives
 from .cached_call import (
     Cache,
     cache_values,
@@ -49,9 +50,6 @@ class Prepared:
     short: Any = None  # beside it: sequences of few queries
 
 
-_CACHE: dict[Any, Prepared] = {}
-
-
 def attention_cached(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: bool | Watch = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,18 +61,7 @@ def attention_cached(
     tensors = (q, k, v, call.alibi_slopes, call.sinks)
     keys = ("k", "v") if cache.cu_k is not None else ("k_cache", "v_cache")
     refuse_derivatives(("q", *keys, "alibi_slopes", "sinks"), tensors, "attention over a KV cache")
-    if (
-        torch.compiler.is_compiling()
-        or is_transformed()
-        or is_watched((*tensors, *cache[:6]))
-        or (torch.is_grad_enabled() and wants_gradient(tensors))
-    ):
-        left, right = window_of(call.window, call.causal)
-        found: tuple[torch.Tensor, torch.Tensor] = attention_cached_op(
-            q, k, v, call.alibi_slopes, call.sinks, call.dropout_seed, *cache, call.causal, left, right, call.scale,
-            float(call.softcap), float(call.dropout_p), check.operation if isinstance(check, Watch) else 0)  # fmt: skip
-        return found
-    return _forward(q, k, v, call, cache, check)
+    return ATTENTION_CACHED(q, k, v, call, cache, check)  # type: ignore[no-any-return]
 
 
 def check_cached(
@@ -89,7 +76,7 @@ def check_cached(
         or is_watched((q, k, v, call.alibi_slopes, call.sinks, *cache[:6]))
     ):
         return
-    p = _record(q, k, v, call, cache)
+    p = _prepare(q, k, v, call, cache)
     if check is True or (on_host(q) and not check):
         _check_all_values(q, k, cache, p)
 
@@ -106,20 +93,6 @@ def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepare
         check_side(name, "k", cache.cu_k, k.shape[0], cache.max_k if cache.lengths is None else None)
 
 
-def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
-    """What a call of this kind left, or leaves now."""
-    try:
-        key = cached_key(q, k, v, call, cache)
-        p = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        p = key = None
-    if p is None:
-        p = _prepare(q, k, v, call, cache)
-        if key is not None:
-            remember(_CACHE, key, p)
-    return p
-
-
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,11 +101,11 @@ def _forward(
     cache: Cache,
     check: bool | Watch = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _record(q, k, v, call, cache)
+    p = _prepare(q, k, v, call, cache)
     if isinstance(check, Watch) and p.launch is not None:
         check_room(p.sizes)
         cache = watched_cache(cache, p.sizes, check)
-        p = _record(q, k, v, call, cache)
+        p = _prepare(q, k, v, call, cache)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is None:
@@ -159,6 +132,7 @@ def _forward(
 # ---------------------------------------------------------------- the first time
 
 
+@recorded("attention_cached", cached_key)
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
     from ...plan.cached import plan_cached
 
@@ -283,62 +257,21 @@ def _merge(
 # ---------------------------------------------------------------- the dispatcher
 
 
-@torch.library.custom_op("tilefold::attention_cached", mutates_args=())
-def attention_cached_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    pads: torch.Tensor | None,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    more: int,
-    splits: int,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    watched: int = 0,
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention_cached`; watched: the operation in whose name check="device" is, 0 without."""
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-                dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
-    return _forward(q, k, v, call, cache, Watch(watched) if watched else False)
-
-
-@attention_cached_op.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None, lengths: torch.Tensor | None, pads: torch.Tensor | None,
-    batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
-    max_q: int, max_k: int, more: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None,
-    softcap: float, dropout_p: float, watched: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, cu_k, max_q, max_k, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-                dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
     out_shape, lse_shape = cached_shapes(cached_sizes(q, k, v, call, cache), cache)
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise Unsupported(
-        "attention over a KV cache (block_table, seqused_k, leftpad_k, cache_seqlens) is forward only: call it under "
-        "torch.no_grad(), or gather the keys and use attention or attention_varlen"
-    )
-
-
-attention_cached_op.register_autograd(_refuse)
+ATTENTION_CACHED = Operation(
+    "attention_cached",
+    _forward,
+    _fake,
+    "attention over a KV cache (block_table, seqused_k, leftpad_k, cache_seqlens) is forward only: call it under "
+    "torch.no_grad(), or gather the keys and use attention or attention_varlen",
+    lambda q, k, v, call, *others: check_options(call),
+)
 
 
 # ---------------------------------------------------------------- without a GPU

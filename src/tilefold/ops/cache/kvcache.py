@@ -12,12 +12,13 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .. import torch_cpu
-from ..call import MAX_HEAD_DIM, Call, facts_of
+from ..call import MAX_HEAD_DIM, Call, check_options
 from ..device import device_of, on_host
-from ..faults import Watch, watch_of
+from ..faults import Watch
+from ..operator import Operation
 from ..places import check_side
-from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_derivatives, wants_gradient
+from ..records import facts_of, recorded
+from ..watch import is_watched, refuse_derivatives
 from .cached_call import (
     QUANTISED,
     Cache,
@@ -59,7 +60,6 @@ class Prepared:
     interpreted: bool = False  # where reading what index tensors hold costs nothing
 
 
-_CACHE: dict[Any, Prepared] = {}
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
@@ -69,44 +69,22 @@ def attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first, or on the device, by the
     kernels."""
-    tensors = (q, k, v, call.alibi_slopes, call.sinks, *scales)
-    refuse_derivatives(_FLOATING, tensors, "attention_kvcache")
-    compiling = torch.compiler.is_compiling()
-    if (
-        compiling
-        or is_transformed()
-        or is_watched((*tensors, call.mask, *cache[:6]))
-        or (torch.is_grad_enabled() and wants_gradient(tensors))
-    ):
-        if plan is not None:
-            raise Unsupported(
-                "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
-            )
-        found: tuple[torch.Tensor, torch.Tensor] = attention_kvcache_op(
-            q, k, v, call.alibi_slopes, call.sinks, call.mask, *scales, *cache[:5], cache.max_q, cache.splits, call.causal,
-            *_sides(call), call.scale, float(call.softcap), cache.more, isinstance(check, Watch))  # fmt: skip
-        return found
-    return _forward(q, k, v, call, cache, scales, plan, check)
+    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *scales), "attention_kvcache")
+    return ATTENTION_KVCACHE(q, k, v, call, cache, scales, plan, check)  # type: ignore[no-any-return]
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
-    return step_of(q, k, v, call, cache, _record(q, k, v, call, cache, NO_SCALES, None, False))
-
-
-def _sides(call: Call) -> tuple[int, int]:
-    from ..call import window_of
-
-    return window_of(call.window, call.causal)
+    return step_of(q, k, v, call, cache, _prepare(q, k, v, call, cache, NO_SCALES, None, False))
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, decode_plan: "DecodePlan | None",
     check: bool | Watch,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     watch = check if isinstance(check, Watch) else None
     watched = watch is not None
-    p = _record(q, k, v, call, cache, scales, plan, watched)
+    p = _prepare(q, k, v, call, cache, scales, decode_plan, watched)
     if p.prompts:
         from .cached import attention_cached
 
@@ -117,7 +95,7 @@ def _forward(
     if watch is not None and (cache.cu_q is not None or p.sizes.get("pages") == 0):
         cache = watched_cache(cache, p.sizes, watch)
         watch = None
-        p = _record(q, k, v, call, cache, scales, plan, False)
+        p = _prepare(q, k, v, call, cache, scales, decode_plan, False)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.decoder is None:
@@ -128,7 +106,7 @@ def _forward(
     return out, lse
 
 
-def _record(
+def _key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -137,38 +115,23 @@ def _record(
     scales: Scales,
     plan: Any,
     watched: bool,
-) -> Prepared:
-    """What a call of this kind left, or leaves now.  watched: on the device."""
-    try:
-        facts = tuple([None if t is None else facts_of(t) for t in scales])
-        key = (
-            cached_key(q, k, v, call, cache),
-            facts,
-            k.data_ptr() == v.data_ptr(),
-            scales[0] is scales[1],
-            plan,
-            watched,
-        )
-        p = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        p = key = None
-    if p is None:
-        p = _prepare(q, k, v, call, cache, scales, plan, watched)
-        if watched:
-            check_room(p.sizes)
-        if key is not None:
-            remember(_CACHE, key, p)
-    return p
+) -> Any:
+    """Everything that a record depends on.  watched: on the device."""
+    facts = tuple([None if t is None else facts_of(t) for t in scales])
+    shared = k.data_ptr() == v.data_ptr()
+    return cached_key(q, k, v, call, cache), facts, shared, scales[0] is scales[1], plan, watched
 
 
+@recorded("attention_kvcache", _key)
 def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
-    watched: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
 ) -> Prepared:  # fmt: skip
     from ...plan.decode import serves
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
+    if watched:
+        check_room(sizes)
     device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
@@ -281,54 +244,25 @@ def plan_of(
 # ---------------------------------------------------------------- the dispatcher
 
 
-@torch.library.custom_op("tilefold::attention_kvcache", mutates_args=())
-def attention_kvcache_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    pads: torch.Tensor | None,
-    batch_index: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cu_q: torch.Tensor | None,
-    max_q: int,
-    splits: int,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float | None,
-    softcap: float,
-    more: int = 0,
-    watched: bool = False,
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention_kvcache`; watched: with check="device"."""
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
-    return _forward(q, k, v, call, cache, (k_scale, v_scale), None, watched and watch_of("attention_kvcache"))
-
-
-@attention_kvcache_op.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-    mask: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lengths: torch.Tensor | None,
-    pads: torch.Tensor | None, batch_index: torch.Tensor | None, block_table: torch.Tensor | None, cu_q: torch.Tensor | None,
-    max_q: int, splits: int, causal: bool, window_left: int, window_right: int, scale: float | None, softcap: float,
-    more: int = 0, watched: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    cache = Cache(lengths, pads, batch_index, block_table, cu_q, None, max_q, 0, more, splits)
-    call = Call(causal, (window_left, window_right), scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks)
-    sizes, _ = _checked(q, k, v, call, cache, (k_scale, v_scale))
-    out_shape, lse_shape = cached_shapes(sizes, cache)
+    out_shape, lse_shape = cached_shapes(sizes_of(q, k, v, call, cache, scales), cache)
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise Unsupported("attention_kvcache is forward only: call it under torch.no_grad()")
+def _before(q: Any, k: Any, v: Any, call: Call, cache: Cache, scales: Scales, plan: Any, check: Any) -> None:
+    if plan is not None:
+        raise Unsupported(
+            "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
+        )
+    check_options(call)
 
 
-attention_kvcache_op.register_autograd(_refuse)
+ATTENTION_KVCACHE = Operation(
+    "attention_kvcache",
+    _forward,
+    _fake,
+    "attention_kvcache is forward only: call it under torch.no_grad()",
+    _before,
+)

@@ -3,7 +3,6 @@
 `merge_into` is the same kernel for results that are made of many: it writes where the caller says, in place if that is the
 first result, and each of the three has a dtype of its own: the sum can be fp32, and its last merge what was asked for."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from .. import torch_cpu
-from ..call import keyed
 from ..device import device_of, interpreting
-from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..operator import Operation
+from ..records import recorded
+from ..watch import refuse_at_once
 from .cache_append import LARGEST_DIM
 
 __all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
@@ -22,25 +21,14 @@ __all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
 ELEMENTS = 2048  # of a program's tile
 MOST_ROWS = 1 << 30
 
-_CACHE: dict[Any, Any] = {}
-
 
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tilefold.merge_attention`."""
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    refuse_tangents(named)
-    if torch.is_grad_enabled():
-        for name, t in named.items():
-            if wants_gradient((t,)):
-                raise Unsupported(
-                    f"{name} requires a gradient, but merge_attention passes none: call it under torch.no_grad()"
-                )
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
-        found: tuple[torch.Tensor, torch.Tensor] = merge_attention_op(out_a, lse_a, out_b, lse_b)
-        return found
-    return merge_results(out_a, lse_a, out_b, lse_b)
+    refuse_at_once(named, "merge_attention passes none: call it under torch.no_grad()")
+    return MERGE_ATTENTION(out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
 
 
 def merge_results(
@@ -48,19 +36,12 @@ def merge_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The launch of `merge_attention`."""
     tensors = out_a, lse_a, out_b, lse_b
-    launch, scalars = _kept(tensors, _prepare)
+    launch, scalars = _prepare(*tensors)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
     if launch is not None:
         launch((*tensors, out, lse, *scalars))
     return out, lse
-
-
-def _kept(tensors: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Any:
-    """(launch, scalars) of a call like this one, made the first time."""
-    key = keyed(tensors)
-    found = None if key is None else _CACHE.get(key)
-    return remember(_CACHE, key, make(*tensors)) if found is None else found
 
 
 def merge_into(
@@ -78,7 +59,7 @@ def merge_into(
     if not _served(out, lse_a, lse_b, lse):
         _merge_plainly(*tensors)
         return
-    launch, scalars = _kept(tensors, _bind)
+    launch, scalars = _bind(*tensors)
     if launch is not None:
         launch((*tensors, *scalars))
 
@@ -125,6 +106,7 @@ def _sizes(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
     return n
 
 
+@recorded("merge_attention")
 def _prepare(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[Any, tuple[int, ...]]:
@@ -145,6 +127,7 @@ def _merge_on_cpu(given: tuple[torch.Tensor, ...]) -> None:
     lse.copy_(log)
 
 
+@recorded("merge_into")
 def _bind(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,
@@ -174,20 +157,14 @@ def _bind(
     return Launch(kernel, grid, constants, {"num_warps": 4}, out_a.device.index or 0), (*sizes[:3], *scalars)
 
 
-@torch.library.custom_op("tilefold::merge_attention", mutates_args=())
-def merge_attention_op(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_attention` for those who trace or watch."""
-    return merge_results(out_a, lse_a, out_b, lse_b)
-
-
-@merge_attention_op.register_fake
-def _(
+def _fake(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _sizes(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), out_a.new_empty(lse_a.shape, dtype=torch.float32)
+
+
+MERGE_ATTENTION = Operation("merge_attention", merge_results, _fake, "merge_attention passes no gradients")
 
 
 def example_launch(

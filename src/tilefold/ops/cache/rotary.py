@@ -1,6 +1,5 @@
 """Rotary position embedding: check, allocate, launch; differentiable, as an operator of torch's dispatcher, and in place."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,12 +7,14 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .. import torch_cpu
-from ..call import MAX_HEAD_DIM, Packed, check_integer, facts_of
+from ..bound import Bound, Prepared, meta, strides_named
+from ..call import MAX_HEAD_DIM, Packed, check_integer
+from ..dense.attention_parts import sequence_strides
 from ..device import device_of, interpreting, on_host
 from ..faults import Mode
 from ..operator import Operator
 from ..places import check_offsets
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
@@ -22,16 +23,8 @@ ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4
 INDICES = (torch.int32, torch.int64)
 
 
-@dataclass(slots=True)
-class Prepared:
-    """Sizes, launch and run-time scalars after the offset, which may change from call to call; launch None: nothing to do."""
-
-    sizes: dict[str, int]
-    launch: Any
-    scalars: tuple[int, ...] = ()
-
-
-_CACHE: dict[Any, Prepared] = {}
+GIVEN = ("X", "Out", "Cos", "Sin", "Offsets", "CuSeqlens", "offset")
+"""What a call gives to the kernel; its offset may change from call to call."""
 
 
 def apply_rotary(
@@ -102,19 +95,12 @@ def turn(
     conjugate: bool,
 ) -> torch.Tensor:
     """Launch from x into out, which may be x; max_seqlen -1: not packed."""
-    key = (
-        *(facts_of(t) if isinstance(t, torch.Tensor) else type(t) for t in (x, out, cos, sin, offsets, cu_seqlens)),
-        *(step, max_seqlen, interleaved, conjugate, x is out),
-    )
-    found = _CACHE.get(key)
-    if found is None:
-        made = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
-        found = remember(_CACHE, key, made)
-    _check_offset(offset, offsets, step, found.sizes)
-    if found.launch is not None:
+    found = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
+    _check_offset(offset, offsets, step, found.shape)
+    if found.bound is not None:
         if cu_seqlens is not None and on_host(x):
             check_offsets("cu_seqlens", cu_seqlens.tolist(), x.shape[0])
-        found.launch((x, out, cos, sin, offsets, cu_seqlens, offset, *found.scalars))
+        found.bound((x, out, cos, sin, offsets, cu_seqlens, offset))
     return out
 
 
@@ -183,6 +169,7 @@ def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[
         )
 
 
+@recorded("apply_rotary", lambda x, out, *others: (facts_of_values(x, out, *others), x is out))
 def _prepare(
     x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
     step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
@@ -195,14 +182,13 @@ def _prepare(
         return Prepared(n, None)
     if machine is not None and machine.backend == "cpu":
         run, options = torch_cpu.served("apply_rotary"), (step, n["seq"], interleaved, conjugate)
-        return Prepared(n, lambda given: run(*given, *options), ())
+        return Prepared(n, lambda given: run(*given, *options))  # type: ignore[arg-type]
     from ...kernels.rotary import rotary
     from ..launch import Launch
 
     width = 1 << (n["pairs"] - 1).bit_length()
     rest = n["dim"] - 2 * n["pairs"]
     rows = max(1, min(1 << (n["seq"] - 1).bit_length(), ELEMENTS // (2 * width)))
-    strides = [(0, *t.stride()[:2]) if cu_seqlens is not None else t.stride()[:3] for t in (x, out)]
     constants = {
         "INTERLEAVED": interleaved,
         "CONJUGATE": conjugate,
@@ -217,8 +203,18 @@ def _prepare(
     programs = -(-n["seq"] // rows) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"x has shape {tuple(x.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scalars = (n["seq"], n["positions"], n["heads"], step, *strides[0], *strides[1], cos.stride(0), sin.stride(0))
-    return Prepared(n, Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0), scalars)
+    values = {
+        "seq": n["seq"],
+        "seq_table": n["positions"],
+        "heads": n["heads"],
+        "step": step,
+        **strides_named("x", sequence_strides(x, "bshd"), "bmh"),
+        **strides_named("o", sequence_strides(out, "bshd"), "bmh"),
+        "stride_c": cos.stride(0),
+        "stride_s": sin.stride(0),
+    }
+    launch = Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
+    return Prepared(n, Bound(launch, GIVEN, values))
 
 
 # ---------------------------------------------------------------- autograd and the dispatcher
@@ -233,10 +229,8 @@ def _forward(
     return turn(x, out, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, conjugate)
 
 
-def _fake(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
-    cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
-) -> torch.Tensor:  # fmt: skip
+def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any) -> torch.Tensor:
+    offsets, offset, step, cu_seqlens, max_seqlen, *_ = others
     _check_offset(offset, offsets, step, _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen))
     return x.new_empty(x.shape)
 
@@ -287,9 +281,9 @@ def example_launch(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     kind = getattr(torch, dtype)
-    x = torch.empty((512, 16, dim) if packed else (2, 256, 16, dim), dtype=kind, device="meta")
-    cos = torch.empty((512, pairs), dtype=kind, device="meta")
-    offsets = torch.empty(2, dtype=torch.int32, device="meta")
-    cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
+    x = meta(*((512, 16, dim) if packed else (2, 256, 16, dim)), dtype=kind)
+    cos, offsets = meta(512, pairs, dtype=kind), meta(2, dtype=torch.int32)
+    cu = meta(3, dtype=torch.int32) if packed else None
     p = _prepare(x, x.clone(), cos, cos, offsets, 1, cu, 256 if packed else -1, interleaved, False)
-    return p.launch.fn, (x, x, cos, cos, offsets, cu, 0, *p.scalars), p.launch.keywords
+    assert p.bound is not None
+    return p.bound.example((x, x, cos, cos, offsets, cu, 0))

@@ -4,21 +4,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import DtypeError, Unsupported, ValueRangeError
-from ..call import Call, check_integer, keyed
+from ...errors import DtypeError, ValueRangeError
+from ..call import Call, check_integer, check_options
 from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
-from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..operator import Operation
+from ..records import facts_of_values, recorded
+from ..watch import refuse_at_once
 from .cached_call import Cache, cached_shapes
 from .decode import Scales, storage_of
 from .kvcache import attention_kvcache, check_contents, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
-
-
-_CACHE: dict[Any, Any] = {}
 
 
 class SharedPrefix(NamedTuple):
@@ -61,19 +59,8 @@ def attend(
     """(out, lse); see `tilefold.attention_shared_prefix`."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": given.sinks, "k_scale": given.k_scale,
              "v_scale": given.v_scale}  # fmt: skip
-    refuse_tangents(named)
-    if torch.is_grad_enabled():
-        for name, t in named.items():
-            if wants_gradient((t,)):
-                raise Unsupported(
-                    f"{name} requires a gradient, but attention_shared_prefix passes none: call it under torch.no_grad()"
-                )
-    if torch.compiler.is_compiling() or is_transformed() or is_watched((*named.values(), *given[:5])):
-        found: tuple[torch.Tensor, torch.Tensor] = attention_shared_prefix_op(
-            q, k_cache, v_cache, *given, check == "device"
-        )
-        return found
-    return _forward(q, k_cache, v_cache, given, check)
+    refuse_at_once(named, "attention_shared_prefix passes none: call it under torch.no_grad()")
+    return ATTENTION_SHARED_PREFIX(q, k_cache, v_cache, given, check is True, check == "device")  # type: ignore[no-any-return]
 
 
 def plan_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> Any:
@@ -100,23 +87,18 @@ def _plan(q: torch.Tensor, k: torch.Tensor, given: SharedPrefix, n: dict[str, in
     return plan_shared_prefix(PrefixProblem(*shape), device_of(q.device))
 
 
+@recorded("attention_shared_prefix", lambda q, k, v, given: facts_of_values(q, k, v, *given))
 def _decided(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
 ) -> tuple[dict[str, int], bool]:
     """(sizes, whether the prefix is attended to apart), found once for calls of a kind."""
-    key = keyed((q, k_cache, v_cache, *given))
-    found: tuple[dict[str, int], bool] | None = None if key is None else _CACHE.get(key)
-    if found is None:
-        n = _sizes(q, k_cache, v_cache, given)
-        empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
-        on_cpu = (
-            device_of(q.device, "attention_kvcache").backend == "cpu"
-        )  # where keys that are read once are always cheaper
-        apart = given.cascade
-        if apart is None:
-            apart = not empty and (on_cpu or _plan(q, k_cache, given, n).cascade)
-        found = remember(_CACHE, key, (n, apart and not empty))
-    return found
+    n = _sizes(q, k_cache, v_cache, given)
+    empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
+    apart = given.cascade
+    if apart is None:  # on the CPU keys that are read once are always cheaper
+        on_cpu = device_of(q.device, "attention_kvcache").backend == "cpu"
+        apart = not empty and (on_cpu or _plan(q, k_cache, given, n).cascade)
+    return n, apart and not empty
 
 
 def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix) -> dict[str, int]:
@@ -140,13 +122,14 @@ def _whole(given: SharedPrefix, n: dict[str, int]) -> int:
 
 
 def _forward(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, check: Mode = False
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, checked: bool, watched: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """checked, watched: index tensors are looked at on the host, or on the device."""
     n, apart = _decided(q, k_cache, v_cache, given)
-    if check is True or (on_host(q) and not check):
+    if checked or (on_host(q) and not watched):
         _check_values(given, n)
-    of_all, of_prefix, of_rest = _watches(given, n) if check == "device" else (check is True, False, False)
-    if check is True and apart:
+    of_all, of_prefix, of_rest = _watches(given, n) if watched else (checked, False, False)
+    if checked and apart:
         check_contents(q, given.cache, given.scales, n)
     if not apart:
         return attention_kvcache(q, k_cache, v_cache, given.call, given.cache, given.scales, None, of_all)
@@ -216,35 +199,17 @@ def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
                 raise ValueRangeError(f"block_table[{b}] begins with pages {row}, expected those of sequence 0")
 
 
-@torch.library.custom_op("tilefold::attention_shared_prefix", mutates_args=())
-def attention_shared_prefix_op(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor | None,
-    batch_index: torch.Tensor | None,
-    cu_q: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    prefix: int,
-    max_q: int,
-    causal: bool,
-    scale: float | None,
-    softcap: float,
-    splits: int,
-    cascade: bool | None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    watched: bool = False,
+def _fake(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, *others: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` for those who trace or watch."""
-    given = SharedPrefix(lengths, block_table, batch_index, cu_q, sinks, prefix, max_q, causal, scale, softcap, splits, cascade,
-                         k_scale, v_scale)  # fmt: skip
-    return _forward(q, k_cache, v_cache, given, "device" if watched else False)
-
-
-@attention_shared_prefix_op.register_fake
-def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = SharedPrefix(*rest[: len(SharedPrefix._fields)])
     out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
+
+
+ATTENTION_SHARED_PREFIX = Operation(
+    "attention_shared_prefix",
+    _forward,
+    _fake,
+    "attention_shared_prefix passes no gradients",
+    lambda q, k, v, given, *others: check_options(given.call),
+)

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import DtypeError
 from ...types import Layout
-from .. import torch_cpu
+from .. import records, torch_cpu
 from ..bound import Bound
 from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
@@ -22,17 +22,17 @@ from ..call import (
     Packed,
     check_hooks,
     check_options,
-    facts_of,
     is_plain,
     key_of,
+    options_of,
     result_shapes,
     sizes_of,
     window_of,
 )
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..places import check_inside
-from ..records import remember
-from ..startup import uncollected
+from ..records import facts_of, recorded, remember
 from .attention_parts import (
     GIVEN,
     Prepared,
@@ -63,14 +63,10 @@ HOPPER_KERNEL = "attention_forward_hopper"
 IN_PLACE = Cache()  # keys are k and v, all of them
 
 
-_CACHE: dict[Any, Prepared] = {}
-
-
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
     prepared = prepare(q, k, v, call)
-    out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(prepared.lse_shape, dtype=torch.float32, device=q.device)
+    out, lse = prepared.results(q)
     if prepared.planned is not None:
         if call.packed is not None and interpreting():
             check_inside(call.packed, q.shape[0], k.shape[0])
@@ -86,39 +82,26 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
     return step_of(q, k, v, call, IN_PLACE, prepare(q, k, v, call)) if call.packed is None else None
 
 
+@recorded("attention", key_of)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    try:
-        key = key_of(q, k, v, call)
-        found = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
-        return _prepare(q, k, v, call)
-    if found is None:
-        found = remember(_CACHE, key, _first(key, q, k, v, call))
-    return found
-
-
-# ---------------------------------------------------------------- a cache that grows
-
-_GROWING: dict[Any, Prepared] = {}
-
-
-def _first(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    """The record of a key that is new.  Calls whose k and v are longer or shorter by a few keys share plan and launches: a token
-    of generation is not planned anew."""
+    """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
+    keys share plan and launches: a token of generation is not planned anew."""
     from ...plan.forward import plan_holds
 
-    lengths = _key_of_lengths(key, k, v, call)
-    near = None if lengths is None else _GROWING.get(lengths)
+    try:
+        lengths = _key_of_lengths(q, k, v, call)
+        near = None if lengths is None else records.CACHE.get(lengths)
+    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        lengths = near = None
     if near is not None:
         return _grown(near, k, v, call.layout)
     made = _prepare(q, k, v, call)
     if lengths is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
-        remember(_GROWING, lengths, made)
+        remember(records.CACHE, lengths, made)
     return made
 
 
-def _key_of_lengths(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
     from ...plan.forward import STEP
@@ -137,8 +120,7 @@ def _key_of_lengths(key: Any, k: torch.Tensor, v: torch.Tensor, call: Call) -> A
         sides.append(
             (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
         )
-    plain = key if mask is None else key[0]
-    return plain[0], *sides, k.shape[at] // STEP, *plain[3:]
+    return "attention of any length", facts_of(q), *sides, k.shape[at] // STEP, options_of(call)
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -163,7 +145,7 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 # ---------------------------------------------------------------- the first time
 
 
-@uncollected()
+@without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan

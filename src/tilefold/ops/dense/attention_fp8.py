@@ -13,7 +13,7 @@ from ...types import Constant, Layout, Window
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
 from ..device import device_of
-from ..records import remember
+from ..records import recorded
 from .attention_parts import boxable, describe_box, head_strides, kind_of, shared_values
 from .fp8 import E4M3
 
@@ -74,7 +74,6 @@ SPECS = {
     "bshd": _specs("batch seq_q heads dim_qk", "batch seq_k kv_heads dim_qk", "batch seq_k kv_heads dim_v"),
     "bhsd": _specs("batch heads seq_q dim_qk", "batch kv_heads seq_k dim_qk", "batch kv_heads seq_k dim_v"),
 }
-_CACHE: dict[Any, Prepared] = {}
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,18 +89,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) ->
         p.transpose(given)
         p.launch(given)
     return out, lse
-
-
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
-    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    try:
-        key = _key(q, k, v, call)
-        found = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
-        return _prepare(q, k, v, call)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(q, k, v, call))
-    return found
 
 
 def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Any:
@@ -147,7 +134,9 @@ def plain_call(call: Fp8Call) -> Call:
     return Call(call.causal, call.window, call.scale, layout=call.layout)
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
+@recorded("attention of e4m3", _key)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
+    """The record of this call's shapes and options, which checks everything."""
     from ...plan import AttentionFp8Plan, plan_attention_fp8
     from ..hopper import bound_or_none, disabled
 

@@ -51,6 +51,18 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+    strides: Any = None  # of out and lse, contiguous
+
+    def __post_init__(self) -> None:
+        self.strides = tuple(torch.empty(shape, device="meta").stride() for shape in (self.out_shape, self.lse_shape))
+
+    def results(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """New memory for out and lse.  Shapes with strides: half the time of shapes alone."""
+        device, (out, lse) = q.device, self.strides
+        return (
+            torch.empty_strided(self.out_shape, out, dtype=q.dtype, device=device),
+            torch.empty_strided(self.lse_shape, lse, dtype=torch.float32, device=device),
+        )
 
     @property
     def plan(self) -> "AttentionPlan | DecodePlan | None":

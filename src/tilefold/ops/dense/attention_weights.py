@@ -6,12 +6,16 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..call import UNBOUNDED, Call, Packed, sizes_of, window_of
+from ..bound import Bound, strides_named
+from ..call import Call, sizes_of, window_of
 from ..device import interpreting
-from ..operator import Operator
-from .attention_parts import dropout_of, head_strides, kind_of, mods_of
+from ..operator import Operation
+from .attention_parts import head_strides, kind_of, option_values, sequence_strides
 
-__all__ = ["attention_weights", "example_launch"]
+__all__ = ["ATTENTION_WEIGHTS", "attention_weights", "example_launch"]
+
+GIVEN = ("Q", "K", "Weights", "call")
+"""What a call gives to the kernel."""
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, call: Call, multiple: int = 128) -> torch.Tensor:
@@ -20,44 +24,22 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, call: Call, multiple: in
 
     q, k: as for `attention`, layout "bshd", or packed: then lengths are the longest ones, indices those in the sequence.  Of the
     call: causal, window, scale, softcap, alibi_slopes, dropout.  Not differentiable."""
-    left, right = window_of(call.window, call.causal)
-    cu_q, cu_k, max_q, max_k = call.packed or (None, None, 0, 0)
-    found: torch.Tensor = _OPERATOR(q.detach(), k.detach(), call.alibi_slopes, call.dropout_seed, cu_q, cu_k, max_q, max_k, left,
-                                    right, call.scale, float(call.softcap), float(call.dropout_p), multiple)  # fmt: skip
-    return found
+    return ATTENTION_WEIGHTS(q.detach(), k.detach(), call, multiple)  # type: ignore[no-any-return]
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, alibi_slopes: torch.Tensor | None, dropout_seed: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, max_q: int, max_k: int, left: int, right: int, scale: float | None,
-    softcap: float, dropout_p: float, multiple: int,
-) -> torch.Tensor:  # fmt: skip
-    call = _call(alibi_slopes, dropout_seed, cu_q, cu_k, max_q, max_k, left, right, scale, softcap, dropout_p)
+def _forward(q: torch.Tensor, k: torch.Tensor, call: Call, multiple: int) -> torch.Tensor:
     n = sizes_of(q, k, k, call)
     weights = torch.zeros(_shape(n, multiple), dtype=q.dtype, device=q.device)
     if 0 not in (n["batch"], n["heads"], n["seq_q"], n["seq_k"]):
-        launch, args = _bound(q, k, weights, call, n)
-        launch(args)
+        _bound(q, k, weights, call, n)((q, k, weights, call))
     return weights
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, alibi_slopes: torch.Tensor | None, dropout_seed: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, max_q: int, max_k: int, left: int, right: int, scale: float | None,
-    softcap: float, dropout_p: float, multiple: int,
-) -> torch.Tensor:  # fmt: skip
-    call = _call(alibi_slopes, dropout_seed, cu_q, cu_k, max_q, max_k, left, right, scale, softcap, dropout_p)
+def _fake(q: torch.Tensor, k: torch.Tensor, call: Call, multiple: int) -> torch.Tensor:
     return q.new_empty(_shape(sizes_of(q, k, k, call), multiple))
 
 
-def _call(
-    alibi_slopes: torch.Tensor | None, dropout_seed: torch.Tensor | None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, max_q: int, max_k: int, left: int, right: int, scale: float | None, softcap: float,
-    dropout_p: float,
-) -> Call:  # fmt: skip
-    packed = None if cu_q is None or cu_k is None else Packed(cu_q, cu_k, max_q, max_k)
-    return Call(window=(left, right), scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, packed=packed,
-                dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
+ATTENTION_WEIGHTS = Operation("attention_weights", _forward, _fake, "attention_weights are not differentiable")
 
 
 def _shape(n: dict[str, int], multiple: int) -> tuple[int, int, int, int]:
@@ -66,20 +48,19 @@ def _shape(n: dict[str, int], multiple: int) -> tuple[int, int, int, int]:
     return n["batch"], n["heads"], seq_q, seq_k
 
 
-def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, n: dict[str, int]) -> tuple[Any, Any]:
-    """The launch and its arguments."""
+def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, n: dict[str, int]) -> Bound:
+    """The launch with its arguments."""
     from ...device import mods
     from ...kernels.attention_weights import attention_weights as kernel
     from ...plan.problem import padded_head_dim
     from ..launch import Launch
 
-    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k))]
     block_m = block_n = 32 if q.dtype == torch.float32 or n["dim_qk"] > 128 else 64
     window = window_of(call.window, call.causal)
     constants = {
         "KIND": kind_of(window),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": rows[0][1] * block_m >= 1 << 31,
+        "WIDE": head_strides(q, "bshd")[-2] * block_m >= 1 << 31,
         "DIM": n["dim_qk"],
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -89,24 +70,20 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
-    cu_q, cu_k = (None, None) if call.packed is None else call.packed[:2]
-    score, _ = mods_of(mods, float(call.softcap), call, q.dtype == torch.float32)
-    w = weights.stride()
-    args = (q, k, weights, cu_q, cu_k, scale, n["seq_q"], n["seq_k"], n["heads"], n["heads"] // n["kv_heads"], left, right,
-            torch.finfo(q.dtype).tiny, *rows[0], *rows[1], *w[:3], score, dropout_of(call))  # fmt: skip
-    return Launch(kernel, (programs, 1, 1), constants, {"num_warps": 4, "num_stages": 2}, q.device.index or 0), args
-
-
-def _none(ctx: Any, *args: Any) -> None:
-    """Nothing is kept and nothing flows back."""
-
-
-def _gradient(q: torch.Tensor) -> torch.Tensor:
-    raise Unsupported("attention_weights are not differentiable")
-
-
-_OPERATOR = Operator("attention_weights", _forward, _fake, _gradient, _gradient, _none, _none, lambda ctx, results: ())
+    values = {
+        **option_values(call, window, mods, float(call.softcap), q.dtype),
+        "max_q": n["seq_q"],
+        "max_k": n["seq_k"],
+        "heads": n["heads"],
+        "scale": scale,
+        "group": n["heads"] // n["kv_heads"],
+        "smallest": torch.finfo(q.dtype).tiny,
+        **strides_named("q", sequence_strides(q, "bshd"), "bmh"),
+        **strides_named("k", sequence_strides(k, "bshd"), "bnh"),
+        **strides_named("w", weights.stride()[:3], "bhm"),
+    }
+    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": 4, "num_stages": 2}, q.device.index or 0)
+    return Bound(launch, GIVEN, values)
 
 
 def example_launch(dtype: str, dim: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -115,5 +92,5 @@ def example_launch(dtype: str, dim: int) -> tuple[Any, tuple[Any, ...], dict[str
     seed = torch.empty(1, dtype=torch.int64, device="meta")
     call = Call(causal=True, dropout_p=0.1, dropout_seed=seed)
     n = sizes_of(q, q, q, call)
-    launch, args = _bound(q, q, q.new_empty(_shape(n, 128)), call, n)
-    return launch.fn, args, launch.keywords
+    weights = q.new_empty(_shape(n, 128))
+    return _bound(q, q, weights, call, n).example((q, q, weights, call))

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from ...check import TensorSpec, bind
-from ..call import keyed
+from ..bound import Bound, Prepared
 from ..device import device_of, interpreting
 from ..operator import one_by_one
-from ..records import remember
+from ..records import recorded
 from ..watch import in_forward_mode, is_transformed, is_watched, wants_gradient
 
 __all__ = ["add", "example_launch"]
@@ -17,7 +17,6 @@ DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 BLOCK = 4096  # bytes of each tensor that a program of 4 warps moves: two 16-byte loads a thread
-_CACHE: dict[Any, Any] = {}
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -37,14 +36,10 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    key = keyed((x, y))
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(x, y))
-    launch, strides, scalars = found
-    out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    if launch is not None:
-        launch((x, y, out, *scalars))
+    p = _prepare(x, y)
+    out = torch.empty_strided(x.shape, p.shape, dtype=x.dtype, device=x.device)
+    if p.bound is not None:
+        p.bound((x, y, out))
     return out
 
 
@@ -68,7 +63,9 @@ def _strides(x: torch.Tensor, y: torch.Tensor) -> tuple[int, ...]:
     return (1,) if x.dim() == 1 else (x.shape[1], 1)
 
 
-def _prepare(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+@recorded("add")
+def _prepare(x: torch.Tensor, y: torch.Tensor) -> Prepared:
+    """The strides of the result, and the launch."""
     from ...kernels.matrix.add import add_flat, add_strided
     from ..launch import Launch
 
@@ -77,17 +74,17 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, tuple[int, ...], tu
         device_of(x.device)
     strides = _strides(x, y)
     if x.numel() == 0:
-        return None, strides, ()
-    index = x.device.index or 0
+        return Prepared(strides)
     emulate = interpreting() and x.dtype == torch.bfloat16
+
+    def bound(fn: Any, programs: int, constants: dict[str, Any], values: dict[str, Any]) -> Prepared:
+        constants = {"EMULATE": emulate, **constants}
+        launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
+        return Prepared(strides, Bound(launch, ("X", "Y", "Out"), values))
+
     if _flat(x, y):
         block = BLOCK // x.element_size()
-        grid = (-(-x.numel() // block), 1, 1)
-        return (
-            Launch(add_flat, grid, {"EMULATE": emulate, "BLOCK": block}, {"num_warps": 4}, index),
-            strides,
-            (x.numel(),),
-        )
+        return bound(add_flat, -(-x.numel() // block), {"BLOCK": block}, {"elements": x.numel()})
     shape, *three = ((1, *x.shape), (0, *x.stride()), (0, *y.stride()), (0, *strides))
     if x.dim() == 2:
         shape, *three = (tuple(x.shape), x.stride(), y.stride(), strides)
@@ -96,9 +93,9 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, tuple[int, ...], tu
     columns = min(64, 1 << (shape[1] - 1).bit_length())
     rows = max(1, BLOCK // x.element_size() // columns)
     wide = max(abs(s) for pair in three for s in pair) * max(rows, columns) * 2 >= 2**31
-    constants = {"EMULATE": emulate, "WIDE": wide, "ROWS": rows, "COLUMNS": columns}
-    grid = (-(-shape[0] // rows) * -(-shape[1] // columns), 1, 1)
-    return Launch(add_strided, grid, constants, {"num_warps": 4}, index), strides, (*shape, *three)
+    constants = {"WIDE": wide, "ROWS": rows, "COLUMNS": columns}
+    values = dict(zip(("rows", "columns", "x_strides", "y_strides", "o_strides"), (*shape, *three), strict=True))
+    return bound(add_strided, -(-shape[0] // rows) * -(-shape[1] // columns), constants, values)
 
 
 class Sum(torch.autograd.Function):
@@ -144,5 +141,6 @@ def example_launch(dtype: str, strided: bool) -> tuple[Any, tuple[Any, ...], dic
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     x = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
     x, y = (x[:, :4000], x[:, 16:4016]) if strided else (x, x)
-    launch, _, scalars = _prepare(x, y)
-    return launch.fn, (x, y, x, *scalars), launch.keywords
+    bound = _prepare(x, y).bound
+    assert bound is not None
+    return bound.example((x, y, x))

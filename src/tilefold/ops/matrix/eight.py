@@ -6,22 +6,22 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported
+from ..bound import Bound, meta
 from ..cache.decode_counters import counters
-from ..call import keyed
 from ..device import device_of, interpreting
-from ..records import remember
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..operator import Operation
+from ..records import recorded
+from ..watch import refuse_tangents, wants_gradient
+from .eight_hopper import GIVEN
 
 if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
 
-__all__ = ["bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_op", "matmul_w8a8_plan"]
+__all__ = ["EIGHT", "bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_plan"]
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ROW = 16384  # numbers of a row that a program of quantise_rows holds
-
-_CACHE: dict[Any, Any] = {}
 
 
 def matmul_w8a8(
@@ -52,11 +52,8 @@ def matmul_w8a8(
                 raise Unsupported(
                     f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()"
                 )
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
-        check(x, weight, weight_scale, bias)
-        made: torch.Tensor = matmul_w8a8_op(x, weight, weight_scale, bias)
-        return made
-    return _call(x, weight, weight_scale, bias)
+    made: torch.Tensor = EIGHT(x, weight, weight_scale, bias)
+    return made
 
 
 def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
@@ -80,14 +77,11 @@ def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
 
 
 def _call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    key = keyed((x, weight, weight_scale, bias))
-    run = None if key is None else _CACHE.get(key)
-    if run is None:
-        run = remember(_CACHE, key, _bind(x, weight, weight_scale, bias))
-    made: torch.Tensor = run(x, weight, weight_scale, bias)
+    made: torch.Tensor = _bind(x, weight, weight_scale, bias)(x, weight, weight_scale, bias)
     return made
 
 
+@recorded("eight")
 def _bind(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> Any:
     """The function that makes calls like this one, after all checks."""
     n, k = check(x, weight, weight_scale, bias)
@@ -122,8 +116,8 @@ def bind_plan(
     if plan.kernel != PORTABLE:
         made = _multiply_hopper(plan, x, weight, weight_scale, bias, row)
         plan = plan if made else plan_eight(p, plan.device, True)
-    launch, arguments = made or _multiply(plan, weight, weight_scale, row)
-    quantise = _quantise(x.reshape(-1, p.k), weight.dtype, by_hand, plan.device)
+    multiply = made or _multiply(plan, weight, weight_scale, row)
+    quantise = _quantise(x.reshape(-1, p.k), weight.dtype, by_hand, row, plan.device)
     total = plan.parts * p.m * p.n if plan.parts > 1 else 0
     counted = plan.items * (1 if plan.kernel == PORTABLE else plan.block_n // 64)
     of_sums = torch.int32 if weight.dtype == torch.int8 else torch.float32
@@ -137,14 +131,14 @@ def bind_plan(
             part, arrived = torch.empty(total, dtype=of_sums, device=x.device), counters(counted, x.device)
         flat = x if x.dim() == 2 else x.reshape(-1, p.k)
         # nothing may come between these two: the product relies on what the first has waited for
-        quantise((flat, codes, scales, p.k, flat.stride(0), row))
-        launch(arguments(codes.view(w.dtype) if by_hand else codes, w, scales, s, bias, out, part, arrived))
+        quantise((flat, codes, scales))
+        multiply((codes.view(w.dtype) if by_hand else codes, w, scales, s, bias, out, part, arrived))
         return out
 
     return run
 
 
-def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, device: Any) -> Any:
+def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, row: int, device: Any) -> Bound:
     """The launch that makes codes and scales of x [M, K]."""
     from ...device.encode import E4M3, E4M3_BY_HAND, INT8
     from ...kernels.matrix.quantise_rows import quantise_rows
@@ -156,14 +150,13 @@ def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, device: Any)
     block = min(ROW, max(128, 1 << (k - 1).bit_length()))
     constants = {"CODE": code.value, "LARGEST": LARGEST[kind], "EARLY": early, "ONCE": k <= block, "BLOCK": block}
     warps = max(4, min(16, block // 512))
-    option = {"launch_pdl": True} if early else {}
-    return Launch(
-        quantise_rows, (flat.shape[0], 1, 1), constants, {"num_warps": warps, **option}, flat.device.index or 0
-    )
+    options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
+    launch = Launch(quantise_rows, (flat.shape[0], 1, 1), constants, options, flat.device.index or 0)
+    return Bound(launch, ("X", "Codes", "Scales"), {"K": k, "stride_xm": flat.stride(0), "stride_cm": row})
 
 
-def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> tuple[Any, Any]:
-    """The launch of the portable product, and what makes its arguments."""
+def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> Bound:
+    """The launch of the portable product."""
     from ...kernels.matrix.matmul_eight import matmul_eight
     from ..launch import Launch
 
@@ -180,37 +173,43 @@ def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tenso
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **({"launch_pdl": True} if early else {})}
     launch = Launch(matmul_eight, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
-    one = weight_scale.shape[0] == 1
-    tail = (p.m, p.n, p.k, plan.each, plan.group, row, weight.stride(0), 0 if one else weight_scale.stride(0), p.n)
-
-    def arguments(codes: Any, w: Any, scales: Any, s: Any, bias: Any, out: Any, part: Any, arrived: Any) -> Any:
-        return (codes, w, scales, s, bias, out, part, arrived, *tail)
-
-    return launch, arguments
+    values = {
+        "M": p.m,
+        "N": p.n,
+        "K": p.k,
+        "each": plan.each,
+        "group": plan.group,
+        "stride_am": row,
+        "stride_bn": weight.stride(0),
+        "stride_sb": 0 if weight_scale.shape[0] == 1 else weight_scale.stride(0),
+        "stride_om": p.n,
+    }
+    return Bound(launch, GIVEN, values)
 
 
 def _multiply_hopper(
     plan: "EightPlan", x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any, row: int
-) -> tuple[Any, Any] | None:
+) -> Bound | None:
     """The same of a kernel for sm_90; None, after a warning, where this Triton does not compile it."""
     from ..hopper import bound_or_none
     from .eight_hopper import bind
 
     p = plan.problem
-    codes = torch.empty((p.m, row), dtype=weight.dtype, device="meta")
+    codes = meta(p.m, row, dtype=weight.dtype)
 
-    def compile(made: Any) -> None:
-        launch, arguments = made
-        out, scales = torch.empty(p.m, p.n, dtype=x.dtype, device="meta"), torch.empty(p.m, device="meta")
-        part = arrived = None
-        if plan.parts > 1:
-            kind = torch.int32 if weight.dtype == torch.int8 else torch.float32
-            part, arrived = torch.empty(1, dtype=kind, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
-        launch.compile(arguments(codes, weight, scales, scale, bias, out, part, arrived))
+    def compile(bound: Bound) -> None:
+        bound.compile((codes, weight, meta(p.m), scale, bias, meta(p.m, p.n, dtype=x.dtype), *_meta_parts(plan)))
 
     return bound_or_none(
         "8-bit matrix product", lambda: bind(plan, codes[:, : p.k], weight, scale, bias, x.dtype), compile
     )
+
+
+def _meta_parts(plan: "EightPlan") -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sums and counters of splits as examples."""
+    if plan.parts == 1:
+        return None, None
+    return meta(1, dtype=torch.int32 if plan.problem.kind == "int8" else torch.float32), meta(1, dtype=torch.int32)
 
 
 def matmul_w8a8_plan(x: torch.Tensor, weight: torch.Tensor) -> "EightPlan":
@@ -227,33 +226,23 @@ def example_launch(
     from ...plan.matrix.eight import PORTABLE
 
     p, row = plan.problem, -(-plan.problem.k // 16) * 16
-    kind, meta = getattr(torch, p.kind), torch.device("meta")
-    x = torch.empty(p.m, p.k, dtype=getattr(torch, dtype), device=meta)
-    codes, weight = torch.empty(p.m, row, dtype=kind, device=meta), torch.empty(p.n, p.k, dtype=kind, device=meta)
-    scales, scale, out = torch.empty(p.m, device=meta), torch.empty(p.n, device=meta), x.new_empty(p.m, p.n)
+    kind = getattr(torch, p.kind)
+    x, weight = meta(p.m, p.k, dtype=getattr(torch, dtype)), meta(p.n, p.k, dtype=kind)
+    codes, scales, scale = meta(p.m, row, dtype=kind), meta(p.m), meta(p.n)
     if part == "quantise":
-        launch = _quantise(x, kind, False, plan.device)
-        return launch.fn, (x, codes, scales, p.k, x.stride(0), row), launch.keywords
+        return _quantise(x, kind, False, row, plan.device).example((x, codes, scales))
     bias = x.new_empty(p.n) if biased else None
     if plan.kernel == PORTABLE:
-        launch, arguments = _multiply(plan, weight, scale, row)
+        bound = _multiply(plan, weight, scale, row)
     else:
         from .eight_hopper import bind
 
-        launch, arguments = bind(plan, codes[:, : p.k], weight, scale, bias, x.dtype)
-    sums = torch.empty(1, dtype=torch.int32 if p.kind == "int8" else torch.float32, device=meta)
-    room = (sums, torch.empty(1, dtype=torch.int32, device=meta)) if plan.parts > 1 else (None, None)
-    return launch.fn, arguments(codes, weight, scales, scale, bias, out, *room), launch.keywords
+        bound = bind(plan, codes[:, : p.k], weight, scale, bias, x.dtype)
+    return bound.example((codes, weight, scales, scale, bias, x.new_empty(p.m, p.n), *_meta_parts(plan)))
 
 
-@torch.library.custom_op("tilefold::matmul_w8a8", mutates_args=())
-def matmul_w8a8_op(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`matmul_w8a8` for those who trace or watch."""
-    return _call(x, weight, weight_scale, bias)
-
-
-@matmul_w8a8_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+EIGHT = Operation("matmul_w8a8", _call, _fake, "matmul_w8a8 passes no gradient", check)

@@ -1,10 +1,13 @@
 """Bindings of the Gluon kernels for products of 8-bit numbers on sm_90."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bound import Bound, Slot, meta, strides_named
 from ..hopper import require
+from .operands import BIAS, GIVEN_TO_PRODUCTS, Scales, values_of
+from .options import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
@@ -12,18 +15,12 @@ if TYPE_CHECKING:
     from ..launch import Box
     from .operands import Operands
 
-__all__ = ["Boxes", "bind", "bind_product", "boxes_of", "constants_of", "panel_box", "product_arguments"]
+__all__ = ["GIVEN", "bind", "bind_product"]
 
+GIVEN = ("A", "B", "ScaleA", "ScaleB", "Bias", "Out", "Part", "Arrived")
+"""What a call with quantised activations gives to every kernel: codes, weight, factors of both; Part, Arrived: of splits."""
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp
 FEW = 128  # of a thread, where two programs of one consumer may share an SM
-
-
-class Boxes(NamedTuple):
-    """Descriptors of both factors [rows, k], and of the result if the copy engine stores it."""
-
-    a: "Box"
-    b: "Box"
-    out: "Box | None" = None
 
 
 def panel_box(t: torch.Tensor, rows: int) -> "Box":
@@ -37,21 +34,15 @@ def panel_box(t: torch.Tensor, rows: int) -> "Box":
     return Box(t, list(t.shape), [row, 1], [rows, 128], TensorDescriptor, layout)
 
 
-def boxes_of(
-    a: torch.Tensor, b: torch.Tensor, block_n: int, out_dtype: torch.dtype, shape: tuple[int, int, int] | None
-) -> Boxes:
-    """For a [m, k] and b [n, k] of matmul_eight_hopper; shape: of the result, where the copy engine stores it."""
+def box_of_result(shape: tuple[int, int, int], dtype: torch.dtype) -> "Box":
+    """The descriptor of a result that the copy engine stores."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
 
-    out = None
-    if shape is not None:
-        dtype = gl.bfloat16 if out_dtype == torch.bfloat16 else gl.float16
-        made = torch.empty(shape, dtype=out_dtype, device="meta")
-        box = [1, 64, 64]
-        layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-        out = Box(made, list(shape), list(made.stride()), box, TensorDescriptor, layout)
-    return Boxes(panel_box(a, 64), panel_box(b, block_n), out)
+    made, box = meta(*shape, dtype=dtype), [1, 64, 64]
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(box, kind)
+    return Box(made, list(shape), list(made.stride()), box, TensorDescriptor, layout)
 
 
 def constants_of(block_n: int, stages: int, group: int, outside: bool, boxes: bool) -> dict[str, Any]:
@@ -69,10 +60,8 @@ def constants_of(block_n: int, stages: int, group: int, outside: bool, boxes: bo
 
 def bind(
     plan: "EightPlan", codes: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any, out_dtype: torch.dtype
-) -> tuple[Any, Any]:
-    """(launch, function that makes its arguments) of a product; codes [m, k]: of x, an example without memory.
-
-    The arguments are made of codes, weight, scales of x, weight_scale, bias, result, sums of splits, counters."""
+) -> Bound:
+    """The launch of a product, of what GIVEN names; codes [m, k]: of x, an example without memory."""
     from ...plan.matrix.eight import ROWS
 
     require("plan.kernel", plan.kernel)
@@ -83,13 +72,12 @@ def bind(
 
 def _bind_rows(
     plan: "EightPlan", codes: torch.Tensor, weight: torch.Tensor, stride: int, biased: bool, out_dtype: torch.dtype
-) -> tuple[Any, Any]:
+) -> Bound:
     from ...kernels.hopper.matmul_eight_rows import matmul_eight_rows
     from ..launch import Launch
 
     p, early = plan.problem, plan.device.dependent_launches
     consumers = plan.block_n // 64
-    of_x, of_w = panel_box(codes, plan.block_m), panel_box(weight, plan.block_n)
     constants = {
         "SPLITS": plan.parts,
         "EARLY": early,
@@ -101,24 +89,27 @@ def _bind_rows(
     registers = FEW if plan.small else REGISTERS[0]
     options = {"num_warps": 4, "maxnreg": registers, **({"launch_pdl": True} if early else {})}
     launch = Launch(matmul_eight_rows, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
-    scalars = p.m, p.n, plan.steps, plan.each, stride, p.n
-
-    def arguments(codes: Any, w: Any, scales: Any, s: Any, bias: Any, out: Any, part: Any, arrived: Any) -> Any:
-        return (of_x.over(codes), of_w.over(w), scales, s, bias, out, part, arrived, *scalars)
-
-    return launch, arguments
+    values = {
+        "x_desc": Slot("A", panel_box(codes, plan.block_m).over),
+        "w_desc": Slot("B", panel_box(weight, plan.block_n).over),
+        "M": p.m,
+        "N": p.n,
+        "steps": plan.steps,
+        "each": plan.each,
+        "stride_sb": stride,
+        "stride_om": p.n,
+    }
+    return Bound(launch, GIVEN, values)
 
 
 def _bind_large(
     plan: "EightPlan", codes: torch.Tensor, weight: torch.Tensor, stride: int, biased: bool, out_dtype: torch.dtype
-) -> tuple[Any, Any]:
+) -> Bound:
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
     from ..launch import Launch
-    from .operands import BIAS
 
     p, early = plan.problem, plan.device.dependent_launches
     stored = p.n % 8 == 0
-    boxes = boxes_of(codes, weight, plan.block_n, out_dtype, (1, p.m, p.n) if stored else None)
     constants = {
         **constants_of(plan.block_n, plan.stages, plan.group, p.kind != "int8", stored),
         "BIAS": BIAS["columns" if biased else "none"],
@@ -128,48 +119,53 @@ def _bind_large(
     options = {"num_warps": 4, "maxnreg": REGISTERS[0], **({"launch_pdl": True} if early else {})}
     grid = min(plan.items, plan.device.sms), 1, 1
     launch = Launch(matmul_eight_hopper, grid, constants, options, weight.device.index or 0)
-    tiles = -(-p.m // plan.block_m), -(-p.n // plan.block_n)
-    scalars = (p.m, p.n, *tiles, plan.steps, 1, plan.items, 1, stride, 0, 0, 1, p.m * p.n, p.m * p.n, p.n)
+    values = {
+        "a_desc": Slot("A", panel_box(codes, 64).over),
+        "b_desc": Slot("B", panel_box(weight, plan.block_n).over),
+        "o_desc": Slot("Out", box_of_result((1, p.m, p.n), out_dtype).over) if stored else None,
+        "p_desc": None,
+        "Pre": None,
+        "m": p.m,
+        "n": p.n,
+        "tiles_m": -(-p.m // plan.block_m),
+        "tiles_n": -(-p.n // plan.block_n),
+        "steps": plan.steps,
+        "splits": 1,
+        "work": plan.items,
+        **strides_named("s", (1, stride), "ab"),
+        **strides_named("c", (0, 0, 1), "bmn"),
+        **strides_named("o", (p.m * p.n, p.n, p.m * p.n), "bms"),
+    }
+    return Bound(launch, GIVEN, values)
 
-    def arguments(codes: Any, w: Any, scales: Any, s: Any, bias: Any, out: Any, part: Any, arrived: Any) -> Any:
-        of_out = None if boxes.out is None else boxes.out.over(out)
-        return (boxes.a.over(codes), boxes.b.over(w), of_out, None, out, None, bias, scales, s, *scalars)
 
-    return launch, arguments
-
-
-def bind_product(
-    x: "Operands", plan: "MatmulPlan", scales: tuple[torch.Tensor | None, torch.Tensor | None], device: torch.device
-) -> tuple[Any, tuple[Any, ...], Boxes]:
-    """(launch, scalars, boxes) of a product of `ops.matmul` in e4m3; Unsupported without Gluon."""
+def bind_product(x: "Operands", plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
+    """The launch of a product of `ops.matmul` in e4m3, of what GIVEN_TO_PRODUCTS names; Unsupported without Gluon."""
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
     from ..launch import Launch
-    from .operands import BIAS
-    from .options import CODES
 
     problem, tile = plan.problem, plan.tile
     m, n, _ = x.sizes
     shared = plan.splits > 1
     stored = not shared and problem.out_dtype != "float32" and problem.out_descriptors
-    boxes = boxes_of(x.a[0], x.b[0].t(), tile.block_n, getattr(torch, problem.out_dtype), (1, m, n) if stored else None)
     constants = {
         **constants_of(tile.block_n, tile.num_stages, tile.group, True, stored),
         "BIAS": BIAS["none" if shared else problem.bias],
         "ACTIVATION": 0 if shared else CODES[problem.activation],
         "EARLY": False,
     }
-    tiles = -(-m // tile.block_m), -(-n // tile.block_n)
-    scalars = (
-        m, n, *tiles, tile.steps(problem), plan.splits, tile.tiles(problem) * plan.splits,
-        *(0 if s is None or s.numel() == 1 else s.stride(0) for s in scales),
-        *((0, 0, 0) if x.bias is None else x.bias), m * n, m * n, n,
-    )  # fmt: skip
+    values = {
+        **values_of(x, plan, scales, (-(-m // tile.block_m), -(-n // tile.block_n))),
+        "a_desc": Slot("A", panel_box(x.a[0], 64).over),
+        "b_desc": Slot("B", panel_box(x.b[0].t(), tile.block_n).over),
+        "o_desc": Slot("Out", box_of_result((1, m, n), getattr(torch, problem.out_dtype)).over) if stored else None,
+        "p_desc": None,
+        "Pre": None,
+        "steps": tile.steps(problem),
+        "work": tile.tiles(problem) * plan.splits,
+    }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Launch(matmul_eight_hopper, plan.grid, constants, options, device.index or 0), scalars, boxes
-
-
-def product_arguments(boxes: Boxes, a: Any, b: Any, out: Any, bias: Any, scales: Any, scalars: tuple[Any, ...]) -> Any:
-    """The run-time arguments of what `bind_product` has bound, in order."""
-    of_out = None if boxes.out is None else boxes.out.over(out)
-    return (boxes.a.over(a), boxes.b.over(b), of_out, None, out, None, bias, *scales, *scalars)
+    return Bound(
+        Launch(matmul_eight_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values
+    )

@@ -10,13 +10,18 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError
 from ...quant import QuantizedTensor
+from ..bound import Bound, Slot, meta, strides_named
 from ..cache.decode_counters import counters
 from ..call import facts_of
 from ..device import device_of, interpreting
-from ..records import remember
+from ..records import recorded, remember
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
+
+PARTS = ("Packed", "High", "Scales", "Zeros", "Table")
+GIVEN = ("X", *PARTS, "Bias", "Out", "Part", "Arrived")
+"""What a call gives to the kernels of products; Part, Arrived: of splits."""
 
 __all__ = ["call", "check", "dequantise", "example_launch", "plain_product", "plan_of"]
 
@@ -43,13 +48,13 @@ def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | 
         out = torch.empty(n, k, dtype=dtype, device=weight.device)
     if weight.device.type != "meta" and device_of(weight.device, "lowbit_matmul").backend == "cpu":
         return out.copy_(dataclasses.replace(weight, perm=None).dequantize(dtype))
-    key = "dequantise", _facts(weight), dtype, out.stride(0)
-    launch, tail = _CACHE.get(key) or remember(_CACHE, key, _bind_dequantise(weight, out))
-    launch((weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table, out, *tail))
+    _bind_dequantise(weight, out)((*_parts(weight), out))
     return out
 
 
-_CACHE: dict[Any, Any] = {}
+def _parts(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
+    """What every kernel reads of a weight, as PARTS names it."""
+    return weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table
 
 
 def _facts(weight: QuantizedTensor) -> Any:
@@ -59,19 +64,26 @@ def _facts(weight: QuantizedTensor) -> Any:
     return weight.shape, weight.bits, weight.group, weight.scales.dtype, one, zeros, table, perm, weight.device
 
 
-def _scale_strides(weight: QuantizedTensor) -> tuple[int, int]:
-    """Of scales and zeros, group and row; 0 where one holds for all."""
-    return (0, 0) if weight.scales.numel() == 1 else (weight.shape[0], 1)
+def _shared_values(weight: QuantizedTensor) -> dict[str, int]:
+    """What all kernels take of a weight by the same names."""
+    n, k = weight.shape
+    blocks, rows = weight.packed.shape[:2]
+    steps = (
+        (0, 0) if weight.scales.numel() == 1 else (n, 1)
+    )  # of scales and zeros, group and row; 0 where one holds for all
+    sizes = {"N": n, "K": k, "rows": rows, "group": weight.group, "groups": weight.groups, "blocks": blocks}
+    return {**sizes, **strides_named("s", steps, "gn")}
 
 
-def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+@recorded("dequantise", lambda weight, out: (_facts(weight), out.dtype, out.stride(0)))
+def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> Bound:
     from ...kernels.matrix.lowbit_dequantise import lowbit_dequantise
     from ..launch import Launch
 
     if weight.device.type != "meta":
         device_of(weight.device)
     n, k = weight.shape
-    blocks, rows = weight.packed.shape[:2]
+    blocks = weight.packed.shape[0]
     slabs = {8: 2, 4: 4, 3: 8, 2: 8}[weight.bits]
     block_n = 64
     constants = {
@@ -82,9 +94,9 @@ def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> tuple[Any, t
         "WHOLE": weight.group % 32 == 0 or weight.groups == 1,
         "BLOCK_N": block_n,
     }
-    tail = (n, k, rows, weight.group, weight.groups, blocks, *_scale_strides(weight), out.stride(0))
     grid = (blocks * -(-n // block_n), 1, 1)
-    return Launch(lowbit_dequantise, grid, constants, {"num_warps": 4}, weight.device.index or 0), tail
+    launch = Launch(lowbit_dequantise, grid, constants, {"num_warps": 4}, weight.device.index or 0)
+    return Bound(launch, (*PARTS, "Out"), {**_shared_values(weight), "stride_on": out.stride(0)})
 
 
 # ---------------------------------------------------------------- products
@@ -154,7 +166,7 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
     if plan.path == "dequantise" or plan.problem.m == 0:
         made = _dequantised
     else:
-        made = _BINDERS[plan.path](example, weight, plan)
+        made = functools.partial(_multiplied, _BINDERS[plan.path](example, weight, plan), plan)
     return made if weight.perm is None else functools.partial(_permuted, made)
 
 
@@ -176,25 +188,21 @@ def _permuted(run: Any, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Te
     return made
 
 
-class Bound:
-    """Calls that one launch makes: x [..., K] -> [..., n]."""
-
-    __slots__ = ("arguments", "launch", "n")
-
-    def __init__(self, launch: Any, arguments: Any, n: int) -> None:
-        self.launch, self.arguments, self.n = launch, arguments, n
-
-    def __call__(self, x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty((*x.shape[:-1], self.n))
-        self.launch(self.arguments(x, weight, bias, out))
-        return out
+def _multiplied(
+    bound: Bound, plan: "LowbitPlan", x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [..., K] -> [..., n], by one launch."""
+    out = x.new_empty((*x.shape[:-1], plan.problem.n))
+    bound((_flat(x), *_parts(weight), bias, out, *_room(plan, x)))
+    return out
 
 
-def _room(plan: "LowbitPlan", x: torch.Tensor, counted: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _room(plan: "LowbitPlan", x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where the splits of K leave their sums, and the counters of who has arrived."""
     if plan.parts == 1:
         return None, None
     n, m = plan.problem.n, plan.problem.m
+    counted = plan.items * (plan.block_n // 64 if plan.path == "hopper" else 1)
     make = torch.zeros if plan.atomic else torch.empty
     part = make((1 if plan.atomic else plan.parts) * m * n, dtype=torch.float32, device=x.device)
     return part, torch.empty(counted, dtype=torch.int32, device="meta") if x.is_meta else counters(counted, x.device)
@@ -207,7 +215,7 @@ def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
 
 
 def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
-    """Calls of the portable kernel."""
+    """The launch of the portable kernel."""
     from ...kernels.matrix.lowbit_matmul import lowbit_matmul
     from ..launch import Launch
 
@@ -235,38 +243,26 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **option, **_registers(plan)}
     launch = Launch(lowbit_matmul, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
-    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.groups, p.blocks, plan.each)
-    strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
     lanes = _lanes(x.device) if words else None
+    return Bound(launch, GIVEN, {**_values(x, weight, plan), "Lanes": lanes})
 
-    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        room = _room(plan, x, plan.items)
-        return (
-            _flat(x),
-            w.packed,
-            w.packed_high,
-            w.scales,
-            w.zeros,
-            w.table,
-            lanes,
-            bias,
-            out,
-            *room,
-            *scalars,
-            *strides,
-        )
 
-    return Bound(launch, arguments, p.n)
+def _values(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> dict[str, Any]:
+    p = plan.problem
+    more = {"M": p.m, "each": plan.each, "stride_xm": _flat(x).stride(0), "stride_om": p.n}
+    return {**_shared_values(weight), **more}
 
 
 def _lanes(device: torch.device) -> torch.Tensor:
     """0, 1, 2, 3 on a device."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # written by replays alone: this call's own
         return torch.arange(4, dtype=torch.int32, device=device)
-    made: torch.Tensor | None = _CACHE.get(("lanes", device))
-    if made is None:
-        made = remember(_CACHE, ("lanes", device), torch.arange(4, dtype=torch.int32, device=device))
-    return made
+    return _kept_lanes(device)
+
+
+@functools.cache
+def _kept_lanes(device: torch.device) -> torch.Tensor:
+    return torch.arange(4, dtype=torch.int32, device=device)
 
 
 def _registers(plan: "LowbitPlan") -> dict[str, int]:
@@ -275,7 +271,7 @@ def _registers(plan: "LowbitPlan") -> dict[str, int]:
 
 
 def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
-    """Calls of the kernel for few rows of x."""
+    """The launch of the kernel for few rows of x."""
     from ...kernels.hopper.lowbit_rows import lowbit_rows as kernel
     from ..launch import Launch
 
@@ -294,18 +290,11 @@ def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
     }
     options = {"num_warps": plan.num_warps, **option, **_registers(plan)}
     launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
-    scalars = (p.m, p.n, p.k, weight.packed.shape[1], weight.groups, p.blocks, plan.each)
-    strides = (_flat(x).stride(0), *_scale_strides(weight), p.n)
-
-    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        room = _room(plan, x, plan.items)
-        return (_flat(x), w.packed, w.packed_high, w.scales, w.zeros, bias, out, *room, *scalars, *strides)
-
-    return Bound(launch, arguments, p.n)
+    return Bound(launch, GIVEN, _values(x, weight, plan))
 
 
 def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
-    """Calls of the kernel of sm_90 for many rows of x."""
+    """The launch of the kernel of sm_90 for many rows of x."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
     from ..launch import Box, Launch
@@ -328,8 +317,6 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         {"num_warps": 4, **option, **_registers(plan)},
         x.device.index or 0,
     )
-    rows = weight.packed.shape[1]
-    scalars = (p.m, p.n, rows, weight.group, weight.groups, p.blocks, plan.each, *_scale_strides(weight), p.n)
 
     def box(t: torch.Tensor, block: list[int], swizzle: int) -> Box:
         shared = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
@@ -338,19 +325,18 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     def plane(t: torch.Tensor) -> torch.Tensor:
         return t.view(torch.int16).view(-1, 32)
 
-    flat = _flat(x)
-    of_x, of_w = box(flat, [plan.block_m, 64], 128), box(plane(weight.packed), [64, 32], 64)
-    of_h = None if weight.packed_high is None else box(plane(weight.packed_high), [64, 32], 64)
+    def slot(name: str, t: torch.Tensor | None) -> Slot | None:
+        if t is None:
+            return None
+        planes = box(plane(t), [64, 32], 64)
+        return Slot(name, lambda given: planes.over(plane(given)))
 
-    def arguments(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-        high = None if of_h is None or w.packed_high is None else of_h.over(plane(w.packed_high))
-        boxes, room = (
-            (of_x.over(_flat(x)), of_w.over(plane(w.packed)), high),
-            _room(plan, x, plan.block_n // 64 * plan.items),
-        )
-        return (*boxes, w.scales, w.zeros, bias, out, *room, *scalars)
-
-    return Bound(launch, arguments, p.n)
+    boxes = {
+        "x_desc": Slot("X", box(_flat(x), [plan.block_m, 64], 128).over),
+        "w_desc": slot("Packed", weight.packed),
+        "h_desc": slot("High", weight.packed_high),
+    }
+    return Bound(launch, GIVEN, {**_values(x, weight, plan), **boxes})
 
 
 _BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
@@ -363,28 +349,23 @@ def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
     p = plan.problem
     dtype, of_scales = getattr(torch, p.dtype), getattr(torch, p.scales)
     groups = -(-p.k // p.group)
-    planes = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in packed_shapes(p.bits, (p.n, p.k))]
+    planes = [meta(*shape, dtype=torch.int32) for shape in packed_shapes(p.bits, (p.n, p.k))]
     zeros = {"integer": torch.uint8, "float": of_scales}.get(p.zeros)
     weight = QuantizedTensor(
         packed=planes[0],
         packed_high=planes[1] if len(planes) == 2 else None,
-        scales=torch.empty(groups, p.n, dtype=of_scales, device="meta"),
-        zeros=None if zeros is None else torch.empty(groups, p.n, dtype=zeros, device="meta"),
-        table=torch.empty(2**p.bits, device="meta") if p.zeros == "table" else None,
+        scales=meta(groups, p.n, dtype=of_scales),
+        zeros=None if zeros is None else meta(groups, p.n, dtype=zeros),
+        table=meta(2**p.bits) if p.zeros == "table" else None,
         bits=p.bits,
         group=p.group,
         shape=(p.n, p.k),
         scheme={"none": "symmetric", "table": "table"}.get(p.zeros, "asymmetric"),
         dtype=of_scales,
     )
-    x = torch.empty(p.m, p.k, dtype=dtype, device="meta")
+    x = meta(p.m, p.k, dtype=dtype)
     if plan.path == "dequantise":
-        out = torch.empty(p.n, p.k, dtype=dtype, device="meta")
-        launch, tail = _bind_dequantise(weight, out)
-        return (
-            launch.fn,
-            (weight.packed, weight.packed_high, weight.scales, weight.zeros, weight.table, out, *tail),
-            launch.keywords,
-        )
+        out = meta(p.n, p.k, dtype=dtype)
+        return _bind_dequantise(weight, out).example((*_parts(weight), out))
     bound = _BINDERS[plan.path](x, weight, plan)
-    return bound.launch.fn, bound.arguments(x, weight, None, x.new_empty(p.m, p.n)), bound.launch.keywords
+    return bound.example((x, *_parts(weight), None, x.new_empty(p.m, p.n), *_room(plan, x)))

@@ -8,11 +8,12 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from ...types import Constant, constant
-from ..operator import Operator
-from ..watch import is_transformed, wants_gradient
-from .matmul_gradient import gradient, gradient_fake
+from ..operator import Gradient, Operation
+from ..records import recorded
+from ..watch import is_transformed, is_watched, wants_gradient
+from .matmul_gradient import gradient
 from .options import check_activation, check_tf32
-from .product import Epilogue, facts, product
+from .product import Epilogue, product
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
@@ -21,8 +22,6 @@ __all__ = ["bmm", "example_finish", "example_gradient", "example_launch", "matmu
 
 EIGHT = (torch.float8_e4m3fn,)
 ORDERS = ("grouped", "plain")
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-_CHECKED: set[Any] = set()
 
 
 def matmul(
@@ -99,7 +98,7 @@ def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: An
         _refuse_gradients({"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
     saved = wanted and activation not in (None, "relu")
     name = plan_name(plan)
-    made = matmul_op(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
+    made = MATMUL(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
     out: torch.Tensor = made[0]
     return out
 
@@ -111,33 +110,20 @@ def check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any
           batched: bool) -> None:  # fmt: skip
     """Everything that can be wrong with a call but its plan; what was right once is not looked at again."""
     tensors = (a, b, bias, scale_a, scale_b)
-    key = None
-    if not torch.compiler.is_compiling() and all(t is None or type(t) in PLAIN for t in tensors):
-        try:
-            key = (
-                *((None if t is None else (facts(t), t.is_neg())) for t in tensors),
-                activation,
-                order,
-                tf32,
-                type(tf32),  # 1 == True, but is refused
-                out_dtype,
-                batched,
-            )
-            if key in _CHECKED:
-                return
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # an option that cannot be hashed is wrong, a tensor without an address is a wrapper
-            key = None
+    traced = torch.compiler.is_compiling() or is_watched(tensors)
+    (_check if traced else _check_once)(*tensors, activation, order, tf32, out_dtype, batched)
+
+
+def _check(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: Any, order: Any, tf32: Any, out_dtype: Any,
+           batched: bool) -> bool:  # fmt: skip
     _check_options(activation, order, out_dtype)
     _check_tensors(a, b, bias, batched)
     check_tf32("a", a, tf32)
     _check_scales(a, b, scale_a, scale_b)
-    if key is not None:
-        if len(_CHECKED) > 4096:
-            _CHECKED.clear()
-        _CHECKED.add(key)
+    return True
+
+
+_check_once = recorded("matmul")(_check)
 
 
 def _check_options(activation: Any, order: Any, out_dtype: Any) -> None:
@@ -253,23 +239,17 @@ def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, t
     return out, out.new_empty(out.shape if saved else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    a, b, bias, _, _, activation, order, tf32, _, _, _ = inputs
-    ctx.rest = activation, order, tf32
-    ctx.save_for_backward(a, b, bias, output[0] if activation == "relu" else output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    a, b, bias, _, _, activation, order, tf32, *_ = args
+    saved = results[0 if activation == "relu" else 1]
+    return gradient(grads[0], a, b, bias, saved, activation, order, tf32, wanted)
 
 
-def _arguments(ctx: Any, dout: torch.Tensor | None, dpre: None) -> tuple[Any, ...] | None:
-    return None if dout is None else (dout, *ctx.saved_tensors, *ctx.rest, *ctx.needs_input_grad[:3])
+def _unread(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: str, *others: Any) -> tuple[int, ...]:
+    return (1,) if activation == "relu" else (0,)
 
 
-def _give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), *(None,) * 8
-
-
-matmul_op = Operator("matmul", _forward, _fake, gradient, gradient_fake, _keep, _arguments, _give)
+MATMUL = Operation("matmul", _forward, _fake, Gradient(("a", "b", "bias"), _gradients, unread=_unread, still=(1,)))
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -304,14 +284,12 @@ def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
         (n.results, n.m, n.n), dtype=torch.float32 if shared else getattr(torch, n.out_dtype), device="meta"
     )
     pre = out if n.saved and not shared else None
+    scales, given = (scale_a, scale_b), (a, b, out, pre, None if shared else bias, scale_a, scale_b)
     if plan.kernel == "matmul_hopper":
-        from .product_hopper import arguments, bind
+        from .product_hopper import bind
 
-        scales = scale_a, scale_b
-        launch, scalars, boxes = bind(x, plan, a.device, scales)
-        return launch.fn, arguments(boxes, a, b, out, pre, None if shared else bias, scales, scalars), launch.keywords
-    launch, scalars, _ = bind_portable(x, plan, scale_a, scale_b, a.device)
-    return launch.fn, (a, b, out, pre, None if shared else bias, scale_a, scale_b, *scalars), launch.keywords
+        return bind(x, plan, a.device, scales).example(given)
+    return bind_portable(x, plan, scales, a.device).example(given)
 
 
 def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -321,10 +299,10 @@ def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
 
     n = plan.problem
     a, b, bias = _meta(plan)
-    launch, scalars = bind_finish(operands(a, b, bias, n.fold), plan, a.device)
     out = torch.empty((n.results, n.m, n.n), dtype=getattr(torch, n.out_dtype), device="meta")
     part = torch.empty((plan.splits, *out.shape), device="meta")
-    return launch.fn, (part, out, out if n.saved else None, bias, *scalars), launch.keywords
+    bound = bind_finish(operands(a, b, bias, n.fold), plan, a.device)
+    return bound.example((part, out, out if n.saved else None, bias))
 
 
 def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -332,5 +310,6 @@ def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tup
     from .product import bind_gradient
 
     t = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
-    launch, scalars = bind_gradient(t, activation)
-    return launch.fn, (t, t, t, *scalars), launch.keywords
+    bound = bind_gradient(t, activation)
+    assert bound is not None
+    return bound.example((t, t, t))

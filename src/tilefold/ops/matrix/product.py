@@ -1,7 +1,6 @@
 """One product and what follows it: checked operands -> plan -> launches.  Batches and layouts are strides, nothing is copied."""
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,9 +8,10 @@ import torch
 from ...errors import PlanError, ShapeError
 from ...types import Constant
 from .. import torch_cpu
+from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
-from ..records import remember
-from .operands import BIAS, TOO_LONG, Operands, boxable, major, operands
+from ..records import recorded
+from .operands import BIAS, GIVEN_TO_PRODUCTS, TOO_LONG, Operands, Scales, boxable, major, operands, values_of
 from .options import CODES
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Epilogue",
     "activation_gradient",
-    "facts",
     "problem_of",
     "product",
 ]
@@ -42,25 +41,17 @@ class Epilogue(NamedTuple):
     plan: str = ""
 
 
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key; launch None: nothing to compute."""
+class Prepared(NamedTuple):
+    """All that follows from a call's key; bound None: nothing to compute."""
 
     shape: tuple[int, ...]
-    plan: "MatmulPlan | None" = None
-    launch: Any = None
-    scalars: tuple[Any, ...] = ()
+    bound: Bound | None = None
     partial: tuple[int, ...] = ()  # shape of the sums of each share
-    finish: Any = None
-    finish_scalars: tuple[Any, ...] = ()
-    hopper: Any = None  # boxes of the kernel for sm_90
-
-
-_CACHE: dict[Any, Any] = {}
+    finish: Bound | None = None  # which adds them up
 
 
 def facts(t: torch.Tensor | None) -> Any:
-    """What of a tensor decides checks, plan and launch."""
+    """What of a checked tensor decides plan and launch."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0)
 
 
@@ -73,25 +64,17 @@ def product(
     epilogue: Epilogue,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(activation(a b * scales + bias), what it is applied to or None) of checked tensors of 2 or 3 dimensions each."""
-    key = facts(a), facts(b), facts(bias), facts(scale_a), facts(scale_b), epilogue
-    p = _CACHE.get(key)
-    if p is None:
-        p = remember(_CACHE, key, _bind((a, b, bias, scale_a, scale_b), epilogue))
+    p = _bind((a, b, bias, scale_a, scale_b), epilogue)
     out = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device)
     pre = torch.empty(p.shape, dtype=epilogue.out_dtype, device=a.device) if epilogue.saved else None
-    if p.launch is None:
+    if p.bound is None:
         return out, pre
-    target, kept, added = out, pre, bias
-    if p.partial:
-        target, kept, added = torch.empty(p.partial, dtype=torch.float32, device=a.device), None, None
-    if p.hopper is not None:
-        from .product_hopper import arguments
-
-        p.launch(arguments(p.hopper, a, b, target, kept, added, (scale_a, scale_b), p.scalars))
+    if p.finish is None:
+        p.bound((a, b, out, pre, bias, scale_a, scale_b))
     else:
-        p.launch((a, b, target, kept, added, scale_a, scale_b, *p.scalars))
-    if p.partial:
-        p.finish((target, out, pre, bias, *p.finish_scalars))
+        part = torch.empty(p.partial, dtype=torch.float32, device=a.device)
+        p.bound((a, b, part, None, None, scale_a, scale_b))
+        p.finish((part, out, pre, bias))
     return out, pre
 
 
@@ -140,6 +123,7 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
     return plan
 
 
+@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue))
 def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     """The record of a call; tensors: those of `product`, in its order."""
     a, b, bias, scale_a, scale_b = tensors
@@ -152,24 +136,21 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     if device_of(a.device, "matmul").backend == "cpu":
         if epilogue.plan:
             raise PlanError("plan is for a GPU or the interpreter, the call is on torch (CPU)")
-        return Prepared(shape, launch=None if 0 in shape else functools.partial(_launch_on_cpu, epilogue))
+        return Prepared(shape, None if 0 in shape else functools.partial(_launch_on_cpu, epilogue))  # type: ignore[arg-type]
     problem = problem_of(x, epilogue, scale_a is not None or scale_b is not None)
     plan = _plan_of(problem, epilogue, a.device)
     if 0 in shape:
-        return Prepared(shape, plan)
+        return Prepared(shape)
     made = _bind_hopper(x, plan, epilogue, tensors) if plan.kernel == "matmul_hopper" else None
     if made is None:
         if plan.kernel == "matmul_hopper":  # it does not compile here
             from ...plan.matrix.matmul import plan_matmul
 
             plan = plan_matmul(problem, device_of(a.device), epilogue.order, True)
-        made = bind_portable(x, plan, scale_a, scale_b, a.device)
-    launch, scalars, hopper = made
-    p = Prepared(shape, plan, launch, scalars, hopper=hopper)
-    if plan.splits > 1:
-        p.partial = (plan.splits, problem.results, m, n)
-        p.finish, p.finish_scalars = bind_finish(x, plan, a.device)
-    return p
+        made = bind_portable(x, plan, (scale_a, scale_b), a.device)
+    if plan.splits == 1:
+        return Prepared(shape, made)
+    return Prepared(shape, made, (plan.splits, problem.results, m, n), bind_finish(x, plan, a.device))
 
 
 def _launch_on_cpu(epilogue: Epilogue, given: tuple[Any, ...]) -> None:
@@ -177,38 +158,34 @@ def _launch_on_cpu(epilogue: Epilogue, given: tuple[Any, ...]) -> None:
     torch_cpu.served("matmul")(a, b, out, saved, bias, *scales, epilogue.activation, epilogue.fold)
 
 
-def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Any:
+def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Bound | None:
     """None, after a warning, where this Triton does not compile the kernel, unless the caller's plan asks for it."""
     from ..hopper import bound_or_none
-    from .product_hopper import arguments, bind
+    from .product_hopper import bind
 
-    def compile(made: Any) -> None:
-        launch, scalars, boxes = made
+    a, b, bias, *scales = tensors
+    alone = plan.splits == 1
+
+    def compile(bound: Bound) -> None:
         problem = plan.problem
-        shape = (plan.splits, problem.results, problem.m, problem.n)
-        out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else epilogue.out_dtype, device="meta")
-        added = bias if plan.splits == 1 else None
-        launch.compile(arguments(boxes, a, b, out, out if pre else None, added, scales, scalars))
+        kind = epilogue.out_dtype if alone else torch.float32
+        out = meta(plan.splits, problem.results, problem.m, problem.n, dtype=kind)
+        bound.compile((a, b, out, out if epilogue.saved and alone else None, bias if alone else None, *scales))
 
-    a, b, bias, scales = *tensors[:3], tensors[3:]
-    pre = epilogue.saved and plan.splits == 1
     if epilogue.plan:
-        made = bind(x, plan, a.device, scales)
+        made = bind(x, plan, a.device, (scales[0], scales[1]))
         compile(made)
         return made
-    return bound_or_none("matrix product", lambda: bind(x, plan, a.device, scales), compile)
+    return bound_or_none("matrix product", lambda: bind(x, plan, a.device, (scales[0], scales[1])), compile)
 
 
-def bind_portable(
-    x: Operands, plan: "MatmulPlan", scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, device: torch.device
-) -> tuple[Any, tuple[Any, ...], None]:
-    """The launch of kernels.matrix.matmul and its scalars."""
+def bind_portable(x: Operands, plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
+    """The launch of kernels.matrix.matmul."""
     from ...kernels.matrix.matmul import matmul
     from ..launch import Launch
 
     problem, tile = plan.problem, plan.tile
     m, n, k = x.sizes
-    tiles = -(-m // tile.block_m), -(-n // tile.block_n), -(-k // tile.block_k)
     shared = plan.splits > 1
     a, b = x.a, x.b
     reach_a = (tile.block_m - 1) * a.stride(1) + (tile.block_k - 1) * a.stride(2)
@@ -226,20 +203,19 @@ def bind_portable(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
-    scalars = (
-        m, n, k, *tiles, x.batch if problem.fold else 1, plan.splits,
-        0 if a.shape[0] == 1 else a.stride(0), *a.stride()[1:],
-        0 if b.shape[0] == 1 else b.stride(0), *b.stride()[1:],
-        m * n, n, problem.results * m * n,
-        *((0, 0, 0) if x.bias is None else x.bias),
-        *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
-    )  # fmt: skip
+    values = {
+        **values_of(x, plan, scales, (-(-m // tile.block_m), -(-n // tile.block_n))),
+        "tiles_k": -(-k // tile.block_k),
+        "folds": x.batch if problem.fold else 1,
+        **strides_named("a", (0 if a.shape[0] == 1 else a.stride(0), *a.stride()[1:]), "bmk"),
+        **strides_named("b", (0 if b.shape[0] == 1 else b.stride(0), *b.stride()[1:]), "bkn"),
+    }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(matmul, plan.grid, constants, options, device.index or 0), scalars, None
+    return Bound(Launch(matmul, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
 
 
-def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> tuple[Any, tuple[Any, ...]]:
-    """The launch that adds the shares up, and its scalars."""
+def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> Bound:
+    """The launch that adds the shares up."""
     from ...kernels.matrix.matmul import finish_splits
     from ..launch import Launch
 
@@ -252,9 +228,9 @@ def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> tuple[
         "ACTIVATION": CODES[problem.activation],
         **_finish_tile(),
     }
-    steps = (0, 0, 0) if x.bias is None else x.bias
-    scalars = (m, n, *tiles, plan.splits, problem.results * m * n, m * n, n, m * n, n, *steps)
-    return Launch(finish_splits, grid, constants, {"num_warps": 4}, device.index or 0), scalars
+    parts = strides_named("p", (problem.results * m * n, m * n, n), "sbm")
+    launch = Launch(finish_splits, grid, constants, {"num_warps": 4}, device.index or 0)
+    return Bound(launch, ("Part", "Out", "Pre", "Bias"), {**values_of(x, plan, (None, None), tiles), **parts})
 
 
 def _finish_tile() -> dict[str, int]:
@@ -276,30 +252,40 @@ def _finish_grid(batch: int, m: int, n: int) -> tuple[tuple[int, int, int], tupl
 
 def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str, dtype: torch.dtype) -> torch.Tensor:
     """dout * activation'(saved), in dtype; saved: contiguous, of dout's shape."""
-    key = "gradient", facts(dout), facts(saved), activation, dtype
-    found = _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, bind_gradient(dout, activation))
+    bound = _gradient_launch(dout, saved, activation, dtype)
     dz = torch.empty(dout.shape, dtype=dtype, device=dout.device)
-    launch, scalars = found
-    if launch is not None:
-        launch((dout, saved, dz, *scalars))
+    if bound is not None:
+        bound((dout, saved, dz))
     return dz
 
 
-def bind_gradient(dout: torch.Tensor, activation: str) -> tuple[Any, tuple[Any, ...]]:
-    """The launch of dout's product with the activation's slope, None for nothing to do, and its scalars."""
+@recorded("activation gradient", lambda dout, saved, *others: (facts(dout), facts(saved), *others))
+def _gradient_launch(dout: torch.Tensor, saved: torch.Tensor, activation: str, dtype: torch.dtype) -> Bound | None:
+    return bind_gradient(dout, activation)
+
+
+def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
+    """The launch of dout's product with the activation's slope, None for nothing to do."""
     if dout.device.type != "meta" and dout.numel() and device_of(dout.device, "activation_gradient").backend == "cpu":
         run = torch_cpu.served("activation_gradient")
-        return lambda given: run(*given, activation), ()
+        return lambda given: run(*given, activation)  # type: ignore[return-value]
     from ...kernels.matrix.matmul import activation_gradient as kernel
     from ..launch import Launch
 
     d = dout if dout.dim() == 3 else dout.unsqueeze(0)
     batch, m, n = d.shape
     if not d.numel():
-        return None, ()
+        return None
     grid, tiles = _finish_grid(batch, m, n)
     constants = {"EMULATE": interpreting(), "ACTIVATION": CODES[activation], **_finish_tile()}
-    scalars = (m, n, *tiles, *d.stride(), m * n, n, m * n, n)
-    return Launch(kernel, grid, constants, {"num_warps": 4}, dout.device.index or 0), scalars
+    values = {
+        "m": m,
+        "n": n,
+        "tiles_m": tiles[0],
+        "tiles_n": tiles[1],
+        **strides_named("d", d.stride(), "bmn"),
+        **strides_named("s", (m * n, n), "bm"),
+        **strides_named("z", (m * n, n), "bm"),
+    }
+    launch = Launch(kernel, grid, constants, {"num_warps": 4}, dout.device.index or 0)
+    return Bound(launch, ("Dout", "Saved", "Dz"), values)

@@ -1,30 +1,26 @@
 """Binding of the Gluon kernels for matrix products on sm_90: of 16 bits here, of bytes in eight_hopper."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..bound import Bound, Slot, meta
 from ..hopper import require
-from .eight_hopper import Boxes, bind_product, product_arguments
-from .operands import BIAS, Operands
+from .eight_hopper import bind_product
+from .operands import BIAS, GIVEN_TO_PRODUCTS, Operands, Scales, values_of
 from .options import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
     from ..launch import Box
 
-__all__ = ["arguments", "bind"]
+__all__ = ["bind"]
 
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp
 
 
-def bind(
-    x: Operands,
-    plan: "MatmulPlan",
-    device: torch.device,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> tuple[Any, tuple[Any, ...], Any]:
-    """(launch, scalars, boxes of a, b and the result); scales: of products in e4m3.  Unsupported without Gluon."""
+def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales = (None, None)) -> Bound:
+    """The launch of a product, of what GIVEN_TO_PRODUCTS names; scales: of products in e4m3.  Unsupported without Gluon."""
     if x.a.element_size() == 1:
         return bind_product(x, plan, scales, device)
     require("plan.kernel", plan.kernel)
@@ -36,11 +32,6 @@ def bind(
     shared = plan.splits > 1
     through_boxes = not shared and problem.out_dtype == problem.dtype and problem.out_descriptors
     a_turned, b_turned = problem.a_major == "m", problem.b_major == "k"
-    boxes: list[Any] = [_box(x.a, a_turned, 64), _box(x.b, b_turned, tile.block_n)]
-    if through_boxes:
-        out = torch.empty((problem.results, m, n), dtype=x.a.dtype, device="meta")
-        boxes.append(_box(out, False, 64))
-    tiles = -(-m // 128), -(-n // tile.block_n), -(-k // 64)
     constants = {
         "A_TURNED": a_turned,
         "B_TURNED": b_turned,
@@ -54,13 +45,21 @@ def bind(
         "CONSUMER_REGISTERS": REGISTERS[1],
         "PRODUCER_REGISTERS": REGISTERS[2],
     }
-    steps = (int(t.shape[0] > 1) for t in (x.a, x.b))
-    scalars = (
-        m, n, *tiles, tile.steps(problem), plan.splits, tile.tiles(problem) * plan.splits, *steps,
-        *((0, 0, 0) if x.bias is None else x.bias), problem.results * m * n, m * n, n,
-    )  # fmt: skip
+    of_out = _box(meta(problem.results, m, n, dtype=x.a.dtype), False, 64).over if through_boxes else None
+    values = {
+        **values_of(x, plan, (None, None), (-(-m // 128), -(-n // tile.block_n))),
+        "a_desc": Slot("A", _box(x.a, a_turned, 64).over),
+        "b_desc": Slot("B", _box(x.b, b_turned, tile.block_n).over),
+        "o_desc": Slot("Out", of_out) if of_out else None,
+        "p_desc": Slot("Pre", of_out) if of_out and problem.saved else None,
+        "tiles_k": -(-k // 64),
+        "steps": tile.steps(problem),
+        "work": tile.tiles(problem) * plan.splits,
+        "step_a": int(x.a.shape[0] > 1),
+        "step_b": int(x.b.shape[0] > 1),
+    }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), scalars, tuple(boxes)
+    return Bound(Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
 
 
 def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
@@ -75,14 +74,3 @@ def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     box = [1, rows if turned else 64, 64]
     return Box(t, list(t.shape), [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
-
-
-def arguments(boxes: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, pre: torch.Tensor | None,
-              bias: torch.Tensor | None, scales: tuple[Any, Any], scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # fmt: skip
-    """The kernel's run-time arguments, in order."""
-    if isinstance(boxes, Boxes):
-        made: tuple[Any, ...] = product_arguments(boxes, a, b, out, bias, scales, scalars)
-        return made
-    of_out = boxes[2].over(out) if len(boxes) == 3 else None
-    of_pre = boxes[2].over(pre) if len(boxes) == 3 and pre is not None else None
-    return boxes[0].over(a), boxes[1].over(b), of_out, of_pre, out, pre, bias, *scalars

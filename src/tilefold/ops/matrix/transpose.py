@@ -7,16 +7,15 @@ import torch
 from ...check import TensorSpec, bind
 from ...plan.matrix.transpose import (
     DESCRIPTORS,
-    REGISTERS,
     TransposePlan,
     TransposeProblem,
     check_method,
     plan_transpose,
 )
-from ..call import keyed
+from ..bound import Bound, Slot
 from ..device import device_of
 from ..operator import one_by_one
-from ..records import remember
+from ..records import facts_of_values, recorded
 from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
 __all__ = ["example_launch", "transpose"]
@@ -26,7 +25,6 @@ DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-_CACHE: dict[Any, Any] = {}
 
 
 def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
@@ -47,16 +45,11 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
 
 
 def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
-    key = keyed((x, method))
-    found = None if key is None else _CACHE.get(key)
-    if found is None or x.is_conj():  # which the key does not say, and checks refuse
-        found = remember(_CACHE, key, _prepare(x, method))
-    launch, boxes, scalars = found
+    bound = _prepare(x, method)
     out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
-    if launch is not None:
+    if bound is not None:
         bits = INTEGERS[x.element_size()]
-        tensors = x.view(bits), out.view(bits)
-        launch((*(tensors if boxes is None else (b.over(t) for b, t in zip(boxes, tensors, strict=True))), *scalars))
+        bound((x.view(bits), out.view(bits)))
     return out
 
 
@@ -74,27 +67,31 @@ def _problem(x: torch.Tensor) -> TransposeProblem:
     return TransposeProblem(x.shape[0], x.shape[1], x.element_size(), (x.stride(0), x.stride(1)), aligned)
 
 
-def _prepare(x: torch.Tensor, method: str) -> tuple[Any, Any, tuple[Any, ...]]:
+@recorded("transpose", lambda x, method: (facts_of_values(x, method), x.is_conj()))
+def _prepare(x: torch.Tensor, method: str) -> Bound | None:
     _check(x, method)
     return _bind(x, plan_transpose(_problem(x), device_of(x.device), method))
 
 
-def _bind(x: torch.Tensor, plan: TransposePlan) -> tuple[Any, Any, tuple[Any, ...]]:
-    from ...kernels.matrix.transpose import transpose_descriptors, transpose_registers, transpose_strides
+def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
+    from ...kernels.matrix import transpose as kernels
     from ..launch import Box, Launch
 
     if x.numel() == 0:
-        return None, None, ()
+        return None
     (rows, columns), (m, n) = x.shape, plan.tile
-    grid, options, index = (plan.programs, 1, 1), {"num_warps": plan.num_warps}, x.device.index or 0
-    tile = {"BLOCK_M": m, "BLOCK_N": n}
+    constants: dict[str, Any] = {"BLOCK_M": m, "BLOCK_N": n}
+    values: dict[str, Any] = {"rows": rows, "columns": columns, "strides": x.stride()}
     if plan.method == DESCRIPTORS:
         bits = x.view(INTEGERS[x.element_size()])
         out = torch.empty((columns, rows), dtype=bits.dtype, device=x.device)
-        boxes = Box(bits, [rows, columns], [x.stride(0), 1], [m, n]), Box(out, [columns, rows], [rows, 1], [n, m])
-        return Launch(transpose_descriptors, grid, tile, options, index), boxes, (rows, columns)
-    kernel = transpose_registers if plan.method == REGISTERS else transpose_strides
-    return Launch(kernel, grid, {"WIDE": plan.problem.wide, **tile}, options, index), None, (rows, columns, x.stride())
+        values["X"] = Slot("X", Box(bits, [rows, columns], [x.stride(0), 1], [m, n]).over)
+        values["Out"] = Slot("Out", Box(out, [columns, rows], [rows, 1], [n, m]).over)
+    else:
+        constants["WIDE"] = plan.problem.wide
+    kernel = getattr(kernels, f"transpose_{plan.method}")
+    launch = Launch(kernel, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, x.device.index or 0)
+    return Bound(launch, ("X", "Out"), values)
 
 
 class Transpose(torch.autograd.Function):
@@ -148,8 +145,6 @@ def example_launch(dtype: str, plan: TransposePlan) -> tuple[Any, tuple[Any, ...
         (n.rows, n.columns), n.strides, dtype=getattr(torch, dtype), device="cpu" if boxed else "meta"
     )
     out = torch.empty((n.columns, n.rows), dtype=x.dtype, device=x.device)
-    launch, boxes, scalars = _bind(x, plan)
-    bits = INTEGERS[x.element_size()]
-    tensors = [t.view(bits) for t in (x, out)]
-    given = tensors if boxes is None else [b.over(t) for b, t in zip(boxes, tensors, strict=True)]
-    return launch.fn, (*given, *scalars), launch.keywords
+    bound, bits = _bind(x, plan), INTEGERS[x.element_size()]
+    assert bound is not None
+    return bound.example((x.view(bits), out.view(bits)))

@@ -1,35 +1,25 @@
 """Backward coarse attention: statistics, dq, and dk and dv over shares of the queries."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .. import torch_cpu
-from ..backward.backward_parts import ROWS, delta_launch, readable, tiled
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
+from ..bound import Bound, meta
 from ..call import facts_of
-from ..dense.attention_parts import boxable, describe_box, head_strides
-from .project import size_strides
+from ..dense.attention_parts import boxable
+from .coarse_parts import constants_of, values_of
+from .sparse_parts import Launches
 
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan
     from .coarse_parts import CoarseCall, Prepared
 
-__all__ = ["Bound", "backward", "bind"]
+__all__ = ["backward", "bind"]
 
-
-@dataclass(slots=True)
-class Bound:
-    """The three launches of a backward pass, each with the arguments that do not change from call to call."""
-
-    delta: Any
-    delta_tail: tuple[Any, ...]
-    queries: Any
-    queries_boxes: tuple[Any, ...]  # of k and v, or none
-    queries_tail: tuple[Any, ...]
-    keys: Any
-    keys_boxes: tuple[Any, ...]  # of q and dout, or none
-    keys_tail: tuple[Any, ...]
+GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "Sizes", "QuerySizes")
+"""What a call gives to the kernels of its gradients."""
 
 
 def backward(
@@ -57,25 +47,26 @@ def backward(
         return dq, dk, dv
     dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
     key = facts_of(dout), None if dlse is None else facts_of(dlse)
-    bound: Bound = p.backward.get(key) or bind(plan, (q, k, v, out), dout, call, p.scale)
-    p.backward[key] = bound
-    statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
-    lse2, delta = statistics.unbind()
-    bound.delta((out, dout, lse, dlse, lse2, delta, *bound.delta_tail))
-    sizes = call.block_sizes, live_queries(call)
+    bound: Launches = p.backward.get(key) or p.backward.setdefault(key, bind(plan, (q, k, v, out), dout, call, p.scale))
+    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    bound.delta((out, dout, lse, dlse, lse2, delta))
     dq, dk, dv = (t.new_empty(0) for t in (q, k, v))
+    sizes = call.block_sizes, live_queries(call)
     if want_q:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        sides = _boxed(bound.queries_boxes, k, v)
-        bound.queries((q, *sides, dout, lse2, delta, dq, *sizes, *bound.queries_tail))
-    if want_rows:
-        n = plan.problem.attention
-        lead = plan.shares * n.group, n.batch, n.kv_heads, n.seq_k
-        parts = [torch.empty((*lead, d), dtype=torch.float32, device=q.device) for d in (n.dim_qk, n.dim_v)]
-        boxed_q, boxed_do = _boxed(bound.keys_boxes, q, dout)
-        bound.keys((boxed_q, k, v, boxed_do, lse2, delta, *parts, *sizes, *bound.keys_tail))
+        bound.queries((q, k, v, dout, lse2, delta, dq, None, None, *sizes))
+    if want_rows and bound.keys is not None:
+        parts = shares(plan, q.device)
+        bound.keys((q, k, v, dout, lse2, delta, None, *parts, *sizes))
         dk, dv = (_added(part, call.layout, t.dtype) for part, t in zip(parts, (k, v), strict=True))
     return dq, dk, dv
+
+
+def shares(plan: "CoarsePlan", device: torch.device | str) -> list[torch.Tensor]:
+    """Room for what each share of the queries adds to dk and dv."""
+    n = plan.problem.attention
+    lead = plan.shares * n.group, n.batch, n.kv_heads, n.seq_k
+    return [torch.empty((*lead, d), dtype=torch.float32, device=device) for d in (n.dim_qk, n.dim_v)]
 
 
 def live_queries(call: "CoarseCall") -> torch.Tensor | None:
@@ -89,46 +80,33 @@ def _added(part: torch.Tensor, layout: str, dtype: torch.dtype) -> torch.Tensor:
     return (total.transpose(1, 2) if layout == "bshd" else total).to(dtype, memory_format=torch.contiguous_format)
 
 
-def _boxed(boxes: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(box.over(t) for box, t in zip(boxes, tensors, strict=True)) if boxes else tensors
-
-
 def bind(
     plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: "CoarseCall", scale: float
-) -> Bound:
+) -> Launches:
     """tensors: q, k, v, out."""
     from ...kernels import coarse_backward as kernels
-    from .coarse_parts import constants_of
 
     q, k, v, out = tensors
     n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0
-    sides = [head_strides(t, layout) for t in (q, k, v, dout)]
-    inputs = tuple(one for s in sides for one in s)
-    dq_strides = head_strides(torch.empty(q.shape, device="meta"), layout)
-    out_strides = head_strides(out, layout)
-    wide = max(s[1] for s in (*sides, out_strides)) * ROWS >= 1 << 31
+    strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=meta(*q.shape))
+    wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm", "om")) * ROWS >= 1 << 31
     constants = constants_of(plan, q.dtype, wide)
-    strides = *size_strides(call.block_sizes), *size_strides(live_queries(call))
-    lengths = scale, n.seq_q, n.seq_k
-    edge = live_queries(call) is not None or n.seq_q % plan.keys.block_m != 0
+    live = live_queries(call)
+    values = {**strides, **values_of(plan, call._replace(query_sizes=live), scale), "kv_heads": n.kv_heads}
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
-
-    def part(fn: Any, name: str, **more: Any) -> Any:
-        return tiled(fn, plan.tile(name), plan.grid(name), {**constants, **more}, device)
-
-    def boxes(wanted: bool, rows: int, *pair: torch.Tensor) -> tuple[Any, ...]:
-        widths = n.block_qk, n.block_v
-        return tuple(describe_box(t, layout, rows, w) for t, w in zip(pair, widths, strict=True)) if wanted else ()
-
-    return Bound(
-        delta_launch(n, n.seq_q * n.batch, n.seq_q, wide, device),
-        (n.seq_q, n.heads, *out_strides, *sides[3]),
-        part(kernels.coarse_backward_queries, "queries", BOX=kv_box),
-        boxes(kv_box, plan.queries.block_n, k, v),
-        (*lengths, n.heads, n.group, *inputs, *dq_strides, *strides),
-        part(kernels.coarse_backward_keys, "keys", BOX=q_box, EDGE=edge),
-        boxes(q_box, plan.keys.block_m, q, dout),
-        (*lengths, n.kv_heads, n.group, n.batch, *inputs, *strides),
+    of_k = boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if kv_box else {}
+    of_q = boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v)) if q_box else {}
+    queries = tiled(
+        kernels.coarse_backward_queries, plan.queries, plan.grid("queries"), {**constants, "BOX": kv_box}, device
+    )
+    edge = live is not None or n.seq_q % plan.keys.block_m != 0
+    keys = tiled(
+        kernels.coarse_backward_keys, plan.keys, plan.grid("keys"), {**constants, "BOX": q_box, "EDGE": edge}, device
+    )
+    return Launches(
+        delta_bound(n, n.seq_q * n.batch, n.seq_q, wide, strides, device),
+        Bound(queries, GIVEN, {**values, **of_k}),
+        Bound(keys, GIVEN, {**values, **of_q}),
     )
 
 
@@ -137,12 +115,5 @@ def example_launch(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of "queries" or "keys" on tensors without memory: q, k, v and out."""
     q, k, v, out = tensors
-    bound = bind(plan, tensors, out, call, 1.0)
-    n, sizes = plan.problem.attention, (call.block_sizes, call.query_sizes)
-    if part == "queries":
-        sides = _boxed(bound.queries_boxes, k, v)
-        return bound.queries.fn, (q, *sides, out, lse, lse, q, *sizes, *bound.queries_tail), bound.queries.keywords
-    lead = plan.shares * n.group, n.batch, n.kv_heads, n.seq_k
-    parts = [torch.empty((*lead, d), dtype=torch.float32, device="meta") for d in (n.dim_qk, n.dim_v)]
-    boxed_q, boxed_do = _boxed(bound.keys_boxes, q, out)
-    return bound.keys.fn, (boxed_q, k, v, boxed_do, lse, lse, *parts, *sizes, *bound.keys_tail), bound.keys.keywords
+    bound: Bound = getattr(bind(plan, tensors, out, call, 1.0), part)
+    return bound.example((q, k, v, out, lse, lse, q, *shares(plan, "meta"), call.block_sizes, call.query_sizes))

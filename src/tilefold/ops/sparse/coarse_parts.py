@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..bound import strides_named
 from ..device import interpreting
+from .project import size_strides
 
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan
 
-__all__ = ["CoarseCall", "Prepared", "constants_of"]
+__all__ = ["CoarseCall", "Prepared", "constants_of", "values_of"]
 
 
 class CoarseCall(NamedTuple):
@@ -38,9 +40,7 @@ class Prepared:
     scores_shape: tuple[int, ...]  # with the parts in front
     lse_shape: tuple[int, ...]
     scale: float = 1.0
-    boxes: tuple[Any, ...] = ()
-    launch: Any = None
-    tail: tuple[Any, ...] = ()
+    bound: Any = None
     backward: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -55,4 +55,15 @@ def constants_of(plan: "CoarsePlan", dtype: torch.dtype, wide: bool) -> dict[str
         "Q_BLOCK": plan.problem.block,
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
+    }
+
+
+def values_of(plan: "CoarsePlan", call: CoarseCall, scale: float) -> dict[str, Any]:
+    """Lengths and strides of sizes by the names that the three kernels share."""
+    n = plan.problem.attention
+    return {
+        **{name: getattr(n, name) for name in ("seq_q", "seq_k", "heads", "group", "batch")},
+        "scale": scale,
+        **strides_named("s", size_strides(call.block_sizes), "bh"),
+        **strides_named("p", size_strides(call.query_sizes), "bh"),
     }

@@ -1,6 +1,5 @@
 """Fuse two finished branches by their gates: check, launch, and the operator with its gradients."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,11 +7,12 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
 from .. import torch_cpu
+from ..bound import Bound, meta
 from ..call import MAX_HEAD_DIM
 from ..device import device_of, interpreting
 from ..operator import Operator
-from ..records import remember
-from .project import facts, readable
+from ..records import facts_of_values, recorded
+from .project import readable
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
 
@@ -23,15 +23,9 @@ Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 _DIMS = {"bshd": ("batch", "seq", "heads", "dim"), "bhsd": ("batch", "heads", "seq", "dim")}
 
 
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key; launch None: nothing to compute."""
-
-    launch: Any
-    tail: tuple[Any, ...] = ()
-
-
-_CACHE: dict[Any, Prepared] = {}
+FORWARD = ("Coarse", "Fine", "GateC", "GateF", "Out")
+BACKWARD = ("Coarse", "Fine", "GateC", "GateF", "DOut", "DCoarse", "DFine", "DGateC", "DGateF")
+"""What a call gives to the kernels."""
 
 
 def check(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str) -> tuple[int, ...]:
@@ -74,15 +68,10 @@ def gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
 
 def forward(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """gate_coarse * coarse + gate_fine * fine; out: where to write it, which may be a branch."""
-    key = *map(facts, (*branches, *gates, out)), layout
-    found = _CACHE.get(key)
-    if found is None:
-        prepared = _bind(branches, gates, layout, out)
-        found = _keep(key, prepared, _like(branches).device)
-    p, like = found, _like(branches)
+    bound, like = _prepare(branches, gates, out, layout), _like(branches)
     result = torch.empty(like.shape, dtype=like.dtype, device=like.device) if out is None else out
-    if p.launch is not None:
-        p.launch((*branches, *_readable(gates), result, *p.tail))
+    if bound is not None:
+        bound((*branches, *_readable(gates), result))
     return result
 
 
@@ -99,18 +88,18 @@ def _readable(gates: Pair) -> Pair:
     return a, b
 
 
-def _keep(key: Any, prepared: Prepared, device: torch.device) -> Prepared:
-    device_of(device, "fuse")  # refuses one where nothing serves it
-    return remember(_CACHE, key, prepared)
+def _key(branches: Pair, gates: Pair, *others: Any) -> Any:
+    return facts_of_values(*branches, *gates, *others)
 
 
-def _bind(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None) -> Prepared:
-    shape = check(*branches, *gates, layout)
-    like = _like(branches)
+@recorded("fuse", _key)
+def _prepare(branches: Pair, gates: Pair, out: torch.Tensor | None, layout: str) -> Bound | None:
+    shape, like = check(*branches, *gates, layout), _like(branches)
+    device_of(like.device, "fuse")  # refuses one where nothing serves it
     if out is not None:
         _check_out(out, like, shape, layout)
-    strides = torch.empty(shape, device="meta").stride() if out is None else out.stride()
-    return _launch("fuse_forward", branches, gates, layout, shape, like, (strides[:3],))
+    strides = meta(*shape).stride() if out is None else out.stride()
+    return _bind("fuse_forward", FORWARD, branches, gates, layout, shape, like, strides_o=strides[:3])
 
 
 def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -120,16 +109,16 @@ def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], la
         raise ValueRangeError(f"out has strides {out.stride()} for shape {shape}: several elements share one place")
 
 
-def _launch(name: str, branches: Pair, gates: Pair, layout: str, shape: tuple[int, ...], like: torch.Tensor,
-            more: tuple[tuple[int, ...], ...]) -> Prepared:  # fmt: skip
-    """name: of the kernel.  more: strides of what comes after those of branches and gates."""
+def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layout: str, shape: tuple[int, ...],
+          like: torch.Tensor, **strides: tuple[int, ...]) -> Bound | None:  # fmt: skip
+    """The launch of a kernel; strides: of what it reads or writes beside branches and gates."""
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
 
     if 0 in shape:
-        return Prepared(None)
+        return None
     if like.device.type != "meta" and device_of(like.device, "fuse").backend == "cpu":
-        return Prepared(_on_cpu(name, layout))
+        return _on_cpu(kernel, layout)  # type: ignore[no-any-return]
     from ...kernels import gate as kernels
     from ..launch import Launch
 
@@ -139,7 +128,6 @@ def _launch(name: str, branches: Pair, gates: Pair, layout: str, shape: tuple[in
     programs = -(-rows // at_once)
     if programs > MAX_GRID:
         raise ShapeError(f"{rows} rows of all heads are more than one launch can make")
-    read = _readable(gates)
     constants = {
         **{
             f"CHANNELS_{side}": g is not None and g.dim() == 4 and g.shape[3] > 1
@@ -150,13 +138,13 @@ def _launch(name: str, branches: Pair, gates: Pair, layout: str, shape: tuple[in
         "ROWS": at_once,
         "BLOCK_D": width,
     }
-    strides = (
-        *((0, 0, 0) if t is None else tuple(t.stride()[:3]) for t in branches),
-        *((0, 0, 0) if g is None else gate_strides(g, layout) for g in read),
-        *more,
-    )
-    launch = Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
-    return Prepared(launch, (rows, shape[1], shape[2], *strides))
+    values = {"rows": rows, "d1": shape[1], "d2": shape[2], **strides}
+    for name, t in zip("cf", branches, strict=True):
+        values[f"strides_{name}"] = (0, 0, 0) if t is None else t.stride()[:3]
+    for name, g in zip("cf", _readable(gates), strict=True):
+        values[f"strides_g{name}"] = (0, 0, 0) if g is None else gate_strides(g, layout)
+    launch = Launch(getattr(kernels, kernel), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
+    return Bound(launch, given, values)
 
 
 def _on_cpu(name: str, layout: str) -> Any:
@@ -179,8 +167,7 @@ def gradients(
 
     A gate that is broadcast is summed by torch, from fp32 numbers of every row, or of every element if it has channels."""
     dout = readable(dout)
-    key = "backward", *map(facts, (dout, *branches, *gates)), layout, wanted
-    p = _CACHE.get(key) or _keep(key, _bind_backward(dout, branches, gates, layout), dout.device)
+    bound = _prepare_backward(branches, gates, dout, layout, wanted)
     found: list[torch.Tensor | None] = [None] * 4
     for i in range(2):
         if wanted[i]:
@@ -188,18 +175,22 @@ def gradients(
     for i, gate in enumerate(gates):
         if gate is not None and wanted[2 + i]:
             found[2 + i] = _room(gate, tuple(dout.shape), layout)
-    if p.launch is not None:
-        p.launch((*branches, *_readable(gates), dout, *found, *p.tail))
+    if bound is not None:
+        bound((*branches, *_readable(gates), dout, *found))
     for i, gate in enumerate(gates):
         if found[2 + i] is not None and gate is not None:
             found[2 + i] = _summed(found[2 + i], gate, layout)  # type: ignore[arg-type]
     return found
 
 
-def _bind_backward(dout: torch.Tensor, branches: Pair, gates: Pair, layout: str) -> Prepared:
+@recorded("fuse backward", _key)
+def _prepare_backward(
+    branches: Pair, gates: Pair, dout: torch.Tensor, layout: str, wanted: tuple[bool, ...]
+) -> Bound | None:
+    device_of(dout.device, "fuse")
     shape = tuple(dout.shape)
-    fresh = torch.empty(shape, device="meta").stride()
-    return _launch("fuse_backward", branches, gates, layout, shape, dout, (dout.stride()[:3], fresh[:3]))
+    strides = {"strides_o": dout.stride()[:3], "strides_d": meta(*shape).stride()[:3]}
+    return _bind("fuse_backward", BACKWARD, branches, gates, layout, shape, dout, **strides)
 
 
 def _room(gate: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -226,10 +217,7 @@ def _fuse(
     return forward((coarse, fine), (gate_coarse, gate_fine), layout)
 
 
-def _fuse_fake(
-    coarse: torch.Tensor | None, fine: torch.Tensor | None, gate_coarse: torch.Tensor | None, gate_fine: torch.Tensor | None,
-    layout: str,
-) -> torch.Tensor:  # fmt: skip
+def _fuse_fake(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str) -> torch.Tensor:
     shape = check(coarse, fine, gate_coarse, gate_fine, layout)
     return _like((coarse, fine)).new_empty(shape)
 
@@ -275,15 +263,14 @@ fuse_op = Operator("fuse", _fuse, _fuse_fake, _gradient, _gradient_fake, _keep_c
 
 def example_launch(backward: bool, dtype: str, dim: int, channels: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) with both branches and gates a token, on tensors without memory, to compile ahead."""
-
-    def meta(*shape: int, kind: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    x = meta(2, 4096, 4, dim, kind=getattr(torch, dtype))
-    gate = meta(2, 4096, 4, dim if channels else 1, kind=torch.float32)
+    x, gate = meta(2, 4096, 4, dim, dtype=getattr(torch, dtype)), meta(2, 4096, 4, dim if channels else 1)
+    shape, fresh = tuple(x.shape), x.stride()[:3]
     pairs = (x, x), (gate, gate)
     if backward:
-        p = _bind_backward(x, *pairs, "bshd")
-        return p.launch.fn, (x, x, gate, gate, x, x, x, gate, gate, *p.tail), p.launch.keywords
-    p = _bind(*pairs, "bshd", None)
-    return p.launch.fn, (x, x, gate, gate, x, *p.tail), p.launch.keywords
+        bound = _bind("fuse_backward", BACKWARD, *pairs, "bshd", shape, x, strides_o=fresh, strides_d=fresh)
+        given: tuple[Any, ...] = (x, x, gate, gate, x, x, x, gate, gate)
+    else:
+        bound = _bind("fuse_forward", FORWARD, *pairs, "bshd", shape, x, strides_o=fresh)
+        given = (x, x, gate, gate, x)
+    assert bound is not None
+    return bound.example(given)

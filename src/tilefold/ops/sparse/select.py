@@ -6,8 +6,9 @@ import torch
 
 from ...errors import ValueRangeError
 from .. import torch_cpu
+from ..bound import Bound, meta, strides_named
 from ..device import device_of
-from ..records import remember
+from ..records import recorded
 
 if TYPE_CHECKING:
     from ...plan.select import SelectPlan
@@ -58,7 +59,9 @@ class Selected(NamedTuple):
     mass: torch.Tensor
 
 
-_CACHE: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # key -> launch and its integers
+KINDS = (torch.int32, torch.int32, torch.float32, torch.float32, torch.float32)  # of the results
+GIVEN = ("Scores", "Sizes", "Force", "Index", "Count", "Gini", "Tau", "Mass", "amount", "least", "most")
+"""What a call gives to the kernel."""
 
 
 def result_shapes(scores: torch.Tensor, call: SelectCall) -> tuple[tuple[int, ...], ...]:
@@ -69,34 +72,28 @@ def result_shapes(scores: torch.Tensor, call: SelectCall) -> tuple[tuple[int, ..
 
 def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     """Lists, their lengths, and what they were made by, in one launch."""
-    kinds = (torch.int32, torch.int32, torch.float32, torch.float32, torch.float32)
-    made = Selected(
-        *(
-            torch.empty(s, dtype=kind, device=scores.device)
-            for s, kind in zip(result_shapes(scores, call), kinds, strict=True)
-        )
-    )
+    shapes = zip(result_shapes(scores, call), KINDS, strict=True)
+    made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
     if made.counts.numel() == 0:
         return made
     if device_of(scores.device, "select").backend == "cpu":
         check_forced(scores, call)
         torch_cpu.served("select")(scores, call, made)
         return made
-    most = None if isinstance(call.most, torch.Tensor) else call.most
-    key = (
-        scores.shape[3],
-        *map(_key, (scores, call.force, call.block_sizes, *call.settings)),
-        *call[4:8],
-        call.method,
-        most,
-    )
-    found = _CACHE.get(key)
-    if found is None:
-        check_forced(scores, call)
-        found = remember(_CACHE, key, _select_launch(_plan(scores, call.forced), call, scores))
-    launch, integers = found
-    launch((scores, call.block_sizes, call.force, *made, *_settings(call), *integers))
+    _prepare(scores, call)((scores, call.block_sizes, call.force, *made, *_settings(call)))
     return made
+
+
+def _key(scores: torch.Tensor, call: SelectCall) -> Any:
+    most = None if isinstance(call.most, torch.Tensor) else call.most
+    tensors = (scores, call.force, call.block_sizes, *call.settings)
+    return scores.shape[3], *map(_fact, tensors), *call[4:8], call.method, most
+
+
+@recorded("select", _key)
+def _prepare(scores: torch.Tensor, call: SelectCall) -> Bound:
+    check_forced(scores, call)
+    return _bind(_plan(scores, call.forced), call, scores)
 
 
 def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor:
@@ -107,13 +104,13 @@ def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor
     if device_of(scores.device, "gini").backend == "cpu":
         torch_cpu.served("gini")(scores, block_sizes, made)
         return made
-    key = ("gini", scores.shape[3], _key(scores), _key(block_sizes))
-    found = _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _gini_launch(_plan(scores), scores, block_sizes))
-    launch, integers = found
-    launch((scores, block_sizes, made, *integers))
+    _prepare_gini(scores, block_sizes)((scores, block_sizes, made))
     return made
+
+
+@recorded("gini", lambda scores, block_sizes: (scores.shape[3], _fact(scores), _fact(block_sizes)))
+def _prepare_gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> Bound:
+    return _bind_gini(_plan(scores), scores, block_sizes)
 
 
 def most_forced(scores: torch.Tensor, call: SelectCall) -> int:
@@ -147,7 +144,7 @@ def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
     return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
 
 
-def _key(value: Setting | None) -> Any:
+def _fact(value: Setting | None) -> Any:
     """What of a tensor decides its launch; of a number its type alone."""
     if not isinstance(value, torch.Tensor):
         return type(value)
@@ -164,41 +161,44 @@ def _setting(value: Setting) -> tuple[Any, ...]:
     return (value, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
 
 
-def _constants(plan: "SelectPlan") -> dict[str, int]:
-    return {"ROWS": plan.rows, "REGS": plan.regs, "LANES": plan.lanes, "LOG": plan.log}
-
-
-def _launch(fn: Any, plan: "SelectPlan", constants: dict[str, Any], device: torch.device) -> Any:
-    from ..launch import Launch
-
-    return Launch(fn, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, device.index or 0)
-
-
-def _strides(t: torch.Tensor | None, dims: int) -> tuple[int, ...]:
-    return (0,) * dims if t is None else tuple(t.stride())
-
-
-def _select_launch(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The launch and the integers behind its tensors and settings."""
+def _bind(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> Bound:
     from ...kernels.select import select
 
-    p = plan.problem
     block_q, block_k, seq_q, seq_k = call.geometry
-    shifts = block_q.bit_length() - 1, block_k.bit_length() - 1
-    integers = (p.rows, p.heads, p.q_blocks, p.kv_blocks, call.capacity, seq_q, seq_k - seq_q, *shifts, call.force_first,
-                call.reach, *scores.stride()[:3], *_strides(call.force, 4), *_strides(call.block_sizes, 3))  # fmt: skip
-    constants = {"METHOD": call.method, "FORCED": call.forced, **_constants(plan)}
-    return _launch(select, plan, constants, scores.device), integers
+    values = {
+        "capacity": call.capacity,
+        "seq_q": seq_q,
+        "shift": seq_k - seq_q,
+        "log_q": block_q.bit_length() - 1,
+        "log_k": block_k.bit_length() - 1,
+        "force_first": call.force_first,
+        "reach": call.reach,
+        **strides_named("f", (0,) * 4 if call.force is None else call.force.stride(), "bhqk"),
+    }
+    constants = {"METHOD": call.method, "FORCED": call.forced}
+    return _bound(select, GIVEN, plan, scores, call.block_sizes, values, constants)
 
 
-def _gini_launch(
-    plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tensor | None
-) -> tuple[Any, tuple[int, ...]]:
+def _bind_gini(plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tensor | None) -> Bound:
     from ...kernels.gini import gini as kernel
 
+    return _bound(kernel, ("Scores", "Sizes", "Gini"), plan, scores, block_sizes, {}, {})
+
+
+def _bound(fn: Any, given: tuple[str, ...], plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tensor | None,
+           values: dict[str, Any], constants: dict[str, Any]) -> Bound:  # fmt: skip
+    """The launch of a kernel over rows of scores."""
+    from ..launch import Launch
+
     p = plan.problem
-    integers = (p.rows, p.heads, p.q_blocks, p.kv_blocks, *scores.stride()[:3], *_strides(block_sizes, 3))
-    return _launch(kernel, plan, _constants(plan), scores.device), integers
+    constants = {**constants, "ROWS": plan.rows, "REGS": plan.regs, "LANES": plan.lanes, "LOG": plan.log}
+    launch = Launch(fn, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, scores.device.index or 0)
+    shared = {
+        **{name: getattr(p, name) for name in ("rows", "heads", "q_blocks", "kv_blocks")},
+        **strides_named("", scores.stride()[:3], "bhq"),
+        **strides_named("s", (0,) * 3 if block_sizes is None else block_sizes.stride(), "bhk"),
+    }
+    return Bound(launch, given, {**shared, **values})
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -212,27 +212,21 @@ def example_select(
     A forced problem has a map and a window; tensors: settings for each head."""
     p = plan.problem
     forced = p.forced
-    scores, rows = _meta(p.batch, p.heads, p.q_blocks, p.kv_blocks), (p.batch, p.heads, p.q_blocks)
-    setting: Setting = _meta(p.heads).view(1, -1, 1).expand(rows) if tensors else 0.5
-    force = _meta(p.q_blocks, p.kv_blocks, dtype=torch.bool).expand(scores.shape) if forced else None
-    block_sizes = _meta(p.kv_blocks, dtype=torch.int32).expand(p.batch, p.heads, p.kv_blocks) if sizes else None
+    scores, rows = meta(p.batch, p.heads, p.q_blocks, p.kv_blocks), (p.batch, p.heads, p.q_blocks)
+    setting: Setting = meta(p.heads).view(1, -1, 1).expand(rows) if tensors else 0.5
+    force = meta(p.q_blocks, p.kv_blocks, dtype=torch.bool).expand(scores.shape) if forced else None
+    block_sizes = meta(p.kv_blocks, dtype=torch.int32).expand(p.batch, p.heads, p.kv_blocks) if sizes else None
     geometry = (64, 64, 64 * p.q_blocks, 64 * p.kv_blocks)
     amount = (setting,) * (2 if method == "gini" else 1)
     call = SelectCall(method, amount, setting, setting, p.kv_blocks, geometry, int(forced), 1 if forced else NOWHERE, force,
                       block_sizes)  # fmt: skip
-    launch, integers = _select_launch(plan, call, scores)
     i32 = torch.int32
-    made = (_meta(*rows, p.kv_blocks, dtype=i32), _meta(*rows, dtype=i32), *(_meta(*rows) for _ in range(3)))
-    return launch.fn, (scores, block_sizes, force, *made, *_settings(call), *integers), launch.keywords
+    made = (meta(*rows, p.kv_blocks, dtype=i32), meta(*rows, dtype=i32), *(meta(*rows) for _ in range(3)))
+    return _bind(plan, call, scores).example((scores, block_sizes, force, *made, *_settings(call)))
 
 
 def example_gini(plan: "SelectPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The same of the Gini coefficients alone."""
     p = plan.problem
-    scores = _meta(p.batch, p.heads, p.q_blocks, p.kv_blocks)
-    launch, integers = _gini_launch(plan, scores, None)
-    return launch.fn, (scores, None, _meta(p.batch, p.heads, p.q_blocks), *integers), launch.keywords
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    scores = meta(p.batch, p.heads, p.q_blocks, p.kv_blocks)
+    return _bind_gini(plan, scores, None).example((scores, None, meta(p.batch, p.heads, p.q_blocks)))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import torch_cpu
-from ..bound import Bound, Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute, meta, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
+from ..first_call import without_collector
 from ..places import check_inside, check_pages
-from ..records import remember
-from ..startup import uncollected
+from ..records import recorded
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
@@ -30,9 +30,6 @@ __all__ = [
 ]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
-
-
-_CACHE: dict[Any, Prepared] = {}
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,18 +52,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     return out, lse
 
 
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
-    """The cached record of this call's shapes and options; checks everything the first time they are seen."""
-    try:
-        key = key_of(q, k, v, call)
-        found = _CACHE.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # the checks will say which argument is wrong
-        return _prepare(q, k, v, call)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(q, k, v, call))
-    return found
-
-
 def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
     check_lists(call.lists)
@@ -77,8 +62,10 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
-@uncollected()
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
+@recorded("sparse_attention", key_of)
+@without_collector()
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
+    """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
 
@@ -111,10 +98,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall
         return bind(q, k, v, call, sizes, scale, given, shapes)
     plan = plan_sparse(problem, device, portable=disabled())
     if plan.kernel == HOPPER_KERNEL:
-        from . import sparse_hopper
-
-        made = functools.partial(sparse_hopper.bind, q, k, v, call, scale, plan, shapes)
-        found = bound_or_none("block-sparse", made, lambda p: sparse_hopper.compile(p, q, k, v, call))
+        given_to = (q, k, v, meta(*out_shape, dtype=q.dtype), meta(*lse_shape), call)
+        made = functools.partial(bind, q, k, v, call, sizes, scale, plan, shapes)
+        found = bound_or_none("block-sparse", made, lambda p: p.bound.compile(given_to))
         if found is not None:
             return found
         plan = plan_sparse(problem, device, portable=True)
@@ -131,20 +117,37 @@ def bind(
     plan: "SparsePlan",
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
-    """Kernels, run-time scalars and compile-time constants of this call under this plan."""
+    """The record of this call under this plan."""
     from ...device import mods
-    from ...kernels import sparse_forward
-    from ..launch import Launch
 
     if plan.kernel == HOPPER_KERNEL:
         from . import sparse_hopper
 
-        return sparse_hopper.bind(q, k, v, call, scale, plan, shapes)
+        bound, merge = sparse_hopper.bind(q, k, v, call, scale, plan, shapes[0]), None
+    else:
+        bound, merge = _bind(q, k, v, call, sizes, scale, plan, shapes[0], mods)
+    keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
+    return Prepared(plan, *shapes, scale, mods, bound, merge, keep)
+
+
+def _bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: SparseCall,
+    sizes: dict[str, int],
+    scale: float,
+    plan: "SparsePlan",
+    out_shape: tuple[int, ...],
+    mods: Any,
+) -> tuple[Bound, Bound]:
+    """The portable kernel, and the merge of its shares: run-time scalars and compile-time constants."""
+    from ...kernels import sparse_forward
+    from ..launch import Launch
+
     problem = plan.problem
     n = problem.attention
-    q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
-    out_like = torch.empty(shapes[0], device="meta")
-    out_strides = head_strides(out_like, call.layout)
+    q_strides, k_strides, v_strides, out_strides = (head_strides(t, call.layout) for t in (q, k, v, meta(*out_shape)))
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
@@ -152,31 +155,24 @@ def bind(
     launch = Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
     batch, rows = (1, sizes["total_q"]) if n.varlen else (n.batch, n.seq_q)
+    share = math.prod(out_shape)
     values = {
-        **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, shapes[0], call.layout),
+        **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, out_shape, call.layout),
         "CuQ": attribute("call", "packed.cu_q", call.packed),
         "CuK": attribute("call", "packed.cu_k", call.packed),
         "Table": attribute("call", "paged.block_table", call.paged),
         "Lengths": attribute("call", "paged.cache_seqlens", call.paged),
         "stride_kp": k_strides[0],
         "stride_vp": v_strides[0],
-        "stride_os": math.prod(shapes[0]),
+        "stride_os": share,
         "stride_tb": None if call.paged is None else call.paged.block_table.stride(0),
         **list_values(call),
         **mod_values(mods, call, q.dtype),
     }
     if plan.kernel == "sparse_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (n.block_qk, n.block_v))
-    return Prepared(
-        plan=plan,
-        out_shape=shapes[0],
-        lse_shape=shapes[1],
-        scale=scale,
-        mods=mods,
-        bound=Bound(launch, GIVEN, values),
-        merge=_merge(plan, batch, rows, (math.prod(shapes[0]), *out_strides), emulate, early, launch.device),
-        keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
-    )
+    merge = _merge(plan, batch, rows, (share, *out_strides), emulate, early, launch.device)
+    return Bound(launch, GIVEN, values), merge
 
 
 def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, int, int]) -> dict[str, Any]:

@@ -7,24 +7,15 @@ import torch
 
 from ...errors import DtypeError, Unsupported
 from .. import torch_cpu
-from ..backward.backward_parts import (
-    ROWS,
-    Bound,
-    boxes_of,
-    delta_launch,
-    readable,
-    require_score_grad,
-    streamed,
-    tiled,
-)
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
+from ..bound import Bound, attribute, meta
 from ..call import facts_of
-from ..dense.attention_parts import sequence_strides
 from ..device import device_of, interpreting
-from ..startup import uncollected
+from ..first_call import without_collector
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
-from .sparse_parts import list_strides, mods_of_call
+from .sparse_parts import Launches, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
@@ -36,6 +27,8 @@ __all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentia
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
+GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call", "turned")
+"""What a call gives to the portable kernels."""
 
 
 class SparseAttention(torch.autograd.Function):
@@ -76,19 +69,8 @@ class SparseGradient(torch.autograd.Function):
     """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        call: "SparseCall",
-        transposed: "Lists",
-        wanted: tuple[bool, ...],
-    ) -> Gradients:
-        return backward((q, k, v, out, lse), dout, dlse, call, transposed, wanted)
+    def forward(*given: Any) -> Gradients:
+        return backward(given[:5], *given[5:])  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -147,53 +129,23 @@ def backward(
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     saved = q, k, v, out, lse
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
-    if not isinstance(bound, Bound):
+    if not isinstance(bound, Launches):
         gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
         return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
-    statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
-    bound.delta((out, dout, lse, dlse, *statistics.unbind(), *bound.delta_tail))
-    queries, keys = _arguments(prepared, bound, saved, dout, statistics, call, transposed)
+    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    bound.delta((out, dout, lse, dlse, lse2, delta))
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     dq = dk = dv = None
     if wanted[0]:
         dq = new(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries(queries(dq))
     if wanted[1] or wanted[2]:
         dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-        if bound.keys is not None:
-            bound.keys(keys(dk, dv))
+    given = (q, k, v, dout, lse2, delta, dq, dk, dv, call, transposed)
+    if dq is not None:
+        bound.queries(given)
+    if dk is not None and bound.keys is not None:
+        bound.keys(given)
     return dq, dk, dv
-
-
-def _arguments(
-    prepared: Any,
-    bound: Bound,
-    saved: tuple[torch.Tensor, ...],
-    dout: torch.Tensor,
-    statistics: torch.Tensor,
-    call: "SparseCall",
-    transposed: "Lists",
-) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
-    """The run-time arguments of the two kernels, in order, as functions of the gradients that they write."""
-    q, k, v, _, _ = saved
-    score, masks = mods_of_call(prepared, q, call)
-    hooks = (score, slopes_of(prepared.mods, call, q.dtype == torch.float32), masks)
-    inputs, own = streamed(bound, (q, k, v, dout), statistics.unbind())
-    sizes = (*call.lists[2:4], *((None, None) if call.packed is None else call.packed[:2]))
-    return (
-        lambda dq: (*inputs, dq, *call.lists[:2], *sizes, *bound.queries_tail, *hooks),
-        lambda dk, dv: (*own, dk, dv, *transposed[:2], *sizes, *bound.keys_tail, *hooks),
-    )
-
-
-def slopes_of(mods: Any, call: "SparseCall", exact: bool) -> tuple[Any, ...]:
-    """The derivative of each score mod, in their order."""
-    slopes: list[Any] = []
-    if call.softcap:
-        slopes.append((mods.softcap_exact_slope if exact else mods.softcap_slope, ()))
-    if call.score_mod is not None:
-        slopes.append((call.score_grad, ()))
-    return tuple(slopes)
 
 
 # ---------------------------------------------------------------- the first time
@@ -206,15 +158,15 @@ def _bound(
     dlse: torch.Tensor | None,
     call: "SparseCall",
     transposed: "Lists",
-) -> "Bound | HopperBound":
+) -> "Launches | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     hooks = call.score_grad, call.backward_plan
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     given = (dout, saved[3], dlse, transposed.indices, transposed.counts)
     key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
-    found: Bound | HopperBound | None = prepared.backward.get(key)
+    found: Launches | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        with uncollected():
+        with without_collector():
             plan = _plan(prepared, call, saved[0])
             if plan.kernel == HOPPER_KERNEL:
                 found = sparse_backward_hopper.bind(prepared.scale, saved, dout, call, transposed, plan)
@@ -250,18 +202,15 @@ def _bind(
     call: "SparseCall",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
-) -> Bound:
+) -> Launches:
     from ...kernels import sparse_backward as kernels
 
     q, k, v, out, lse = saved
-    problem, n = plan.problem, plan.problem.attention
-    packed = call.packed is not None
-    q_strides, k_strides, v_strides, do_strides = (sequence_strides(t, call.layout) for t in (q, k, v, dout))
-    dq_strides, dk_strides, dv_strides = (
-        sequence_strides(torch.empty(t.shape, device="meta"), call.layout) for t in (q, k, v)
-    )
-    lse_strides = (0, lse.shape[1]) if packed else (lse.shape[1] * lse.shape[2], lse.shape[2])
-    farthest = max(s[1] for s in (q_strides, k_strides, v_strides, do_strides))
+    problem, n, device = plan.problem, plan.problem.attention, q.device.index or 0
+    packed, boxed, layout = call.packed is not None, plan.kernel == "sparse_backward_box", call.layout
+    gradients = {name: meta(*t.shape) for name, t in zip("gxy", (q, k, v), strict=True)}
+    strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, **gradients)
+    farthest = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm"))
     constants = {
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": farthest * max(plan.queries.block_m, plan.keys.block_n) >= 1 << 31,
@@ -271,26 +220,37 @@ def _bind(
         "KV_BLOCK": problem.block_k,
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
-        "BOX": plan.kernel == "sparse_backward_box",
+        "BOX": boxed,
     }
     edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
     edge_q = packed or call.lists.query_sizes is not None or n.seq_q % problem.block_q != 0
-    device, group, scale = q.device.index or 0, n.heads // n.kv_heads, prepared.scale
-    inputs = (*q_strides, *k_strides, *v_strides, *do_strides)
-    turned = transposed._replace(block_sizes=call.lists.block_sizes, query_sizes=call.lists.query_sizes)
+    values = {
+        **strides,
+        "stride_lb": 0 if packed else lse[0].numel(),
+        "stride_lh": lse.shape[-1],
+        "scale": prepared.scale,
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "heads": n.heads,
+        "kv_heads": n.kv_heads,
+        "group": n.heads // n.kv_heads,
+        "CuQ": attribute("call", "packed.cu_q", call.packed),
+        "CuK": attribute("call", "packed.cu_k", call.packed),
+        **mod_values(prepared.mods, call, q.dtype),
+    }
+    of_queries, of_keys = {**values, **list_values(call)}, {**values, **list_values(call, transposed)}
+    if boxed:  # what streams by
+        of_queries |= boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
+        of_keys |= boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
+    queries = tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device)
+    keys = tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
+                 {**constants, "EDGE": edge_q, "ALONE": n.heads == n.kv_heads}, device)  # fmt: skip
     rows = q.shape[0] if packed else n.seq_q
-    return Bound(
-        plan,
-        delta_launch(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, device),
-        (rows, n.heads, *sequence_strides(out, call.layout), *do_strides),
-        tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device),
-        (scale, n.seq_q, n.seq_k, n.heads, group, *inputs, *dq_strides, *lse_strides, *list_strides(call.lists)),
-        tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
-               {**constants, "EDGE": edge_q, "ALONE": group == 1}, device),
-        (scale, n.seq_q, n.seq_k, n.kv_heads, group, *inputs, *dk_strides, *dv_strides, *lse_strides,
-         *list_strides(turned)),
-        boxes_of(n, plan.queries, plan.keys, (q, k, v, dout), call.layout) if constants["BOX"] else (),
-    )  # fmt: skip
+    return Launches(
+        delta_bound(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, strides, device),
+        Bound(queries, GIVEN, of_queries),
+        None if keys is None else Bound(keys, GIVEN, of_keys),
+    )
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -307,18 +267,12 @@ def example_launch(
     saved, call = (q, k, v, out, lse), call._replace(backward_plan=backward_plan)
     lists, n = call.lists, plan.problem.attention
     blocks, rows = -(-n.seq_k // lists.block_k), lists.indices.shape[2]
-    indices, counts = (
-        torch.empty(n.batch, n.heads, blocks, *more, dtype=torch.int32, device="meta") for more in ((rows,), ())
-    )
+    indices, counts = (meta(n.batch, n.heads, blocks, *more, dtype=torch.int32) for more in ((rows,), ()))
     transposed = lists._replace(indices=indices, counts=counts)
     if backward_plan.kernel == HOPPER_KERNEL:
         return sparse_backward_hopper.example_launch(saved, out, call, transposed, backward_plan, part)
     bound = _bind(prepared, saved, out, call, transposed, backward_plan)
-    statistics = torch.empty((2, *lse.shape), device="meta")
-    queries, keys = _arguments(prepared, bound, saved, out, statistics, call, transposed)
-    launch, args = {
-        "delta": (bound.delta, (out, out, lse, lse, lse, lse, *bound.delta_tail)),
-        "queries": (bound.queries, queries(q)),
-        "keys": (bound.keys, keys(k, v)),
-    }[part]
-    return launch.fn, args, launch.keywords
+    if part == "delta":
+        return bound.delta.example((out, out, lse, lse, lse, lse))
+    made: Bound = getattr(bound, part)
+    return made.example((q, k, v, out, lse, lse, q, k, v, call, transposed))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound
+from ..bound import Bound, meta
 from ..call import Packed, Paged, result_shapes, sizes_of
 from . import sparse, sparse_mixed
 from .sparse_call import Lists, SparseCall, dense_call
@@ -27,19 +27,19 @@ def example_call(
     keys: tuple[int, ...] = (n.batch, n.seq_k)
     if n.varlen:
         queries, keys = (n.batch * n.seq_q,), (n.batch * n.seq_k,)
-        offsets = _meta(n.batch + 1, dtype=torch.int32)
+        offsets = meta(n.batch + 1, dtype=torch.int32)
         packed = Packed(offsets, offsets, n.seq_q, n.seq_k)
     elif problem.page_size:
         pages = -(-n.seq_k // problem.page_size)
         keys = (n.batch * pages, problem.page_size)
-        paged = Paged(_meta(n.batch, pages, dtype=torch.int32), _meta(n.batch, dtype=torch.int32))
-    q = _meta(*queries, n.heads, n.dim_qk, dtype=dtype)
-    k, v = (_meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+        paged = Paged(meta(n.batch, pages, dtype=torch.int32), meta(n.batch, dtype=torch.int32))
+    q = meta(*queries, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
     rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
     lists = Lists(
-        _meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
-        _meta(n.batch, n.heads, rows, dtype=torch.int32),
-        _meta(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
+        meta(n.batch, n.heads, rows, problem.capacity, dtype=torch.int32),
+        meta(n.batch, n.heads, rows, dtype=torch.int32),
+        meta(n.batch, n.heads, blocks, dtype=torch.int32) if problem.masked else None,
         None,
         problem.block_q,
         problem.block_k,
@@ -50,11 +50,7 @@ def example_call(
     sizes = sizes_of(q, k, v, dense_call(call), paged)
     shapes = result_shapes(dense_call(call), sizes)
     p = sparse.bind(q, k, v, call, sizes, 1.0, plan, shapes)
-    return (q, k, v), call, p, _meta(*shapes[0], dtype=dtype), _meta(*shapes[1])
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return (q, k, v), call, p, meta(*shapes[0], dtype=dtype), meta(*shapes[1])
 
 
 def example_launch(
@@ -65,9 +61,9 @@ def example_launch(
     qkv, call, p, out, lse = example_call(plan)
     bound: Bound = p.merge if merge else p.bound
     if merge:
-        return bound.example((_meta(plan.splits, *p.out_shape), _meta(plan.splits, *p.lse_shape), out, lse))
+        return bound.example((meta(plan.splits, *p.out_shape), meta(plan.splits, *p.lse_shape), out, lse))
     given = (*qkv, out, lse, call)
     if mixed:
-        branch, gate = _meta(*p.out_shape, dtype=out.dtype), _meta(*p.out_shape[:3], dtype=out.dtype)
+        branch, gate = meta(*p.out_shape, dtype=out.dtype), meta(*p.out_shape[:3], dtype=out.dtype)
         bound, given = sparse_mixed.bind(p, call, out, branch, gate, gate), (*given, branch, gate, gate)  # type: ignore[assignment]
     return bound.example(given)

@@ -8,12 +8,12 @@ from ..bound import Bound, Slot
 from ..dense.attention_parts import shared_values
 from ..hopper import TICKETS, box_of, require
 from .sparse_call import SparseCall
-from .sparse_parts import GIVEN, Prepared, list_values
+from .sparse_parts import GIVEN, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse import SparsePlan
 
-__all__ = ["bind", "compile"]
+__all__ = ["bind"]
 
 NO_GATES = {f"stride_{name}": 0 for name in ("yb", "ym", "yh", "zb", "zm", "zh")}
 
@@ -25,10 +25,9 @@ def bind(
     call: SparseCall,
     scale: float,
     plan: "SparsePlan",
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Prepared:
+    out_shape: tuple[int, ...],
+) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ...device import mods
     from ...plan.hopper import PRODUCER_REGISTERS
     from ...plan.sparse_hopper import key_slots, registers
     from ..launch import Launch
@@ -59,7 +58,7 @@ def bind(
     lists = list_values(call)
     sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
-        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
+        **shared_values(sizes, scale, q, k, v, out_shape, call.layout),
         **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
         "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
         **lists,
@@ -73,19 +72,4 @@ def bind(
         **NO_GATES,
     }
     launch = Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0)
-    return Prepared(
-        plan=plan,
-        out_shape=shapes[0],
-        lse_shape=shapes[1],
-        scale=scale,
-        mods=mods,
-        bound=Bound(launch, GIVEN, values),
-        keep=(call.score_mod, call.score_grad, call.mask_mod, call.plan),
-    )
-
-
-def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> None:
-    """Compile the kernel for this call, without a result; what the compiler raises passes through."""
-    out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    p.bound.compile((q, k, v, out, lse, call))
+    return Bound(launch, GIVEN, values)

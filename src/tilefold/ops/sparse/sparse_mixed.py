@@ -8,8 +8,8 @@ import torch
 
 from ..bound import Bound, Slot, strides_named
 from ..dense.attention_parts import boxable
+from ..records import facts_of_values
 from . import fuse, sparse
-from .project import facts
 from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, HOPPER_KERNEL, Prepared
 
@@ -35,7 +35,7 @@ def attend_and_fuse(
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
-    key = tuple(map(facts, (branch, gate_branch, gate)))
+    key = facts_of_values(branch, gate_branch, gate)
     bound = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
     bound((q, k, v, out, lse, call, branch, gate_branch, gate))
     return out

@@ -1,11 +1,11 @@
 """What launches of block-sparse attention have in common: the record of a call, strides of its lists, its mods."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..bound import Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute, strides_named
 from ..dense.attention_parts import mods_of
 from .sparse_call import Lists, SparseCall, dense_call
 
@@ -16,11 +16,11 @@ __all__ = [
     "GIVEN",
     "HOPPER_KERNEL",
     "TO_MERGE",
+    "Launches",
     "Prepared",
     "list_strides",
     "list_values",
     "mod_values",
-    "mods_of_call",
 ]
 
 HOPPER_KERNEL = "sparse_forward_hopper"
@@ -42,27 +42,46 @@ class Prepared:
     mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
 
 
+class Launches(NamedTuple):
+    """The portable kernels of a backward pass, of listed or of coarse attention; None for an empty grid."""
+
+    delta: Bound
+    queries: Bound
+    keys: Bound | None
+
+
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 TO_MERGE = ("part", "part_lse", "out", "lse")
 """What a call gives to the launches."""
 
 
-def list_values(call: SparseCall) -> dict[str, Any]:
-    """The lists by the kernels' names."""
-    names = {"Index": "indices", "Count": "counts", "Sizes": "block_sizes", "QuerySizes": "query_sizes"}
-    tensors = {name: attribute("call", f"lists.{field}", getattr(call.lists, field)) for name, field in names.items()}
-    return {**tensors, **strides_named("", list_strides(call.lists), LISTED)}
-
-
 LISTED = ("ib", "ih", "iq", "cb", "ch", "sb", "sh", "pb", "ph")  # as `list_strides` gives them
 
 
+def list_values(call: SparseCall, turned: Lists | None = None) -> dict[str, Any]:
+    """The lists by the kernels' names; turned: the transposed ones, of a kernel that goes by KV blocks."""
+    lists = call.lists if turned is None else call.lists._replace(indices=turned.indices, counts=turned.counts)
+    of, path = ("call", "lists.") if turned is None else ("turned", "")
+    return {
+        "Index": attribute(of, f"{path}indices", lists.indices),
+        "Count": attribute(of, f"{path}counts", lists.counts),
+        "Sizes": attribute("call", "lists.block_sizes", lists.block_sizes),
+        "QuerySizes": attribute("call", "lists.query_sizes", lists.query_sizes),
+        **strides_named("", list_strides(lists), LISTED),
+    }
+
+
 def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any]:
-    """Score and mask mods by the kernels' names; a user's function may have other arguments in each call."""
+    """Score and mask mods, and the derivative of each score mod, by the kernels' names; a user's function may have other
+    arguments in each call."""
+    exact = dtype == torch.float32
     bare = call._replace(score_mod=None, mask_mod=None)
-    score, masks = mods_of(mods, float(call.softcap), dense_call(bare), dtype == torch.float32)
+    score, masks = mods_of(mods, float(call.softcap), dense_call(bare), exact)
     masks = ((mods.causal, ()), *masks) if call.causal else masks
-    made: dict[str, Any] = {"score_mods": score, "mask_mods": masks}
+    slopes = ((mods.softcap_exact_slope if exact else mods.softcap_slope, ()),) if call.softcap else ()
+    if call.score_mod is not None:
+        slopes = (*slopes, (call.score_grad, ()))
+    made: dict[str, Any] = {"score_mods": score, "mask_mods": masks, "slopes": slopes}
     if call.score_mod is not None:
         made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
     if call.mask_mod is not None:
@@ -83,9 +102,3 @@ def list_strides(index: Lists) -> tuple[int, ...]:
 
 def _broadcast(t: torch.Tensor, dims: int) -> tuple[int, ...]:
     return tuple(0 if t.shape[d] == 1 and d < 2 else t.stride(d) for d in range(dims))
-
-
-def mods_of_call(p: Prepared, q: torch.Tensor, call: SparseCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods and mask mods, in the order applied."""
-    score, masks = mods_of(p.mods, float(call.softcap), dense_call(call), q.dtype == torch.float32)
-    return score, ((p.mods.causal, ()), *masks) if call.causal else masks
