@@ -77,8 +77,8 @@ def backward(
         )
     if torch_cpu.on_cpu(prepared.plan):
         cut = backward_plan_of(prepared.problem, call, q, wanted[3]).cut  # type: ignore[attr-defined]
-        keys = wanted[1] or wanted[2]  # which come together, as from the kernels
-        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, (wanted[0], keys, keys, *wanted[3:]))
+        both = wanted[1] or wanted[2]  # dk and dv come together, as from the kernels
+        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, (wanted[0], both, both, *wanted[3:]))
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
