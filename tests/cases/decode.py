@@ -1,7 +1,7 @@
 """Shared by the tests of attention_kvcache: random calls over caches in one piece or in pages, and the oracle of each
 sequence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,10 +105,13 @@ def paged(case: Case, made: dict[str, Any], device: Any) -> tuple[list[torch.Ten
     return [k, v], table, scales
 
 
+def changed(plan: Any, fields: dict[str, Any]) -> Any:
+    """The plan with other fields."""
+    return replace(plan, **fields)
+
+
 def run(case: Case, device: Any, plan: Any = None, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the call, hold it to the oracle, return (out, lse).  plan: changes of the planner's plan."""
-    import dataclasses
-
     batch, packed = len(case.lengths), isinstance(case.seq_q, list)
     made = caches_of(case, device)
     tokens = case.seq_q if packed else [case.seq_q] * batch
@@ -134,7 +137,7 @@ def run(case: Case, device: Any, plan: Any = None, **more: Any) -> tuple[torch.T
     else:
         q = q.view(batch, case.seq_q, case.heads, case.dim)
     if plan is not None:
-        given["plan"] = dataclasses.replace(tilefold.attention_kvcache_plan(q, *held, **given), **plan)
+        given["plan"] = changed(tilefold.attention_kvcache_plan(q, *held, **given), plan)
     out, lse = tilefold.attention_kvcache(q, *held, return_lse=True, **given)
     hold(case, q, made["meant"], tokens, out, lse)
     return out, lse

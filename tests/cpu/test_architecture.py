@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors"},
     "device": set(),
     "kernels": {"device"},
-    "ops": {"plan", "kernels", "device", "quant"} | LEAVES,
+    "cpu": {"plan", "errors"},  # found by the names in plan/capabilities.py
+    "ops": {"plan", "kernels", "device", "quant", "cpu"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
@@ -86,6 +87,7 @@ OUTSIDE: dict[str, set[str]] = {
     "device": {"triton"},
     "kernels": {"triton"},
     "quant": {"torch"},
+    "cpu": {"torch"},
 }
 ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its version differences
 SHARED_BY_HOPPER = (

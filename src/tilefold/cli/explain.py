@@ -158,7 +158,9 @@ def explain(
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_forward
+    from tilefold.plan.architecture import CPU
     from tilefold.plan.sparse import plan_sparse
+    from tilefold.plan.torch_cpu import plan_torch
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -206,6 +208,12 @@ def explain(
         return
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)
+    if record.architecture is CPU:
+        if as_json:
+            raise Unsupported("--json: plans of plain torch on the CPU have none")
+        made = plan_torch("attention", problem) if sparse is None else plan_torch("sparse_attention", sparse)
+        typer.echo(str(made))
+        return
     plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
     typer.echo(plan.to_json() if as_json else str(plan))
 

@@ -69,9 +69,10 @@ class Runtime:
         return self.device == "cuda"
 
 
-def prepare_runtime() -> Runtime:
+def prepare_runtime(kernels: bool = True) -> Runtime:
     """Choose the GPU, or Triton's interpreter where there is none; to be called before anything imports triton.
 
+    kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
     import torch
@@ -79,6 +80,8 @@ def prepare_runtime() -> Runtime:
     from tilefold.ops.environment import check_environment
 
     asked = os.environ.get("TRITON_INTERPRET")
+    if not kernels and not torch.cuda.is_available() and not _interpreted():
+        return Runtime("cpu", "No GPU here: plain torch on the CPU.")
     if asked is None and not torch.cuda.is_available():
         if "triton" in sys.modules and not _interpreted():
             raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")

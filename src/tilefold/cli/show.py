@@ -37,7 +37,7 @@ def demo(
     Shows the plan, the error of every layer against fp64, that the nearest-sentence ranking equals PyTorch's, and the time;
     writes a heat map of one attention head.
     """
-    runtime = prepare_runtime()
+    runtime = prepare_runtime(kernels=False)
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     try:

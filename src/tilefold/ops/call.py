@@ -302,7 +302,7 @@ def check_kinds(
     if backward_plan is not None and not isinstance(backward_plan, Constant):
         from .. import plan
 
-        if not isinstance(backward_plan, getattr(plan, plans)):
+        if not isinstance(backward_plan, (getattr(plan, plans), plan.TorchPlan)):
             article = "an" if plans.startswith("A") else "a"
             raise DtypeError(f"backward_plan must be {article} {plans} or None, got {type(backward_plan).__name__}")
 

@@ -13,7 +13,7 @@ from .environment import check_environment
 if TYPE_CHECKING:
     from ..plan.device import Device
 
-__all__ = ["device_of", "interpreting"]
+__all__ = ["device_of", "interpreting", "on_host"]
 
 
 def interpreting() -> bool:
@@ -21,20 +21,32 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-def device_of(device: torch.device) -> "Device":
-    """The record that plans for `device` are made with; DeviceError where no kernel can run."""
-    if interpreting():
-        from ..plan.device import device_named
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether reading what an index tensor holds costs nothing, and a wrong number would end the process or go unseen."""
+    return tensor.is_cpu or interpreting()
 
+
+def device_of(device: torch.device, operation: str = "") -> "Device":
+    """The record that plans for `device` are made with; DeviceError where nothing serves it.
+
+    operation: a name in `plan/capabilities.py`: a CPU tensor is served where `cpu` has it."""
+    from ..plan.architecture import CUDA, INTERPRETER, architecture_at
+    from ..plan.capabilities import capability
+    from ..plan.device import device_named
+
+    found = architecture_at(device.type, interpreting())
+    if found is INTERPRETER:
         check_environment(True)
         return device_named("interpreter")
-    if device.type != "cuda":
-        raise DeviceError(
-            f"tensors are on {device}; tilefold runs on CUDA and ROCm GPUs, or on the CPU in Triton's interpreter: "
-            f"start Python with TRITON_INTERPRET=1"
-        )
-    check_environment(False)
-    return _probe(device.index if device.index is not None else torch.cuda.current_device())
+    if found is CUDA:
+        check_environment(False)
+        return _probe(device.index if device.index is not None else torch.cuda.current_device())
+    if found is not None and capability(operation, found) is not None:
+        return device_named(found.name)
+    raise DeviceError(
+        f"tensors are on {device}; {'this' if found is not None else 'tilefold'} runs on CUDA and ROCm GPUs, or on the CPU in "
+        f"Triton's interpreter: start Python with TRITON_INTERPRET=1"
+    )
 
 
 # What drivers call the devices whose records hold exactly; every other model is probed and says whose rates it borrows.

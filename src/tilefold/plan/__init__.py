@@ -13,6 +13,7 @@ from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
 from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
 from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.torch_cpu import TorchPlan
 from tilefold.plan.trace import Generation, Trace, trace_generation
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "SparseProblem",
     "SplitDecision",
     "Tile",
+    "TorchPlan",
     "Trace",
     "attention_cost",
     "bound",

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import Unsupported
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_hopper import (
     hopper_few,
@@ -233,7 +234,7 @@ def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer:
 def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
     """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
     found = []
-    if choice.kernel != HOPPER and device.arch == 90:
+    if choice.kernel != HOPPER and device.architecture is SM_90:
         why = hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device)
         found.append(Rejected(HOPPER, _sentence(why or "portable kernels were asked for")))
     if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":

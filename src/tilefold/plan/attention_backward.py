@@ -8,6 +8,7 @@ from tilefold.plan import attention_backward_hopper as dense
 from tilefold.plan import attention_backward_packed as packed
 from tilefold.plan import attention_backward_reduce as reduced
 from tilefold.plan import attention_backward_spans as spans
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.attention_backward_reduce import ReduceOptions
@@ -207,7 +208,7 @@ def plan_attention_backward(
     if not refusal:
         return _hopper(problem, device, bias)
     plan = _portable(problem, device, bias)
-    if device.backend != "cuda" or device.arch != 90:
+    if device.architecture is not SM_90:
         return plan
     return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {refusal}.")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -161,7 +162,7 @@ def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
             return (Tile(min(rows, 32), 32, 4, 2), last)
         return (Tile(min(rows, 32 if width <= 128 else 16), 16, 8, 2), last)
     warps = 8 if width > 128 and rows >= 64 else 4
-    deep = (Tile(rows, 64, 4, 3),) if width == 128 and device.arch == 90 else ()
+    deep = (Tile(rows, 64, 4, 3),) if width == 128 and device.architecture is SM_90 else ()
     return (*deep, Tile(rows, 64, warps, 2), Tile(rows, 32, 4, 2), Tile(rows, 16, 4, 1), last)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tilefold.errors import DeviceError
+from tilefold.plan.architecture import CPU, Architecture, architecture_of
 
 __all__ = ["DEVICES", "Device", "device_named"]
 
@@ -17,7 +18,7 @@ Rates = tuple[tuple[str, float], ...]
 class Device:
     """One GPU (or the interpreter): limits of a program and roofs of the machine.
 
-    name: short name ("h200"); title: name for people; backend: "cuda", "hip" or "interpreter".
+    name: short name ("h200"); title: name for people; backend: "cuda", "hip", "interpreter" or "cpu".
     arch: 90 for sm_90, or "gfx942".
     sms: streaming multiprocessors (compute units on AMD). warp_size: threads of a warp (64 on CDNA).
     smem_per_block: most bytes of shared memory that one program can opt in to; smem_per_sm: bytes per SM.
@@ -60,6 +61,11 @@ class Device:
     def target(self) -> str:
         """The compilation target as compilers spell it: "sm_90", "gfx942", "cpu"."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+    @property
+    def architecture(self) -> Architecture:
+        """What serves it, of the registry."""
+        return architecture_of(self)
 
     @property
     def generation(self) -> int:
@@ -222,6 +228,16 @@ INTERPRETER = Device(
     registers_per_thread=1 << 20,
 )
 
+# Plain torch: nothing is planned by its numbers.
+TORCH_CPU = replace(
+    INTERPRETER,
+    name="cpu",
+    title=CPU.title,
+    backend="cpu",
+    tensor_flops=(),
+    source="none: nothing is planned by the numbers of a CPU",
+)
+
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {device.name: device for device in (H200, H100, B200, A100, L4, RTX4090, MI300X, INTERPRETER)}
 )
@@ -229,8 +245,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str) -> Device:
-    """The record of a known device by its short name, whatever its case, spaces and dashes. DeviceError if unknown."""
-    found = DEVICES.get(name.lower().replace(" ", "").replace("-", "").replace("_", ""))
+    """The record of a known device by its short name, whatever its case, spaces and dashes; "cpu" for plain torch. DeviceError if
+    unknown."""
+    short = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    found = TORCH_CPU if short == TORCH_CPU.name else DEVICES.get(short)
     if found is None:
         raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
     return found

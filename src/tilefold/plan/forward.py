@@ -7,6 +7,7 @@ and cuts the keys (split-KV)."""
 from dataclasses import replace
 from functools import lru_cache
 
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.attention_hopper import packable_heads
 from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves
@@ -77,7 +78,7 @@ def decodes(problem: AttentionProblem, device: Device) -> str:
 
 def _dense_tiles(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     """Query heads that share a tile of a dense kernel, which is where they fill one, and its tiles of query rows."""
-    pack = packable_heads(problem) if device.generation == 90 else 1
+    pack = packable_heads(problem) if device.architecture is SM_90 else 1
     if problem.seq_q * pack < FILLED_ROWS:
         pack = 1
     return pack, -(-problem.seq_q * pack // TILE_ROWS) * problem.batch * (problem.heads // pack)

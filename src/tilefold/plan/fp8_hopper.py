@@ -1,6 +1,7 @@
 """When the Gluon kernel of bytes for sm_90 serves attention with e4m3 inputs: its tiles, its versions, what it refuses."""
 
 from tilefold.plan.attention_hopper import POLYNOMIALS
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile
@@ -38,8 +39,8 @@ exponentials on the FMA units."""
 def fp8_refusal(problem: AttentionProblem, device: Device, options: tuple[str, ...]) -> str | None:
     """Why the kernel cannot serve this problem, as a sentence, or None if it can."""
     n = problem
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
+    if refusal := architecture_refusal("attention_fp8_hopper", device):
+        return refusal
     if fp8_width(n.dim_v) > 128 and "direct" not in options:
         return (
             f"V has {n.dim_v} columns: past 128 there are no registers to sum tiles in fp32, and the tensor cores' own sums keep "

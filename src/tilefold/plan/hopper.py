@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
@@ -27,8 +28,8 @@ def chip_refusal(problem: AttentionProblem, device: Device) -> str | None:
 def type_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why none of these kernels serves this chip or dtype, as a sentence, or None if they can."""
     n = problem
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
+    if refusal := architecture_refusal("attention_forward_hopper", device):
+        return refusal
     if n.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {n.dtype}"
     return None

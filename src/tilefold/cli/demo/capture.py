@@ -9,7 +9,7 @@ import torch
 
 import tilefold
 from tilefold.errors import Unsupported
-from tilefold.plan import AttentionPlan
+from tilefold.plan import AttentionPlan, TorchPlan
 
 __all__ = ["NAME", "Capture", "LayerCall", "padding_mask"]
 
@@ -36,14 +36,18 @@ class LayerCall:
     lse: torch.Tensor
     seconds: float
 
-    def plan(self) -> AttentionPlan:
+    def plan(self) -> AttentionPlan | TorchPlan:
         """The plan that the call followed."""
         if self.offsets is None:
-            plan: AttentionPlan = tilefold.attention_plan(self.q, self.k, self.v, mask=self.mask, scale=self.scale)
+            plan: AttentionPlan | TorchPlan = tilefold.attention_plan(
+                self.q, self.k, self.v, mask=self.mask, scale=self.scale
+            )
             return plan
         packing = {"cu_seqlens_q": self.offsets, "cu_seqlens_k": self.offsets}
         longest = {"max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
-        packed: AttentionPlan = tilefold.attention_plan(self.q, self.k, self.v, **packing, **longest, scale=self.scale)
+        packed: AttentionPlan | TorchPlan = tilefold.attention_plan(
+            self.q, self.k, self.v, **packing, **longest, scale=self.scale
+        )
         return packed
 
 

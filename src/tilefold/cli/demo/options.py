@@ -8,7 +8,7 @@ __all__ = ["Check", "DemoOptions", "DemoResult", "Stage"]
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """out: folder for what the demo writes. quick: fewer sentences. device: "cuda", or "cpu" for the interpreter.
+    """out: folder for what the demo writes. quick: fewer sentences. device: "cuda" or "cpu".
 
     layer, head, sentence: whose attention the heat map shows, counted from 0. In the trained model layer 3's head 1
     ties words to what they refer to: in sentence 0, "they" to "owls".

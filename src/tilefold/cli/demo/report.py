@@ -10,7 +10,9 @@ import tilefold
 from tilefold.cli.demo.judge import LayerError, Ranking
 from tilefold.cli.demo.options import Check, Stage
 from tilefold.cli.demo.sentences import Sentence
-from tilefold.plan import AttentionPlan
+from tilefold.ops.device import interpreting
+from tilefold.ops.environment import triton_version
+from tilefold.plan import AttentionPlan, TorchPlan
 from tilefold.reference import Comparison
 
 __all__ = ["Head", "Report", "Variant", "environment", "links"]
@@ -23,7 +25,7 @@ class Variant:
 
     function: str
     note: str
-    plans: tuple[AttentionPlan, ...]
+    plans: tuple[AttentionPlan | TorchPlan, ...]
     layers: tuple[LayerError, ...]
     embeddings: Comparison
     difference: float
@@ -64,18 +66,14 @@ class Report:
 def environment(device: str) -> tuple[tuple[str, str], ...]:
     """Versions and the device, as (name, value)."""
     import transformers
-    import triton
 
-    where = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"CPU, Triton's interpreter, {torch.get_num_threads()} threads"
-    )
+    how = "Triton's interpreter" if interpreting() else "plain torch"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {how}, {torch.get_num_threads()} threads"
     return (
         ("device", where),
         ("tilefold", tilefold.__version__),
         ("torch", torch.__version__),
-        ("triton", triton.__version__),
+        ("triton", triton_version() or "not installed"),
         ("transformers", transformers.__version__),
         ("python", platform.python_version()),
         ("model", "all-MiniLM-L6-v2: 6 layers, 12 heads of dim 32, 22.7 M weights, fp32"),
@@ -95,6 +93,6 @@ def links(head: Head, count: int) -> list[tuple[str, str, float]]:
     return found
 
 
-def shape_of(plans: Sequence[AttentionPlan]) -> str:
+def shape_of(plans: Sequence[AttentionPlan | TorchPlan]) -> str:
     """The batches of a variant in words: '16 x 23, 1 x 88 tokens'."""
     return ", ".join(f"{plan.problem.batch} x {plan.problem.seq_q}" for plan in plans) + " tokens"

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tilefold import reference
-from tilefold.cli.demo import judge, show
+from tilefold.cli.demo import judge, kernels, show
 from tilefold.cli.demo.capture import LayerCall
 from tilefold.cli.demo.model import Batch, Encoder, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.options import Check, DemoOptions, DemoResult, Stage
@@ -18,6 +18,8 @@ from tilefold.cli.demo.report import Head, Report, Variant, environment
 from tilefold.cli.demo.sentences import Sentence, chosen
 from tilefold.debug import patch_interpreter
 from tilefold.errors import ValueRangeError
+from tilefold.ops.device import interpreting
+from tilefold.ops.environment import interpreter_fault
 
 __all__ = ["examine", "run_demo"]
 
@@ -59,9 +61,9 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Run the demo, print to `console`, write page, picture into options.out.
 
     Raises Unsupported where a package is missing, ValueRangeError for a layer, head or sentence that does not exist.
-    On the CPU, TRITON_INTERPRET=1 must be set before.
+    On the CPU in plain torch, or, with TRITON_INTERPRET=1, in Triton's interpreter.
     """
-    if options.device == "cpu":
+    if interpreting():
         patch_interpreter()
     console.print(show.heading())
     sentences = chosen(options.quick)
@@ -73,6 +75,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         raise ValueRangeError(
             f"out must be a folder that can be written, got {options.out} ({error.strerror})"
         ) from None
+    alone = options.device == "cpu" and not interpreting() and interpreter_fault() is None
+    beside = kernels.begin() if alone else None
     columns = (
         BarColumn(30),
         TextColumn("{task.percentage:>3.0f}%"),
@@ -85,6 +89,9 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             encoder, tokenizer = load(options.device)
             tokens = tokenize(tokenizer, [sentence.text for sentence in sentences])
         report = examine(encoder, tokens, sentences, options, clock)
+        if beside is not None:
+            with clock.stage("one kernel in Triton's interpreter, begun with the first stage"):
+                report = replace(report, checks=(*report.checks, kernels.finish(beside)))
         with clock.stage("write the page and the picture"):
             files = show.write(report, options.out)
     show.report(report, files, clock.stages, console)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
+from .. import torch_cpu
 from ..bound import Bound, meta
 from ..call import Call, facts_of, window_of
 from ..dense import attention
@@ -74,6 +75,10 @@ def backward(
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
+    if torch_cpu.on_cpu(prepared.plan):
+        cut = backward_plan_of(prepared.problem, call, q, wanted[3]).cut  # type: ignore[attr-defined]
+        both = wanted[1] or wanted[2]  # dk and dv come together, as from the kernels
+        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, (wanted[0], both, both, *wanted[3:]))
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -132,14 +137,18 @@ def backward_plan_of(
     from ...plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
+    device = device_of(q.device, "attention_backward")
+    if device.backend == "cpu":
+        made: AttentionBackwardPlan = torch_cpu.planned("attention_backward", problem, call, call.backward_plan)
+        return made
     if call.backward_plan is None:
-        return plan_attention_backward(problem, device_of(q.device), bias, disabled(), call.deterministic)
+        return plan_attention_backward(problem, device, bias, disabled(), call.deterministic)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
     # A plan with the gradient of the bias also serves a backward pass that is not asked for it.
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
-    given.check(problem, device_of(q.device), given.bias if spare and not with_bias else bias)
+    given.check(problem, device, given.bias if spare and not with_bias else bias)
     return given
 
 

@@ -7,10 +7,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
 from ..records import facts_of_values, recorded
@@ -76,7 +77,7 @@ def _launch(call: Append, check: bool = False) -> torch.Tensor:
     p, q = _prepare(call), call.q
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if p.bound is not None:
-        if check or (interpreting() and not call.operation):
+        if check or (on_host(call.k_cache) and not call.operation):
             _check_values(p.sizes, call)
         fault = note_of(call.k_cache.device) if call.operation else None
         call = _within(call, p.sizes)
@@ -248,7 +249,10 @@ def _prepare(call: Append) -> Prepared:
     n = _sizes(call)
     native, sms = True, 132
     if call.k_cache.device.type != "meta":
-        device = device_of(call.k_cache.device)
+        device = device_of(call.k_cache.device, "kvcache_append")
+        if device.backend == "cpu":
+            run, interleaved = torch_cpu.served("kvcache_append"), call.interleaved
+            return Prepared(n, lambda given: run(*given[:14], interleaved))  # type: ignore[arg-type]
         native, sms = device.generation >= 89, device.sms
     return _bind(call, n, native, sms)
 

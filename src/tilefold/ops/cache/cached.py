@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
+from .. import torch_cpu
 from ..bound import Bound, strides_named
 from ..call import Call, check_options, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
@@ -76,7 +77,7 @@ def check_cached(
     ):
         return
     p = _prepare(q, k, v, call, cache)
-    if check is True or (interpreting() and not check):
+    if check is True or (on_host(q) and not check):
         _check_all_values(q, k, cache, p)
 
 
@@ -109,7 +110,7 @@ def _forward(
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.launch is None:
         return out, lse
-    if check is True or (interpreting() and not check):
+    if check is True or (on_host(q) and not check):
         _check_all_values(q, k, cache, p)
     if p.decode is not None:
         p.decode.run(q, k, v, out, lse, call, cache, (None, None))
@@ -137,9 +138,15 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cach
 
     sizes = cached_sizes(q, k, v, call, cache)
     shapes = cached_shapes(sizes, cache)
-    device = device_of(q.device)
+    device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
+    if device.backend == "cpu":
+        problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(call.window, call.causal))
+        scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+        return Prepared(
+            sizes, *shapes, launch=torch_cpu.Cached(torch_cpu.planned("attention_cached", problem, call), call, scale)
+        )
     if (decode := _decoder(q, k, v, call, cache, sizes, device)) is not None:
         return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
     named = {**sizes, "seq_k": sizes["capacity"]}

@@ -125,7 +125,11 @@ class Step:
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, prepared: Any) -> Step | None:
     """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes, and
     where V lies in K: another layer's need not."""
-    if prepared.decoder is None or is_watched((q, k, v, call.mask)) or shares_storage(k, v, NO_SCALES, False):
+    if (
+        not isinstance(prepared.decoder, Decoder)
+        or is_watched((q, k, v, call.mask))
+        or shares_storage(k, v, NO_SCALES, False)
+    ):
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
     return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call, cache)

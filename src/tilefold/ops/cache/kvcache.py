@@ -3,6 +3,7 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..call import MAX_HEAD_DIM, Call, check_options
-from ..device import device_of, interpreting
+from ..device import device_of, on_host
 from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
@@ -53,7 +55,7 @@ class Prepared:
     sizes: dict[str, int]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    decoder: Decoder | None = None
+    decoder: Decoder | torch_cpu.Cached | None = None
     prompts: bool = False
     interpreted: bool = False  # where reading what index tensors hold costs nothing
 
@@ -130,14 +132,17 @@ def _prepare(
     shapes = cached_shapes(sizes, cache)
     if watched:
         check_room(sizes)
-    device_of(q.device)
+    device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
-    made = _planned(q, k, v, call, cache, sizes, shared, plan)
+    made: Any = _planned(q, k, v, call, cache, sizes, shared, plan)
+    if torch_cpu.on_cpu(made):
+        scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+        return Prepared(sizes, *shapes, torch_cpu.Cached(made, call, scale), interpreted=True)
     if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, cache, sizes, scales, made, watched)
-    return Prepared(sizes, *shapes, decoder, interpreted=interpreting())
+    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q))
 
 
 def _planned(
@@ -145,7 +150,10 @@ def _planned(
 ) -> "DecodePlan":  # fmt: skip
     from ...plan.decode import DecodePlan, plan_decode
 
-    problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device)
+    problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device, "attention_kvcache")
+    if device.backend == "cpu":
+        made: DecodePlan = torch_cpu.planned("attention_kvcache", problem, call, plan)
+        return made
     if plan is None:
         return plan_decode(problem, device, cache.splits)
     if not isinstance(plan, DecodePlan):

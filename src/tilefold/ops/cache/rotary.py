@@ -6,10 +6,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..bound import Bound, Prepared, meta, strides_named
 from ..call import MAX_HEAD_DIM, Packed, check_integer
 from ..dense.attention_parts import sequence_strides
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..faults import Mode
 from ..operator import Operator
 from ..places import check_offsets
@@ -97,7 +98,7 @@ def turn(
     found = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
     _check_offset(offset, offsets, step, found.shape)
     if found.bound is not None:
-        if cu_seqlens is not None and interpreting():
+        if cu_seqlens is not None and on_host(x):
             check_offsets("cu_seqlens", cu_seqlens.tolist(), x.shape[0])
         found.bound((x, out, cos, sin, offsets, cu_seqlens, offset))
     return out
@@ -173,16 +174,18 @@ def _prepare(
     x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
     step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
 ) -> Prepared:  # fmt: skip
-    from ...kernels.rotary import rotary
-    from ..launch import Launch
-
     n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
     if x is out:
         check_own_rows("x", x)
-    if x.device.type != "meta":
-        device_of(x.device)
+    machine = None if x.device.type == "meta" else device_of(x.device, "apply_rotary")
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
         return Prepared(n, None)
+    if machine is not None and machine.backend == "cpu":
+        run, options = torch_cpu.served("apply_rotary"), (step, n["seq"], interleaved, conjugate)
+        return Prepared(n, lambda given: run(*given, *options))  # type: ignore[arg-type]
+    from ...kernels.rotary import rotary
+    from ..launch import Launch
+
     width = 1 << (n["pairs"] - 1).bit_length()
     rest = n["dim"] - 2 * n["pairs"]
     rows = max(1, min(1 << (n["seq"] - 1).bit_length(), ELEMENTS // (2 * width)))

@@ -6,7 +6,7 @@ import torch
 
 from ...errors import DtypeError, ValueRangeError
 from ..call import Call, check_integer, check_options
-from ..device import device_of, interpreting
+from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
 from ..operator import Operation
 from ..records import facts_of_values, recorded
@@ -94,7 +94,10 @@ def _decided(
     """(sizes, whether the prefix is attended to apart), found once for calls of a kind."""
     n = _sizes(q, k_cache, v_cache, given)
     empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
-    apart = given.cascade if given.cascade is not None else not empty and _plan(q, k_cache, given, n).cascade
+    apart = given.cascade
+    if apart is None:  # on the CPU keys that are read once are always cheaper
+        on_cpu = device_of(q.device, "attention_kvcache").backend == "cpu"
+        apart = not empty and (on_cpu or _plan(q, k_cache, given, n).cascade)
     return n, apart and not empty
 
 
@@ -123,7 +126,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """checked, watched: index tensors are looked at on the host, or on the device."""
     n, apart = _decided(q, k_cache, v_cache, given)
-    if checked or (interpreting() and not watched):
+    if checked or (on_host(q) and not watched):
         _check_values(given, n)
     of_all, of_prefix, of_rest = _watches(given, n) if watched else (checked, False, False)
     if checked and apart:

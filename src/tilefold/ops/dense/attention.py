@@ -13,7 +13,7 @@ import torch
 
 from ...errors import DtypeError
 from ...types import Layout, Rule, Rules
-from .. import records
+from .. import records, torch_cpu
 from ..bound import Bound
 from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
@@ -149,6 +149,7 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 @without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
+    from ...plan.torch_cpu import TorchPlan
     from ..hopper import bound_or_none, disabled
 
     check_options(call)
@@ -157,13 +158,18 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
     softcap = float(call.softcap)
     check_hooks(call, q.device)
-    if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan)):
+    if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, TorchPlan)):
         raise DtypeError(f"plan must be an AttentionPlan, a DecodePlan or None, got {type(call.plan).__name__}")
     out_shape, lse_shape = result_shapes(call, sizes)
-    device = device_of(q.device)
+    device = device_of(q.device, "attention")
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
+    if device.backend == "cpu":
+        made = torch_cpu.planned("attention", problem, call, call.plan)
+        return Prepared(
+            made, out_shape, lse_shape, scale, softcap, torch_cpu.bind(call, made, scale), keep=hooks_of(call)
+        )
     plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)

@@ -1,5 +1,6 @@
 """The launches behind `lowbit_matmul`: each bound once for a weight and a kind of activations."""
 
+import dataclasses
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | 
     n, k = weight.shape
     if out is None:
         out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    if weight.device.type != "meta" and device_of(weight.device, "lowbit_matmul").backend == "cpu":
+        return out.copy_(dataclasses.replace(weight, perm=None).dequantize(dtype))
     _bind_dequantise(weight, out)((*_parts(weight), out))
     return out
 
@@ -149,7 +152,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
     """The function that makes calls like this one, after all checks."""
     check(x, weight, bias)
-    device_of(x.device)
+    if device_of(x.device, "lowbit_matmul").backend == "cpu":
+        if plan is not None:
+            raise PlanError(f"plan is for {plan.device.name}, the call is on torch (CPU)")
+        return _dequantised if weight.perm is None else functools.partial(_permuted, _dequantised)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
     if plan is None:
         plan = plan_of(example, weight, deterministic)

@@ -1,11 +1,13 @@
 """One product and what follows it: checked operands -> plan -> launches.  Batches and layouts are strides, nothing is copied."""
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import PlanError, ShapeError
 from ...types import Constant
+from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
 from ..records import recorded
@@ -131,6 +133,10 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     shape = (max(t.shape[0] for t in (a, b) if t.dim() == 3), a.shape[-2], b.shape[-1]) if batched else (m, n)
     if batched and any(t.dim() == 3 and not t.shape[0] for t in (a, b)):
         shape = (0, *shape[1:])
+    if device_of(a.device, "matmul").backend == "cpu":
+        if epilogue.plan:
+            raise PlanError("plan is for a GPU or the interpreter, the call is on torch (CPU)")
+        return Prepared(shape, None if 0 in shape else functools.partial(_launch_on_cpu, epilogue))  # type: ignore[arg-type]
     problem = problem_of(x, epilogue, scale_a is not None or scale_b is not None)
     plan = _plan_of(problem, epilogue, a.device)
     if 0 in shape:
@@ -145,6 +151,11 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     if plan.splits == 1:
         return Prepared(shape, made)
     return Prepared(shape, made, (plan.splits, problem.results, m, n), bind_finish(x, plan, a.device))
+
+
+def _launch_on_cpu(epilogue: Epilogue, given: tuple[Any, ...]) -> None:
+    a, b, out, saved, bias, *scales = given
+    torch_cpu.served("matmul")(a, b, out, saved, bias, *scales, epilogue.activation, epilogue.fold)
 
 
 def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Bound | None:
@@ -255,6 +266,9 @@ def _gradient_launch(dout: torch.Tensor, saved: torch.Tensor, activation: str, d
 
 def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
     """The launch of dout's product with the activation's slope, None for nothing to do."""
+    if dout.device.type != "meta" and dout.numel() and device_of(dout.device, "activation_gradient").backend == "cpu":
+        run = torch_cpu.served("activation_gradient")
+        return lambda given: run(*given, activation)  # type: ignore[return-value]
     from ...kernels.matrix.matmul import activation_gradient as kernel
     from ..launch import Launch
 

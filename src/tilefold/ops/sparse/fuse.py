@@ -6,6 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..bound import Bound, meta
 from ..call import MAX_HEAD_DIM
 from ..device import device_of, interpreting
@@ -94,7 +95,7 @@ def _key(branches: Pair, gates: Pair, *others: Any) -> Any:
 @recorded("fuse", _key)
 def _prepare(branches: Pair, gates: Pair, out: torch.Tensor | None, layout: str) -> Bound | None:
     shape, like = check(*branches, *gates, layout), _like(branches)
-    device_of(like.device)  # refuses one where no kernel runs
+    device_of(like.device, "fuse")  # refuses one where nothing serves it
     if out is not None:
         _check_out(out, like, shape, layout)
     strides = meta(*shape).stride() if out is None else out.stride()
@@ -111,13 +112,16 @@ def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], la
 def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layout: str, shape: tuple[int, ...],
           like: torch.Tensor, **strides: tuple[int, ...]) -> Bound | None:  # fmt: skip
     """The launch of a kernel; strides: of what it reads or writes beside branches and gates."""
-    from ...kernels import gate as kernels
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     if 0 in shape:
         return None
+    if like.device.type != "meta" and device_of(like.device, "fuse").backend == "cpu":
+        return _on_cpu(kernel, layout)  # type: ignore[no-any-return]
+    from ...kernels import gate as kernels
+    from ..launch import Launch
+
     width = padded_head_dim(shape[3])
     at_once = max(1, TILE_ELEMENTS // width)
     rows = shape[0] * shape[1] * shape[2]
@@ -141,6 +145,19 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
         values[f"strides_g{name}"] = (0, 0, 0) if g is None else gate_strides(g, layout)
     launch = Launch(getattr(kernels, kernel), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
     return Bound(launch, given, values)
+
+
+def _on_cpu(name: str, layout: str) -> Any:
+    """What a launch of this kernel does, in torch."""
+
+    def launch(given: tuple[Any, ...]) -> None:
+        gates = tuple(g if g is None else g.reshape(gate_shapes(g, layout)) for g in given[2:4])
+        if name == "fuse_forward":
+            torch_cpu.served("fuse")(given[:2], gates, given[4])
+        else:
+            torch_cpu.served("fuse_backward")(given[:2], gates, given[4], list(given[5:9]))
+
+    return launch
 
 
 def gradients(
@@ -170,7 +187,7 @@ def gradients(
 def _prepare_backward(
     branches: Pair, gates: Pair, dout: torch.Tensor, layout: str, wanted: tuple[bool, ...]
 ) -> Bound | None:
-    device_of(dout.device)
+    device_of(dout.device, "fuse")
     shape = tuple(dout.shape)
     strides = {"strides_o": dout.stride()[:3], "strides_d": meta(*shape).stride()[:3]}
     return _bind("fuse_backward", BACKWARD, branches, gates, layout, shape, dout, **strides)

@@ -6,6 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
+from .. import torch_cpu
 from ..bound import Bound, Prepared, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
@@ -133,54 +134,52 @@ def weight_gradient(
 
 @recorded("project: gather")
 def _bind_gather(x: Any, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str) -> Prepared:
-    from ...kernels.project import gather_blocks
-
     n = _check(x, weight, sizes, block, layout, names)
     shape = _result_shape(n, "blocks", layout)
     given = ("X", "Weight", "Sizes", "Rows")
     return Prepared(
-        shape, _bind(gather_blocks, given, n, x, meta(*shape, dtype=x.dtype), weight, sizes, layout, KIND=kind)
+        shape, _bind("gather_blocks", given, n, x, meta(*shape, dtype=x.dtype), weight, sizes, layout, KIND=kind)
     )
 
 
 @recorded("project: spread")
 def _bind_spread(rows: Any, weight: Any, sizes: Any, length: int, block: int, kind: int, layout: str) -> Prepared:
-    from ...kernels.project import spread_blocks
-
     n = _check(rows, weight, sizes, block, layout, "rows weight block_sizes", length)
     shape = _result_shape(n, "seq", layout)
     given = ("Rows", "Weight", "Sizes", "X")
     return Prepared(
-        shape, _bind(spread_blocks, given, n, meta(*shape, dtype=rows.dtype), rows, weight, sizes, layout, KIND=kind)
+        shape, _bind("spread_blocks", given, n, meta(*shape, dtype=rows.dtype), rows, weight, sizes, layout, KIND=kind)
     )
 
 
 @recorded("project: weight gradient")
 def _bind_weight(x: Any, drows: Any, weight: Any, sizes: Any, block: int, layout: str) -> Prepared:
-    from ...kernels.project import block_weight_gradient
-
     n = _check(x, weight, sizes, block, layout)
     shape = (n["batch"], n["blocks"], n["heads"], block)
     given = ("X", "DRows", "Sizes", "Part")
-    return Prepared(shape, _bind(block_weight_gradient, given, n, x, drows, weight, sizes, layout))
+    return Prepared(shape, _bind("block_weight_gradient", given, n, x, drows, weight, sizes, layout))
 
 
-def _bind(fn: Any, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor, rows: torch.Tensor, weight: Any, sizes: Any,
+def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor, rows: torch.Tensor, weight: Any, sizes: Any,
           layout: Any, **constants: Any) -> Bound | None:  # fmt: skip
     """The launch of a kernel between tokens x and the rows of their blocks; one of the two may be without memory."""
     from ...plan.coarse import rows_at_once
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     device = x.device if rows.is_meta else rows.device
     if device.type != "meta":
-        device_of(device)  # refuses one where no kernel runs
+        device_of(device, name)  # refuses one where nothing serves it
     programs = n["heads"] * n["blocks"] * n["batch"]
     if programs == 0:
         return None
     if programs > MAX_GRID:
         raise ShapeError(f"{programs} blocks of all heads are more than the {MAX_GRID} that one launch can make")
+    if device.type != "meta" and device_of(device, name).backend == "cpu":
+        return _on_cpu(name, layout, n["block"], constants)  # type: ignore[no-any-return]
+    from ...kernels import project as kernels
+    from ..launch import Launch
+
     width = padded_head_dim(n["dim"])
     constants |= {
         "EMULATE": interpreting() and x.dtype == torch.bfloat16,
@@ -196,7 +195,25 @@ def _bind(fn: Any, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor, r
         "stride_wh": 0 if weight is None or weight.dim() == 1 or weight.shape[0] == 1 else weight.stride(0),
         **strides_named("s", size_strides(sizes), "bh"),
     }
-    return Bound(Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0), given, values)
+    return Bound(
+        Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0), given, values
+    )
+
+
+def _on_cpu(name: str, layout: str, block: int, constants: dict[str, Any]) -> Any:
+    """What a launch of this kernel does, in torch: of heads first, but for the parts of a weight's gradient."""
+    run = torch_cpu.served(name)
+
+    def launch(given: tuple[Any, ...]) -> None:
+        run(
+            *(t if t is None or t.dim() < 4 else torch_cpu.heads_first(t, layout) for t in given[:2]),
+            *given[2:3],
+            given[3] if name == "block_weight_gradient" else torch_cpu.heads_first(given[3], layout),
+            block,
+            *constants.values(),
+        )
+
+    return launch
 
 
 # ---------------------------------------------------------------- the operators

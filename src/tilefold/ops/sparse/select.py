@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from ...errors import ValueRangeError
+from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..device import device_of
 from ..records import recorded
@@ -75,6 +76,10 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
     if made.counts.numel() == 0:
         return made
+    if device_of(scores.device, "select").backend == "cpu":
+        check_forced(scores, call)
+        torch_cpu.served("select")(scores, call, made)
+        return made
     _prepare(scores, call)((scores, call.block_sizes, call.force, *made, *_settings(call)))
     return made
 
@@ -95,6 +100,9 @@ def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor
     """fp32 [B, H, Qb]: the Gini coefficient of each row; block_sizes as in `SelectCall`."""
     made = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
     if made.numel() == 0:
+        return made
+    if device_of(scores.device, "gini").backend == "cpu":
+        torch_cpu.served("gini")(scores, block_sizes, made)
         return made
     _prepare_gini(scores, block_sizes)((scores, block_sizes, made))
     return made

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import torch_cpu
 from ..bound import Bound, Slot, attribute, meta, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
@@ -38,7 +39,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     if p.plan is None:
         return out, lse
-    if interpreting():
+    if on_host(q):
         _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
@@ -71,7 +72,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     sizes, scale = check_call(q, k, v, call)
     dense = dense_call(call)
     out_shape, lse_shape = result_shapes(dense, sizes)
-    device = device_of(q.device)
+    device = device_of(q.device, "sparse_attention")
     keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=keep)
@@ -88,6 +89,9 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
         query_masked=index.query_sizes is not None,
     )
     shapes = out_shape, lse_shape
+    if device.backend == "cpu":
+        made = torch_cpu.planned("sparse_attention", problem, call, call.plan)
+        return Prepared(made, *shapes, scale, bound=torch_cpu.Listed(scale), keep=keep)
     if call.plan is not None:
         given: SparsePlan = call.plan  # type: ignore[assignment]
         given.check(problem, device)

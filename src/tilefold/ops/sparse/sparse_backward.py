@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import DtypeError, Unsupported
+from .. import torch_cpu
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
@@ -123,6 +124,8 @@ def backward(
             for t, w in zip(saved[:3], wanted, strict=True)
         )
         return cast("Gradients", tuple(made))
+    if torch_cpu.on_cpu(prepared.plan):
+        return torch_cpu.sparse_backward(saved, dout, dlse, call, prepared.bound, wanted)
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     saved = q, k, v, out, lse
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
@@ -180,11 +183,15 @@ def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = F
     from ..hopper import disabled
 
     problem = prepared.plan.problem
+    device = device_of(q.device, "sparse_attention_backward")
+    if device.backend == "cpu":
+        made: SparseBackwardPlan = torch_cpu.planned("sparse_attention_backward", problem, call, call.backward_plan)
+        return made
     if call.backward_plan is None:
-        return plan_sparse_backward(problem, device_of(q.device), portable or disabled())
+        return plan_sparse_backward(problem, device, portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
-    call.backward_plan.check(problem, device_of(q.device))
+    call.backward_plan.check(problem, device)
     return call.backward_plan
 
 

@@ -103,13 +103,14 @@ def dense_call(call: SparseCall) -> Call:
 def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[dict[str, int], float]:
     """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""
     from ...plan.sparse import SparsePlan
+    from ...plan.torch_cpu import TorchPlan
 
     dense = dense_call(call)
     check_options(dense)
     sizes = _sizes(q, k, v, call)
     check_hooks(dense, q.device)
     check_slope(call.score_mod, call.score_grad, call.score_args)
-    if call.plan is not None and not isinstance(call.plan, SparsePlan):
+    if call.plan is not None and not isinstance(call.plan, (SparsePlan, TorchPlan)):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
     return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.attention import Rejected
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 
 __all__ = ["HOPPER", "PORTABLE", "ROWS", "EightPlan", "EightProblem", "hopper_refusal", "plan_eight"]
@@ -128,8 +130,8 @@ def _fault(plan: EightPlan) -> tuple[str, str] | None:
 
 def hopper_refusal(problem: EightProblem, device: Device) -> str | None:
     """Why the kernels for sm_90 cannot serve, as a sentence, or None if they can."""
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
+    if refusal := architecture_refusal("matmul_eight_hopper", device):
+        return refusal
     if not problem.aligned:
         return "the copy engine needs a weight whose base and rows lie at multiples of 16 bytes"
     if max(problem.m, problem.n, problem.k) >= 1 << 31:
@@ -163,7 +165,9 @@ def _plan_portable(problem: EightProblem, device: Device) -> EightPlan:
         )
         splits = max(1, min(2 * device.sms // max(1, plan.items), problem.k // 1024, 8))
         return replace(plan, splits=splits)
-    twice = problem.kind != "int8" and device.arch == 90  # sums of tensor cores and of fp32: registers for 128 columns
+    twice = (
+        problem.kind != "int8" and device.architecture is SM_90
+    )  # sums of tensor cores and of fp32: registers for 128 columns
     tiles = -(-problem.m // 128) * -(-problem.n // 256)
     if twice or problem.m <= 256 or tiles < device.sms:
         items = -(-problem.m // 128) * -(-problem.n // 128)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import PlanError, ValueRangeError
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Plan
 from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
@@ -201,7 +202,7 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs groups of a multiple of {SLAB} columns or of whole rows, not {problem.group}"
     if path == "tile":
         return None
-    if device.generation < 90 or (path == "hopper" and device.generation != 90):
+    if device.generation < 90 or (path == "hopper" and device.architecture is not SM_90):
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
         return f"takes whole zero points, not zeros: {problem.zeros}"
@@ -259,7 +260,7 @@ def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
     """The plan for a product on a device: pure, the same every time."""
     refusals = {path: refused(problem, device, path) for path in PATHS}
     rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
-    if device.generation == 90:
+    if device.architecture is SM_90:
         possible = tuple(path for path, refusal in refusals.items() if not refusal)
         if row := choice_for(problem.bits, problem.m, problem.n, problem.k, possible):
             reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {row.m}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
@@ -135,8 +136,8 @@ def splits_of(problem: MatmulProblem, device: Device, tile: MatmulTile) -> int:
 
 def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     """Why the kernel for sm_90 cannot serve, as a sentence, or None if it can."""
-    if device.backend != "cuda" or device.arch != 90:
-        return f"it is written for sm_90, this is {device.target}"
+    if refusal := architecture_refusal("matmul_hopper", device):
+        return refusal
     eight = ITEMSIZE[problem.dtype] == 1
     if problem.dtype not in ("bfloat16", "float16") and not eight:
         return f"it multiplies bfloat16, float16 and float8_e4m3fn, not {problem.dtype}"

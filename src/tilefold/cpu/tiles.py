@@ -1,0 +1,27 @@
+"""A call cut into what is folded at once, by a `Cut` of the plan."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ..plan.torch_cpu import Cut
+
+__all__ = ["chunks", "rows_of", "spans"]
+
+
+def chunks(batch: int, kv_heads: int, cut: Cut) -> Iterator[tuple[slice, slice]]:
+    """(sequences, heads of K and V) that are folded at once, one after the other."""
+    for b in spans(0, batch, cut.sequences):
+        for h in spans(0, kv_heads, cut.heads):
+            yield b, h
+
+
+def spans(lo: int, hi: int, step: int) -> Iterator[slice]:
+    """lo to hi in parts of `step`."""
+    for begin in range(lo, hi, step):
+        yield slice(begin, min(begin + step, hi))
+
+
+def rows_of(t: torch.Tensor) -> torch.Tensor:
+    """[sequences, heads, .., dim] as a contiguous fp32 [sequences * heads, rows, dim]: what is no such view is copied."""
+    return t.float().reshape(t.shape[0] * t.shape[1], -1, t.shape[-1]).contiguous()

@@ -1,0 +1,68 @@
+"""The registry of architectures: for what code is written, and which one serves a device.
+
+An architecture is a line here, and a folder for what is written for it alone (`kernels/hopper`, `cpu`).  What of it serves a call
+stands in `capabilities.py`."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "ARCHITECTURES",
+    "CPU",
+    "CUDA",
+    "HIP",
+    "INTERPRETER",
+    "SM_90",
+    "Architecture",
+    "architecture_at",
+    "architecture_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """name: as capabilities and messages say it.  title: for people.  backend, arch: of the devices that it serves (arch None:
+    all of the backend).  tensors: the kind of torch device whose tensors it takes.  interpreted: it runs kernels in Triton's
+    interpreter."""
+
+    name: str
+    title: str
+    backend: str
+    arch: int | None
+    tensors: str
+    interpreted: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SM_90 = Architecture("sm_90", "NVIDIA Hopper", "cuda", 90, "cuda")
+CUDA = Architecture("cuda", "NVIDIA GPU", "cuda", None, "cuda")
+HIP = Architecture("hip", "AMD GPU", "hip", None, "cuda")
+INTERPRETER = Architecture("interpreter", "Triton interpreter (CPU)", "interpreter", None, "cpu", interpreted=True)
+CPU = Architecture("cpu", "torch (CPU)", "cpu", None, "cpu")
+
+ARCHITECTURES = (SM_90, CUDA, HIP, INTERPRETER, CPU)
+"""The special ones before those that serve all of a backend."""
+
+
+class HasArchitecture(Protocol):
+    """What of a `Device` says which architecture serves it."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def arch(self) -> int | str: ...
+
+
+def architecture_of(device: HasArchitecture) -> Architecture:
+    """The architecture of a device record."""
+    return next(a for a in ARCHITECTURES if a.backend == device.backend and a.arch in (None, device.arch))
+
+
+def architecture_at(tensors: str, interpreted: bool) -> Architecture | None:
+    """Which one takes tensors on such a torch device ("cuda", "cpu", ..), before a GPU is looked at: CUDA stands for all GPUs.
+    None: nobody.  interpreted: TRITON_INTERPRET=1, which takes tensors wherever they lie."""
+    if interpreted:
+        return INTERPRETER
+    return {"cuda": CUDA, "cpu": CPU}.get(tensors)

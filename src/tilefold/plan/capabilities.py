@@ -1,0 +1,119 @@
+"""What serves what: pure records that planners and operations ask.  Functions are named as text and found when a call needs them.
+
+So far it holds the kernels that one architecture alone has, and all of `cpu`; that the portable kernels serve every GPU and the
+interpreter goes without saying."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tilefold.errors import Unsupported
+from tilefold.plan.architecture import CPU, SM_90, Architecture, HasArchitecture, architecture_of
+
+__all__ = ["CAPABILITIES", "Capability", "architecture_refusal", "capability", "function_of", "refuse_arguments"]
+
+FLOATS = ("float16", "bfloat16", "float32")
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One kernel, or on `cpu` one function.
+
+    operation: what it computes, as the public function is called.  kernel: its name in plans.  architecture: for which it is
+    written.  function: "package.module:function" where it is called by this record.  dtypes: of the tensors.  sources: where keys
+    may lie.  refused: arguments of the operation that it does not serve, each with the reason."""
+
+    operation: str
+    kernel: str
+    architecture: Architecture
+    function: str = ""
+    dtypes: tuple[str, ...] = FLOATS
+    sources: tuple[str, ...] = ("dense",)
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+_MODS = tuple(
+    (name, "it is a @triton.jit function, and this is plain torch")
+    for name in ("score_mod", "mask_mod", "score_grad")
+)  # fmt: skip
+
+
+def _torch(operation: str, function: str, **more: Any) -> Capability:
+    return Capability(operation, f"torch_{operation}", CPU, f"tilefold.cpu.{function}", **more)
+
+
+CAPABILITIES = (
+    Capability("attention", "attention_forward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
+    Capability("attention", "attention_fp8_hopper", SM_90, dtypes=("float8_e4m3fn",)),
+    Capability("attention_backward", "attention_backward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
+    Capability("sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed",)),
+    Capability("matmul", "matmul_hopper", SM_90, dtypes=(*HALVES, "float8_e4m3fn")),
+    Capability("matmul_w8a8", "matmul_eight_hopper", SM_90, dtypes=("int8", "float8_e4m3fn")),
+    _torch("attention", "dense:forward", sources=("dense", "packed"), refused=_MODS),
+    _torch("attention_backward", "dense:backward", sources=("dense", "packed"), refused=_MODS),
+    _torch(
+        "attention_kvcache", "cached:forward", sources=("cached", "paged"), dtypes=(*FLOATS, "float8_e4m3fn", "int8")
+    ),
+    _torch("attention_cached", "cached:forward", sources=("cached", "paged", "packed")),
+    _torch("kvcache_append", "cached:append", dtypes=(*FLOATS, "float8_e4m3fn", "int8")),
+    _torch("apply_rotary", "rotary:rotary"),
+    _torch("merge_attention", "state:merge"),
+    _torch("sparse_attention", "sparse:forward", sources=("listed", "packed", "paged"), refused=_MODS),
+    _torch("sparse_attention_backward", "sparse:backward", sources=("listed", "packed"), refused=_MODS),
+    _torch("gather_blocks", "video:gather"),
+    _torch("spread_blocks", "video:spread"),
+    _torch("block_weight_gradient", "video:weight_gradient"),
+    _torch("attend_rows", "video:attend"),
+    _torch("attend_rows_backward", "video:attend_backward"),
+    _torch("select", "video:select", dtypes=("float32",)),
+    _torch("gini", "video:gini", dtypes=("float32",)),
+    _torch("fuse", "video:mix"),
+    _torch("fuse_backward", "video:mix_backward"),
+    _torch("matmul", "matrix:product"),
+    _torch("activation_gradient", "matrix:activation_gradient"),
+    _torch("lowbit_matmul", "matrix:product"),
+)
+
+
+@lru_cache(maxsize=256)
+def capability(operation: str, architecture: Architecture) -> Capability | None:
+    """The first record of an operation on an architecture, None if there is none."""
+    return next((c for c in CAPABILITIES if (c.operation, c.architecture) == (operation, architecture)), None)
+
+
+def function_of(operation: str, architecture: Architecture) -> Callable[..., Any]:
+    """The function that computes an operation there."""
+    found = capability(operation, architecture)
+    if found is None or not found.function:
+        raise Unsupported(f"{operation} is not served by {architecture.title}")
+    return _imported(found.function)
+
+
+@lru_cache(maxsize=256)
+def _imported(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    made: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return made
+
+
+def architecture_refusal(kernel: str, device: HasArchitecture) -> str | None:
+    """Why a kernel that is written for one architecture does not run on a device, as a sentence; None if it does."""
+    written = next((c.architecture for c in CAPABILITIES if c.kernel == kernel), None)
+    if written is None or architecture_of(device) is written:
+        return None
+    target = f"sm_{device.arch}" if device.backend == "cuda" else str(device.arch)
+    return f"it is written for {written}, this is {target}"
+
+
+def refuse_arguments(operation: str, architecture: Architecture, given: Mapping[str, object]) -> None:
+    """Unsupported, naming it, for an argument that is not None and that the architecture does not serve."""
+    found = capability(operation, architecture)
+    for name, why in found.refused if found is not None else ():
+        if given.get(name) is not None:
+            raise Unsupported(
+                f"{name} is not served by {architecture.title}: {why}; to run the kernels in Triton's interpreter set "
+                f"TRITON_INTERPRET=1 before triton is imported"
+            )

@@ -1,0 +1,104 @@
+"""Plans of the architecture `cpu`: how plain torch cuts a call of attention into tiles."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tilefold.errors import PlanError
+from tilefold.plan.architecture import CPU, architecture_of
+from tilefold.plan.capabilities import capability
+from tilefold.plan.device import Device, device_named
+
+__all__ = ["Cut", "TorchPlan", "cut_of", "plan_torch"]
+
+BLOCK_N = 512  # keys of a tile
+ROWS = 256  # query rows of a KV head in a tile, those of its group together
+SCORES = 1 << 19  # scores that are folded at once: 2 MiB in fp32, which stay in the caches; larger tiles are slower
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """block_m queries of each head and block_n keys a tile; sequences, and heads of K and V, that are folded at once."""
+
+    block_m: int
+    block_n: int
+    sequences: int
+    heads: int
+
+
+def cut_of(batch: int, kv_heads: int, group: int, seq_q: int, seq_k: int) -> Cut:
+    """Tiles whose scores stay in the caches; where sequences are short, many are folded at once."""
+    block_m = max(1, min(seq_q, max(16, ROWS // max(1, group))))
+    block_n = max(1, min(seq_k, BLOCK_N))
+    pairs = max(1, SCORES // (block_m * max(1, group) * block_n))
+    if pairs >= kv_heads:
+        return Cut(block_m, block_n, max(1, min(batch, pairs // max(1, kv_heads))), max(1, kv_heads))
+    return Cut(block_m, block_n, 1, pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """The decision for one call on the CPU.  `print` it.
+
+    operation: as in the capabilities; problem: of the operation; cut: None where nothing is folded in tiles."""
+
+    operation: str
+    problem: Any
+    device: Device
+    cut: Cut | None = None
+
+    splits = 1  # of the keys of a row: in parts they would be no faster
+
+    @property
+    def kernel(self) -> str:
+        found = capability(self.operation, CPU)
+        return "" if found is None else found.kernel
+
+    def with_tile(
+        self,
+        *,
+        block_m: int | None = None,
+        block_n: int | None = None,
+        sequences: int | None = None,
+        heads: int | None = None,
+    ) -> "TorchPlan":
+        """The plan with another cut (None keeps the field); PlanError names a field that is no number above 0."""
+        given = {"block_m": block_m, "block_n": block_n, "sequences": sequences, "heads": heads}
+        for name, value in given.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise PlanError(f"plan field {name}: must be an integer of at least 1, got {value!r}")
+        cut = replace(
+            self.cut or Cut(1, 1, 1, 1), **{name: value for name, value in given.items() if value is not None}
+        )
+        return replace(self, cut=cut)
+
+    def check(self, problem: Any, device: Device) -> None:
+        """PlanError unless the plan is one for this problem and device."""
+        if architecture_of(device) is not CPU:
+            raise PlanError(f"plan is for {self.device.title}, the call is on {device.title}")
+        if problem != self.problem:
+            raise PlanError(f"plan is for {self.problem}, the call is {problem}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.operation.replace('_', ' ').capitalize()} plan for {self.device.title}",
+            f"  kernel      {self.kernel}",
+        ]
+        if self.cut is not None:
+            c = self.cut
+            lines += [
+                f"  tiles       {c.block_m} queries of each head x {c.block_n} keys",
+                f"  at once     {c.sequences} sequences x {c.heads} KV heads, K and V of these in fp32",
+            ]
+        lines.append(
+            "  why         Batched products of plain torch; dead tiles are skipped, only edge tiles are masked."
+        )
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def plan_torch(operation: str, problem: Any) -> TorchPlan:
+    """The plan of an operation of attention on the CPU; problem: an AttentionProblem, or one that has it as `attention`."""
+    n = getattr(problem, "attention", problem)
+    cut = cut_of(n.batch, n.kv_heads, n.heads // max(1, n.kv_heads), n.seq_q, n.seq_k)
+    return TorchPlan(operation, problem, device_named("cpu"), cut)

@@ -1,0 +1,163 @@
+"""CPU tensors without Triton: who serves them, what plans and refusals say, and a process that has no Triton at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import tilefold
+from tilefold import DeviceError, PlanError, Unsupported, ops
+from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, device_named, plan_attention
+from tilefold.plan.architecture import (
+    ARCHITECTURES,
+    CPU,
+    CUDA,
+    HIP,
+    INTERPRETER,
+    SM_90,
+    architecture_at,
+    architecture_of,
+)
+from tilefold.plan.capabilities import CAPABILITIES, architecture_refusal, function_of
+from torch_cpu import device, torch_cpu  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("torch_cpu")
+
+
+def qkv(n: int = 40) -> tuple[torch.Tensor, ...]:
+    return torch.randn(3, 1, n, 4, 16).unbind()
+
+
+# ---------------------------------------------------------------- the registry
+
+
+def test_every_device_has_its_architecture():
+    found = {name: architecture_of(record).name for name, record in DEVICES.items()}
+    assert found == {"h200": "sm_90", "h100": "sm_90", "b200": "cuda", "a100": "cuda", "l4": "cuda", "rtx4090": "cuda",
+                     "mi300x": "hip", "interpreter": "interpreter"}  # fmt: skip
+    assert device_named("cpu").architecture is CPU
+    assert architecture_at("cpu", False) is CPU
+    assert architecture_at("cuda", False) is CUDA
+    assert architecture_at("cpu", True) is architecture_at("cuda", True) is INTERPRETER
+    assert architecture_at("meta", False) is None
+    assert set(ARCHITECTURES) == {SM_90, CUDA, HIP, INTERPRETER, CPU}
+
+
+def test_a_kernel_of_one_architecture_says_so():
+    name = "attention_forward_hopper"
+    assert architecture_refusal(name, device_named("h100")) is None
+    assert architecture_refusal(name, device_named("a100")) == "it is written for sm_90, this is sm_80"
+    assert architecture_refusal(name, device_named("mi300x")) == "it is written for sm_90, this is gfx942"
+    assert architecture_refusal("attention_forward", device_named("a100")) is None
+
+
+def test_every_function_that_is_named_exists():
+    named = [c for c in CAPABILITIES if c.function]
+    assert {c.architecture for c in named} == {CPU}
+    assert all(callable(function_of(c.operation, CPU)) for c in named)
+    with pytest.raises(Unsupported, match=r"conv2d is not served by torch \(CPU\)"):
+        function_of("conv2d", CPU)
+
+
+# ---------------------------------------------------------------- plans and refusals
+
+
+def test_the_plan_is_printed_followed_and_refused():
+    q, k, v = qkv()
+    plan = tilefold.attention_plan(q, k, v, causal=True)
+    assert isinstance(plan, TorchPlan)
+    assert str(plan).startswith(
+        "Attention plan for torch (CPU)\n  kernel      torch_attention\n  tiles       40 queries"
+    )
+    small = TorchPlan(plan.operation, plan.problem, plan.device, plan.cut)
+    out = tilefold.attention(q, k, v, causal=True, plan=small)
+    assert torch.equal(out, tilefold.attention(q, k, v, causal=True))
+    with pytest.raises(PlanError, match="plan is for AttentionProblem"):
+        tilefold.attention(q, k, v, plan=small)
+    problem = AttentionProblem(1, 40, 40, 4, 4, 16, 16, dtype="float32")
+    with pytest.raises(PlanError, match=r"the call is on torch \(CPU\)"):
+        tilefold.attention(q, k, v, plan=plan_attention(problem, device_named("a100")))
+
+
+@triton.jit
+def plus_one(score, batch, head, q_index, kv_index, args):
+    return score + 1
+
+
+def test_what_is_not_served_names_the_argument_and_the_interpreter():
+    q, k, v = qkv()
+    text = "is not served by torch .CPU.: .*TRITON_INTERPRET=1 before triton is imported"
+    for name in ("score_mod", "mask_mod"):
+        with pytest.raises(Unsupported, match=f"{name} {text}"):
+            tilefold.attention(q, k, v, **{name: plus_one})
+    x = torch.randn(1, 3, 8, 8)
+    with pytest.raises(DeviceError, match="start Python with TRITON_INTERPRET=1"):
+        ops.conv2d(x, torch.randn(4, 3, 3, 3))
+    eight = q.to(torch.float8_e4m3fn)
+    with pytest.raises(DeviceError, match="start Python with TRITON_INTERPRET=1"):
+        tilefold.attention(eight, eight, eight)
+
+
+def test_memory_stays_below_one_matrix_of_scores():
+    """The largest tensor that a call makes has the scores of a tile, not those of all queries and keys."""
+    n = 4096
+    q, k, v = (torch.randn(1, n, 1, 16, requires_grad=True) for _ in range(3))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
+            nonlocal largest
+            made = fn(*args, **(kwargs or {}))
+            largest = max(
+                [largest, *(t.numel() for t in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(t))]
+            )
+            return made
+
+    from tilefold.cpu import dense
+    from tilefold.cpu.terms import Terms
+    from tilefold.plan.torch_cpu import cut_of
+
+    heads = [t.detach().transpose(1, 2) for t in (q, k, v)]
+    cut = cut_of(1, 1, 1, n, n)
+    out, lse = torch.empty(1, 1, n, 16), torch.empty(1, 1, n)
+    with Watch():
+        dense.forward(*heads, Terms(0.25, right=0), cut, out, lse)
+        grads = dense.Gradients(*(torch.empty(1, 1, n, 16) for _ in range(3)))
+        dense.backward(*heads, Terms(0.25, right=0), cut, (lse, torch.zeros(1, 1, n)), out, grads)
+    assert largest <= 512 * 4096 < n * n
+
+
+# ---------------------------------------------------------------- without Triton
+
+ALONE = """
+import sys
+sys.modules["triton"] = None  # an import of it fails
+import torch, tilefold
+from tilefold.sparse import sparse_video_attention
+torch.set_num_threads(1)
+q, k, v = (t.requires_grad_() for t in torch.randn(3, 2, 128, 4, 16))
+tilefold.attention(q, k, v, causal=True, dropout_p=0.1).sum().backward()
+sparse_video_attention(q, k, v).sum().backward()
+cu = torch.tensor([0, 100, 256], dtype=torch.int32)
+tilefold.attention_varlen(*(t.flatten(0, 1) for t in (q, k, v)), cu, cu, 156, 156).sum().backward()
+with torch.no_grad():
+    cache = torch.zeros(2, 32, 4, 16)
+    lengths = torch.tensor([0, 7], dtype=torch.int32)
+    tilefold.kvcache_append(k[:, :2], v[:, :2], cache, cache.clone(), cache_seqlens=lengths)
+    tilefold.attention_kvcache(q[:, :1], cache, cache, cache_seqlens=lengths + 2)
+tilefold.matmul(q[0, :, 0], k[0, :, 0].t(), activation="gelu").sum().backward()
+print(tilefold.attention_plan(q, k, v))
+"""
+
+
+def test_without_triton_everything_works():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env, check=False, cwd=Path.cwd()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Attention plan for torch (CPU)")

@@ -1,0 +1,89 @@
+"""Tests of operations, made again on the architecture `cpu`: the same cases and oracles, with plain torch instead of the kernels.
+
+A module says `globals().update(again("test_attention", "bands dtypes"))` and has `torch_cpu` among its fixtures."""
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cases.decode
+import cases.select
+from tilefold.ops import records
+from tilefold.ops.matrix import lowbit_launch
+from tilefold.plan import TorchPlan, device_named
+
+CPU = Path(__file__).resolve().parent / "cpu"
+KERNELS = ("kernel",)  # parameters that name a kernel: None is whatever the plan takes
+
+
+def forget() -> None:
+    """Records of calls know which architecture they are of."""
+    records.CACHE.clear()
+    lowbit_launch._BOUND.clear()
+
+
+@pytest.fixture
+def torch_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors outside of the interpreter, in one thread: others share the cores."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(TorchPlan, "with_tile", with_tile)
+    monkeypatch.setattr(TorchPlan, "with_tiles", with_tiles, raising=False)
+    monkeypatch.setattr(cases.decode, "changed", lambda plan, of_kernels: plan)
+    monkeypatch.setattr(
+        cases.select, "device_of", lambda _: device_named("interpreter")
+    )  # for the roundings of its kernel
+    forget()
+    yield
+    forget()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu")
+
+
+def with_tile(self: TorchPlan, block_m: int | None = None, block_n: int | None = None, **of_kernels: Any) -> TorchPlan:
+    """As the plans of kernels have it, without what kernels alone have; and one KV head of one sequence at a time."""
+    cut = dataclasses.replace(self.cut, sequences=1, heads=1)
+    given = {name: value for name, value in (("block_m", block_m), ("block_n", block_n)) if value is not None}
+    return dataclasses.replace(self, cut=dataclasses.replace(cut, **given))
+
+
+def with_tiles(self: TorchPlan, queries: Any = None, *tiles: Any, **of_kernels: Any) -> TorchPlan:
+    return with_tile(self, **({} if queries is None else {"block_m": queries.block_m, "block_n": queries.block_n}))
+
+
+def again(file: str, names: str) -> dict[str, Any]:
+    """The tests of these names, without their "test_", of a file of tests/cpu, with their parameters but for those that name a
+    kernel."""
+    if str(CPU) not in sys.path:
+        sys.path.append(str(CPU))
+    module = importlib.import_module(file)
+    if hasattr(module, "planned"):  # the plan of a call, with a tile of the test's choice
+        module.planned = lambda *args, **fields: None  # type: ignore[attr-defined]
+    return {f"{file}_{name}": _unnamed(getattr(module, f"test_{name}")) for name in names.split()}
+
+
+def _unnamed(test: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def made(*args: Any, **given: Any) -> None:
+        test(*args, **given)
+
+    made.pytestmark = [_none_alone(mark) for mark in getattr(test, "pytestmark", [])]  # type: ignore[attr-defined]
+    return made
+
+
+def _none_alone(mark: pytest.Mark) -> pytest.Mark:
+    if mark.name != "parametrize" or mark.args[0] not in KERNELS:
+        return mark
+    return pytest.mark.parametrize(mark.args[0], [None]).mark
