@@ -16,7 +16,7 @@ KERNELS = {
     "split": ("split", "split_kernel", {}, "any"),
 }
 JOBS = {
-    (name, "sm_90"): Job("ladder_cases:example_launch", {"name": rung, "kernel": kernel, **more}, "sm_90")
+    (name, "sm_90"): Job("cases.ladder:example_launch", {"name": rung, "kernel": kernel, **more}, "sm_90")
     for name, (rung, kernel, more, _) in KERNELS.items()
 }
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files

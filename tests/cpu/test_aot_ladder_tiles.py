@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aot_cases import Results, compiled
-from ladder_cases import TILE_HEAD, tile_cells
+from cases.ladder import TILE_HEAD, tile_cells
 from tilefold.aot import CompileReport, Job, target_named
 from tilefold.ladder import RUNGS, Tile
 from tilefold.plan.problem import AttentionProblem
@@ -21,7 +21,7 @@ N, HEADS, DIM = 4096, 16, 128
 PROBLEM = AttentionProblem(1, N, N, HEADS, HEADS, DIM, DIM)
 JOBS = {
     (str(tile), "sm_90"): Job(
-        "ladder_cases:example_launch",
+        "cases.ladder:example_launch",
         {"name": "flash", "kernel": "flash_kernel", "causal": False, "tile": astuple(tile)},
         "sm_90",
     )

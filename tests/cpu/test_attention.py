@@ -9,7 +9,20 @@ import triton
 import triton.language as tl
 
 import tilefold
-from cases import BOX, check, dilated, dilated_twin, judge, prefix, prefix_twin, qkv, rand, relative, relative_twin
+from cases import (
+    BOX,
+    check,
+    dilated,
+    dilated_twin,
+    judge,
+    prefix,
+    prefix_twin,
+    qkv,
+    rand,
+    relative,
+    relative_twin,
+    same,
+)
 from tilefold import reference
 from tilefold.device import mods
 
@@ -306,7 +319,7 @@ def test_same_bits_every_run(device):
     first = tilefold.attention(q, k, v, causal=True, return_lse=True)
     for _ in range(5):
         again = tilefold.attention(q, k, v, causal=True, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert same(first, again)
 
 
 @pytest.mark.no_poison

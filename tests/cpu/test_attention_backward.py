@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import judge, one, qkv, rand, relative
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients, oracle
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients, oracle
 from tilefold import reference
 from tilefold.plan.attention_backward import AttentionBackwardPlan
 from tilefold.plan.limits import Tile

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, same
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.library import ATTENTION
@@ -43,7 +43,7 @@ def test_bias_of_minus_infinity(device):
     dout, dlse = rand(1, 20, 2, 16, device=device), rand(1, 2, 20, device=device)
     want = gradients((q, k, v), dout, dlse, bias=bias, mask=mask, softcap=3.0)
     got = gradients((q, k, v), dout, dlse, bias=bias.masked_fill(~mask, float("-inf")), softcap=3.0)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_softcap_alibi_sinks_mask(device):
@@ -139,7 +139,7 @@ def test_compile_fullgraph(name, device):
         out, lse = fn(*inputs)
         results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), inputs)))
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert same(results[0], other)
 
 
 @pytest.mark.no_poison
@@ -155,7 +155,7 @@ def test_compile_varlen_and_plans(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     want, got = (torch.autograd.grad(fn(*leaves), leaves) for fn in (layer, compiled))
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert same(want, got)
 
 
 @pytest.mark.no_poison
@@ -192,7 +192,7 @@ def test_functorch_and_fake_tensors(device):
 
     got = torch.func.grad(loss, argnums=(0, 1))(q, bias)
     leaves = [t.clone().requires_grad_() for t in (q, bias)]
-    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves), strict=True))
+    assert same(got, torch.autograd.grad(loss(*leaves), leaves))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(t).requires_grad_() for t in (q, k, v, bias)]
         out = tilefold.attention(*fakes[:3], bias=fakes[3])
@@ -237,4 +237,4 @@ def test_after_the_hopper_forward(monkeypatch, device):
     prepared.bound = launch
     monkeypatch.setattr(attention, "prepare", lambda *call: prepared)
     got = gradients((q, k, v), dout, dlse, causal=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import dilated, dilated_twin, one, rand, relative, relative_twin
+from cases.gradient import check_gradients
 from examples import examples
-from gradient_cases import check_gradients
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

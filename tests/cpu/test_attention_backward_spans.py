@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import judge, qkv, rand
+from cases.gradient import oracle
 from examples import examples
-from gradient_cases import oracle
 from tilefold.errors import PlanError
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.backward.attention_backward_spans import bound_launches, cut, unseen

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import check, packed, qkv, rand
-from gradient_cases import BOX_BACKWARD, check_gradients, gradients
+from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import AttentionProblem, device_named, plan_attention

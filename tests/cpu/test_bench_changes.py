@@ -8,9 +8,7 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from tilefold.bench.records.change_report import change_lines, change_markdown, change_table
-from tilefold.bench.records.changes import compare, ratio_interval
-from tilefold.bench.records.history import draw, history_table, median_interval, series_of
+from tilefold.bench.records.changes import change_lines, change_markdown, change_table, compare, ratio_interval
 from tilefold.bench.records.runs import latest, read_measured, read_rows
 from tilefold.cli.app import app
 from tilefold.errors import ValueRangeError
@@ -84,12 +82,6 @@ def test_many_rounds_take_the_normal_approximation_and_one_says_nothing():
     found = ratio_interval(many, many)
     assert found.low < 1 < found.high and found.high - found.low < 0.03 and found.coverage == 0.95
     assert ratio_interval([1.0], [2.0]).coverage == 0.0
-
-
-def test_the_median_has_its_interval_too():
-    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert median_interval(list(range(1, 11))) == (2, 9)  # the 2nd of 10: 97.9 %; the 3rd would cover 89 %
-    assert median_interval([5.0]) == (5.0, 5.0)
 
 
 # ---------------------------------------------------------------- verdicts
@@ -208,49 +200,6 @@ def test_a_commit_of_a_growing_file_can_be_named(tmp_path):
     assert [one.setting["device"] for one in here.values()] == ["Made-up GPU"]
 
 
-# ---------------------------------------------------------------- history
-
-
-def history_rows():
-    """Made-up figures of two families on two devices over four runs, one of which failed."""
-    rows = []
-    for turn, factor in enumerate((1.0, 0.9, None, 0.7)):
-        more = {"commit": f"{turn}" * 12, "date": f"2026-01-0{turn + 1}T10:00:00+00:00"}
-        for case in ("n1024", "n4096_causal"):
-            rows.append(row(case, scaled(factor) if factor else (), **more))
-            rows.append(row(case, scaled(0.85), "cudnn", **more))
-        rows.append(row("m16", scaled(0.02), family="gemm", **more))
-    return [*rows, row("n1024", device="Other GPU")]
-
-
-def test_history_is_a_series_a_case_and_device(tmp_path):
-    found = read_measured(history_rows())
-    series = series_of(found, ("events", "graph"))
-    assert [(one.device, one.key.family, one.case, len(one.marks)) for one in series] == [
-        ("Made-up GPU", "dense", "n1024", 4),
-        ("Made-up GPU", "dense", "n4096_causal", 4),
-        ("Made-up GPU", "gemm", "m16", 4),
-        ("Other GPU", "dense", "n1024", 1),
-    ]
-    line = history_table(series, 0.02).rows[0]
-    assert line[:8] == ("n1024", "tilefold", "events", "4", "1.00", "0.700", "0.700", "0.700") and line[-1] == "faster"
-    failed = history_table(series_of(found[:-6], ("events",)), 0.02).rows[0]
-    assert failed[-1] == "failed since 2222222"
-    assert series_of(found, ("graph",)) == []
-
-
-def test_history_is_drawn_with_a_picture_a_device_and_family(tmp_path):
-    pytest.importorskip("matplotlib")
-    series = series_of(read_measured(history_rows()), ("events",), peers=True)
-    names = [path.name for path in draw(series, tmp_path / "all.png", "made-up figures")]
-    assert names == ["all.png", "all-Made-up-GPU-gemm.png", "all-Other-GPU-dense.png"]
-    for name in names:
-        picture = (tmp_path / name).read_bytes()
-        width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-        assert picture[:4] == b"\x89PNG" and 800 <= width <= 2000 and 300 <= height <= 2000
-    assert [path.name for path in draw(series[:1], tmp_path / "one.png")] == ["one.png"]
-
-
 # ---------------------------------------------------------------- the commands
 
 
@@ -285,26 +234,3 @@ def test_the_compare_command(tmp_path):
     ):
         result = run("compare", *arguments)
         assert result.exit_code == 2 and message in " ".join(result.output.split())
-
-
-def test_the_history_command(tmp_path):
-    for family in ("dense", "gemm"):
-        rows = [one for one in history_rows() if one["family"] == family]
-        (tmp_path / f"{family}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    result = run("history", tmp_path, "--json", tmp_path / "history.json")
-    assert result.exit_code == 0, result.output
-    for text in ("dense on Made-up GPU", "gemm on Made-up GPU", "dense on Other GPU", "faster"):
-        assert text in result.output
-    assert len(json.loads((tmp_path / "history.json").read_text())) == 4
-    pytest.importorskip("matplotlib")
-    drawn = run("history", tmp_path, "--png", tmp_path / "drawn.png")
-    assert drawn.exit_code == 0 and (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
-    assert drawn.output.count("wrote") == 3 and (tmp_path / "drawn-Other-GPU-dense.png").exists()
-    assert "Other GPU" not in run("history", tmp_path, "--device", "made", "--peers").output
-    for options, message in (
-        (("--method", "wall"), "--method must be one of events, graph, warm, host, got 'wall'"),
-        (("--method", "graph"), "has no times"),
-        (("--family", "conv"), "no results of family 'conv'"),
-    ):
-        refused = run("history", tmp_path, *options)
-        assert refused.exit_code == 2 and message in " ".join(refused.output.split())

@@ -1,12 +1,11 @@
-"""Clocks, power and temperature: recorded lines of nvidia-smi, a made-up NVML, and what is said of their spread."""
+"""Clocks, power and temperature: recorded lines of nvidia-smi, and what is said of their spread."""
 
 import stat
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from tilefold.bench.power import Reading, Sampler, nvml_readings, parse_smi, smi_readings, source_of, summarise
+from tilefold.bench.power import Reading, Sampler, parse_smi, smi_readings, source_of, summarise
 
 STEADY = "1980, 2619, 652.31, 61, 100, 0x0000000000000000"
 CAPPED = "1755, 2619, 699.80, 64, 100, 0x0000000000000004"
@@ -90,36 +89,3 @@ def test_nvidia_smi_is_one_process_that_ends_with_the_sampler(tmp_path):
     with Sampler(smi_readings("GPU-1", str(tmp_path / "nowhere"))) as absent:
         pass
     assert absent.since() is None
-
-
-def test_nvml_is_asked_where_it_is_installed():
-    class NVMLError(Exception):
-        pass
-
-    def refuse(*arguments):
-        raise NVMLError("not supported")
-
-    made = SimpleNamespace(
-        NVMLError=NVMLError,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1980, 2: 2619}[kind],
-        nvmlDeviceGetPowerUsage=lambda handle: 650_000,
-        nvmlDeviceGetTemperature=lambda handle, kind: 60,
-        nvmlDeviceGetUtilizationRates=refuse,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x20,
-    )
-    with Sampler(nvml_readings(made, "GPU-1", period_s=0.01)) as sampler:
-        begin = time.perf_counter()
-        while len(sampler.readings) < 3 and time.perf_counter() < begin + 5:
-            time.sleep(0.005)
-    reading = sampler.readings[0][1]
-    assert reading == Reading(1980, 2619, 650.0, 60, None, 0x20)
-    assert reading.throttled == ("thermal slowdown (software)",)
-    made.nvmlInit = refuse
-    with Sampler(nvml_readings(made, "GPU-1")) as refused:
-        pass
-    assert refused.since() is None

@@ -8,11 +8,11 @@ import torch
 
 from tilefold import reference
 from tilefold.bench.attention.cases import Case, cases_of
-from tilefold.bench.attention.peers import IMPLEMENTATIONS, implementations_named
-from tilefold.bench.attention.run import run_case, warm_note
+from tilefold.bench.attention.peers import DENSE, IMPLEMENTATIONS
 from tilefold.bench.implementation import Implementation, Prepared, make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
+from tilefold.bench.run import run_case, run_cases, warm_note
 from tilefold.bench.setting import Options, commit, setting_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
@@ -33,8 +33,8 @@ def made_up(name, prepare, refuses=lambda case, device: None):
 
 def run(*implementations, options=FAST):
     steps = []
-    cells = run_case(CASE, implementations, "cpu", options, lambda case, what: steps.append(what))
-    return {cell.implementation: cell for cell in cells}, steps
+    row = run_case(DENSE, CASE, implementations, "cpu", options, lambda case, what: steps.append(what))
+    return {cell.implementation: cell for cell in row.cells}, steps
 
 
 def test_a_right_output_is_timed_a_wrong_one_is_not():
@@ -97,21 +97,22 @@ def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note
 
 
 def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
-    from tilefold.bench.attention import run as module
+    from tilefold.bench import run as module
 
     cases = [replace(CASE, problem=replace(CASE.problem, batch=batch)) for batch in (1, 2, 3)]
     real, kept = module.run_case, []
 
-    def run_case(case, *rest):
+    def run_case(family, case, *rest):
         if case == cases[1]:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong story")
-        return real(case, *rest)
+        return real(family, case, *rest)
 
     monkeypatch.setattr(module, "run_case", run_case)
-    cells = module.run_cases(cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
+    rows = module.run_cases(DENSE, cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
+    cells = [cell for row in rows for cell in row.cells]
     assert [(cell.case.problem.batch, cell.status) for cell in cells] == [(1, "ok"), (2, "failed")]
     assert cells[1].note == "the GPU was lost in this case: CUDA error: an illegal memory access was encountered"
-    assert [len(each) for each in kept] == [1, 1]
+    assert kept == rows
 
 
 def once(error):
@@ -142,11 +143,12 @@ def test_what_raises_while_it_is_timed_is_left_out_and_the_others_are_timed(erro
 
 
 def test_a_budget_begins_no_further_case():
-    from tilefold.bench.attention.run import run_cases
-
     spent = replace(FAST, budget_s=0.0)
-    assert run_cases([CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []
-    assert len(run_cases([CASE], (made_up("good", right),), "cpu", replace(FAST, budget_s=60.0), lambda *_: None)) == 1
+    assert run_cases(DENSE, [CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []
+    assert (
+        len(run_cases(DENSE, [CASE], (made_up("good", right),), "cpu", replace(FAST, budget_s=60.0), lambda *_: None))
+        == 1
+    )
 
 
 def test_a_refusal_is_not_even_prepared():
@@ -270,10 +272,10 @@ def test_a_packed_batch_is_judged_by_its_own_sequences(backward):
 
 
 def test_peers_by_name():
-    assert [each.name for each in implementations_named(("math", "flash", "math"))] == ["tilefold", "math", "flash"]
-    assert [each.name for each in implementations_named(("none",))] == ["tilefold"]
+    assert [each.name for each in DENSE.peers_named(("math", "flash", "math"))] == ["tilefold", "math", "flash"]
+    assert [each.name for each in DENSE.peers_named(("none",))] == ["tilefold"]
     with pytest.raises(ValueRangeError, match=r"peers must be from cudnn, .* got 'fa3'"):
-        implementations_named(("fa3",))
+        DENSE.peers_named(("fa3",))
 
 
 def test_setting_says_where_and_with_what():

@@ -10,17 +10,20 @@ from tilefold import reference
 from tilefold.bench.attention import grid, report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
 from tilefold.bench.attention.lists import Pattern, lists_of
-from tilefold.bench.attention.run import Cell, run_case
+from tilefold.bench.attention.peers import SPARSE as FAMILY
 from tilefold.bench.implementation import Implementation, make_inputs, prepared
-from tilefold.bench.judge import Judge, Verdict, sampled_heads, visible
+from tilefold.bench.judge import Judge, sampled_heads, visible
 from tilefold.bench.records import record
+from tilefold.bench.run import Cell, run_case
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
+from tilefold.cli.runtime import print_tables
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
+from tilefold.reference import Comparison
 
 SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
-RIGHT = Verdict(True, 1e-3, 2e-3, 3e-3, 6e-3)
+RIGHT = Comparison(1e-3, 2e-3, 3e-3, 6e-3, True)
 PROBLEM = AttentionProblem(2, 96, 160, 4, 2, 16, 8, dtype="float32")
 SPARSE = Case("sparse", PROBLEM, Pattern("uneven", 0, 32, 16))
 QUICK = Options(rounds=1, rep_ms=1.0)
@@ -175,7 +178,7 @@ def test_each_is_judged_by_what_it_claims_to_compute(backward):
         made_up("pairs", by_every_pair, False),
         made_up("liar", by_every_pair, True),
     ]
-    cells = run_case(case, everyone, "cpu", QUICK, lambda case, what: None)
+    cells = run_case(FAMILY, case, everyone, "cpu", QUICK, lambda case, what: None).cells
     assert [cell.status for cell in cells] == ["ok", "ok", "WRONG"]
     assert cells[0].scratch is None  # a GPU's figure
 
@@ -264,15 +267,14 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
 
     parts = report.directions(measured())
     assert [part[0].case.direction for part in parts] == ["forward", "backward"]
-    assert "sparse attention, backward, bfloat16, TFLOP/s on the listed blocks" in report.heading_of(parts[1], SETTING)
+    sheets = report.sheets_of(measured())
+    assert sheets[1].title == "sparse attention, backward, bfloat16, TFLOP/s on the listed blocks"
+    assert sheets[0].head == ("D, H", "N x B", "lists", "kept", "ms", "tilefold", "best peer", "BSA", "TK", "cuDNN")
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
-        for table in report.speed_tables(parts[0], 120):
-            console.print(table)
+        print_tables(console, sheets[0].head, sheets[0].rows, left=3)
         console.print(*report.detail_tables(parts[0]))
     text = capture.get()
-    header = text.splitlines()[0].split()
-    assert header == ["D,", "H", "N", "x", "B", "lists", "kept", "ms", "tilefold", "best", "BSA", "TK", "cuDNN"]
     assert "64 random 90 %" in text
     assert "1.00x" in text
     assert "1.25x" in text
@@ -329,9 +331,7 @@ def test_the_crossing_is_said_once_for_each_direction():
 def test_documents_and_rows_carry_the_new_figures():
     cells = measured()
     text = record.markdown_text(report.sheets_of(cells), SETTING, report.crossing_lines(cells))
-    assert (
-        text.count("| D, H | N x B | lists | kept | tilefold ms | tilefold | best peer | BSA | TK | cuDNN | FA4 |") == 2
-    )
+    assert text.count("| D, H | N x B | lists | kept | ms | tilefold | best peer | BSA | TK | cuDNN |") == 2
     assert "tilefold overtakes dense cuDNN at 30.0 %" in text
     document = json.loads(record.json_text(SETTING, report.rows_of(cells, SETTING), **report.findings(cells)))
     assert document["geometric_means"]["bsa"]["tilefold_speedup"] == pytest.approx(1.25)

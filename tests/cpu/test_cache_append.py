@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import angles, in_pages, turned
+from cases.flash import angles, in_pages, turned
 
 CODED = [torch.float8_e4m3fn, torch.int8]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -146,17 +146,17 @@ def test_large_figures_fit_80_columns(capsys):
 
     from rich.console import Console
 
-    from tilefold.bench.judge import Verdict
     from tilefold.cli import ladder_report
     from tilefold.ladder import Tile, profile
     from tilefold.ladder.course import Deviation, Result, Swept
+    from tilefold.reference import Comparison
 
     device = device_named("h200")
     p = AttentionProblem(1, 8192, 8192, 16, 16, 128, 128)
     costs = {name: each.cost(p) for name, each in RUNGS.items()}
     times = {"naive": 1234.567, "profile": 999.9, "flash": 0.001, "torch math": 55.5, "torch SDPA": 888.888}
     result = Result(p, profile.table(times, costs, p, device), costs=costs)
-    result.verdicts = {name: Verdict(True, 1.5e-11, 2.5e-11, 1.1e-11, 2.2e-11) for name in times}
+    result.verdicts = {name: Comparison(1.5e-11, 2.5e-11, 1.1e-11, 2.2e-11, True) for name in times}
     result.deviations = {name: Deviation(1.1e-11, 2.2e-11) for name in times}
     cells = {str(tile): 1234.567 for tile in Tile(128, 128, 16, 4).around()}
     cells["128 x 256, 16 warps, 4 stages"] = "OutOfResources: shared memory"

@@ -47,7 +47,7 @@ def test_every_command_that_measures_has_quick():
         leaves |= {f"{group} {name}": each for name, each in tree[group].commands.items()}
     without = {name for name, each in leaves.items() if "--quick" not in {o for p in each.params for o in p.opts}}
     assert without == {
-        "bench compare", "bench history", "bench peers", "bench suite", "doctor", "explain", "kv-memory", "profile import",
+        "bench compare", "bench peers", "bench suite", "doctor", "explain", "kv-memory", "profile import",
         "profile script", "roofline",
     }  # fmt: skip
 

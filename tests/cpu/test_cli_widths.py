@@ -9,7 +9,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from tilefold.cli.app import app
-from tilefold.cli.runtime import tables_of
+from tilefold.cli.runtime import print_tables, tables_of
 
 WIDTH = 80
 
@@ -71,11 +71,10 @@ def test_tables_of_reports_fit(name, widths):
 
 
 def test_figures_of_a_gpu_fit(widths, tmp_path):
-    """The longest names and figures that results hold: of the records in the repository, by history and by comparison."""
+    """The longest names and figures that results hold: of the records in the repository, by comparison."""
     from pathlib import Path
 
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    assert run("bench", "history", results, "--family", "sparse", "--peers").exit_code == 0
     rows = [json.loads(line) for line in (results / "sparse.jsonl").read_text().splitlines()]
     newest = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     files = []
@@ -96,9 +95,9 @@ def test_a_sparse_table_of_a_gpu_fits(host, widths):
     from tilefold.bench.attention import report
     from tilefold.bench.attention.cases import SPARSE, Case
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.attention.run import Cell
-    from tilefold.bench.judge import Verdict
+    from tilefold.bench.run import Cell
     from tilefold.bench.timers import Timing
+    from tilefold.reference import Comparison
 
     cells = []
     for problem, pattern in SPARSE["full"]:
@@ -107,10 +106,12 @@ def test_a_sparse_table_of_a_gpu_fits(host, widths):
             time = Timing(12.345, 12.123, 13.456, 5, "events")
             extra = {"host": replace(time, ms=0.1234), "graph": time, "warm": time} if host else {}
             cells.append(
-                Cell(case, name, "ok", "", Verdict(True, 1e-3, 2e-3, 3e-3, 6e-3), time, scratch=1234567890, **extra)
+                Cell(case, name, "ok", "", Comparison(1e-3, 2e-3, 3e-3, 6e-3, True), time, scratch=1234567890, **extra)
             )
     console = Console(width=WIDTH)
-    for table in (*report.speed_tables(cells, WIDTH), *report.detail_tables(cells, WIDTH)):
+    for sheet in report.sheets_of(cells):
+        print_tables(console, sheet.head, sheet.rows, left=sheet.left)
+    for table in report.detail_tables(cells, WIDTH):
         console.print(table)
     assert len(widths) > 10
     assert [one for one in widths if one[1] > WIDTH] == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand
-from coarse_cases import held, padding, run, sized, weights
+from cases import judge, qkv, rand, same
+from cases.coarse import held, padding, run, sized, weights
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops import records
@@ -74,8 +74,8 @@ def test_dead_blocks_and_poisoned_padding(kind, sizes, device):
     poisoned = padding(70, 16, given)
     k[:, poisoned], v[:, poisoned] = math.nan, math.nan
     dirty, dirty_gradients = run(sparse.coarse, (q, k, v, *w), options)
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(gradients, dirty_gradients, strict=True))
+    assert same(clean, dirty)
+    assert same(gradients, dirty_gradients)
     assert not dirty_gradients[1][:, poisoned].any() and not dirty_gradients[2][:, poisoned].any()
 
 
@@ -95,8 +95,8 @@ def test_query_sizes(kind, device):
             dirty_q = q.clone()
             dirty_q[:, poisoned] = math.nan
             dirty, dirty_gradients = run(sparse.coarse, (dirty_q, k, v), options)
-            assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
-            assert all(torch.equal(a, b) for a, b in zip(gradients, dirty_gradients, strict=True))
+            assert same(clean, dirty)
+            assert same(gradients, dirty_gradients)
             assert not gradients[0][:, poisoned].any()
 
 
@@ -154,7 +154,7 @@ def test_the_same_bits_every_run(device):
     inputs = *qkv(1, 70, 70, 4, 2, 16, dtype=torch.float16, device=device), *weights("block", 2, 70, 16, device=device)
     first, *others = (run(sparse.coarse, inputs, {"block": 16}) for _ in range(3))
     for other in others:
-        assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*other[0], *other[1]), strict=True))
+        assert same((*first[0], *first[1]), (*other[0], *other[1]))
 
 
 def test_nothing_to_compute(device):
@@ -254,7 +254,7 @@ def test_attend_rows_is_coarse_over_rows_made_before(device):
         x.requires_grad_()
     q.requires_grad_()
     got = sparse.attend_rows(q, *rows, block=16, block_sizes=given, return_lse=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
     wide = [t.detach().double().requires_grad_() for t in (q, *rows)]
     oracle, plain = (
         reference.attend_rows(*wide, block=16, block_sizes=given, return_lse=True, dtype=d)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from cases import qkv, rand
-from coarse_cases import sized, weights
+from cases import qkv, rand, same
+from cases.coarse import sized, weights
 from tilefold import sparse
-from tilefold.ops.sparse.coarse import attend_op
+from tilefold.ops.sparse.coarse import COARSE, CoarseCall
 from tilefold.ops.sparse.fuse import fuse_op
-from tilefold.ops.sparse.project import NAMES, project_op, spread_op
+from tilefold.ops.sparse.project import NAMES, PROJECT, SPREAD
 
 pytestmark = pytest.mark.no_poison
 
@@ -52,10 +52,7 @@ def test_compile_without_gradients(device):
     leaves, sizes = inputs_of("block", device)
     leaves = [t.detach() for t in leaves]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes), strict=True)
-    )
+    assert same(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes))
 
 
 def test_opcheck(device):
@@ -63,10 +60,10 @@ def test_opcheck(device):
     sizes = sized(SIZES, device=device)
     w, gate = (rand(*shape, device=device).requires_grad_() for shape in ((2, 16), (2,)))
     rows = rand(1, 3, 2, 16, device=device).requires_grad_()
-    torch.library.opcheck(project_op.op, (q, w, sizes, 16, 1, "bshd", NAMES))
-    torch.library.opcheck(project_op.op, (q, None, None, 16, 0, "bshd", NAMES))
-    torch.library.opcheck(spread_op.op, (rows, sizes, 33, 16, "bshd"))
-    torch.library.opcheck(attend_op.op, (q, k, v, sizes, sizes, 16, None, "mean", "bshd", True, "k v"))
+    torch.library.opcheck(PROJECT.op, (q, w, sizes, 16, 1, "bshd", NAMES))
+    torch.library.opcheck(PROJECT.op, (q, None, None, 16, 0, "bshd", NAMES))
+    torch.library.opcheck(SPREAD.op, (rows, sizes, 33, 16, "bshd"))
+    torch.library.opcheck(COARSE.op, COARSE.flat(q, k, v, CoarseCall(sizes, sizes, 16, None, "mean", "bshd", True)))
     torch.library.opcheck(fuse_op.op, (q, q.detach().clone().requires_grad_(), gate, None, "bshd"))
 
 
@@ -94,7 +91,7 @@ def test_functorch_grad(kind, device):
 
     got = torch.func.grad(loss, tuple(range(6)))(*plain)
     want = torch.autograd.grad(loss(*leaves), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_out_is_refused_inside_a_graph(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from decode_cases import E4M3, INT8, Case, run
+from cases.decode import E4M3, INT8, Case, run
 
 LENGTHS = [40, 0, 9, 52]
 KERNEL = {"merge": "kernel"}

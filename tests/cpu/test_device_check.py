@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import rand
-from device_check_cases import FAR, OPERATIONS, cases_of, changed, decoding
+from cases.device_check import FAR, OPERATIONS, cases_of, changed, decoding
 from tilefold.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops import faults

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cases import judge, packed, qkv, rand
+from cases import judge, packed, qkv, rand, same
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
 
@@ -68,8 +68,7 @@ def test_packed_tensors_are_views(device):
         fa.flash_attn_qkvpacked_func(qkv_, causal=True, return_attn_probs=True),
         fa.flash_attn_kvpacked_func(q, qkv_[:, :, 1:], causal=True, return_attn_probs=True),
     ):
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one, other)
+        assert same(got, want)
     held(want[:2], q, k, v, causal=True)
 
 

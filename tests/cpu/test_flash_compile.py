@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import packed, qkv, rand
-from flash_cases import a_cache, angles, in_pages
+from cases.flash import a_cache, angles, in_pages
 from tilefold.compat import flash_attn as fa
 from tilefold.compat.flash_attn.layers.rotary import RotaryEmbedding
 

@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import judge, packed, rand
-from flash_cases import a_cache, angles, in_pages, kvcache_oracle, out_of_pages
+from cases.flash import a_cache, angles, in_pages, kvcache_oracle, out_of_pages
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
 

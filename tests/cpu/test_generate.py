@@ -180,8 +180,8 @@ def test_arrivals_are_a_poisson_process_by_seed():
 @pytest.mark.parametrize(("swap", "heads", "kv_heads"), [(False, 2, 1), (True, 4, 2)])
 def test_every_request_has_the_tokens_of_transformers(swap, heads, kv_heads):
     pytest.importorskip("transformers")
+    from cases.generation import LIMITS, run_engine, tiny, workload
     from continuous.compare import compare_requests
-    from generation_cases import LIMITS, run_engine, tiny, workload
 
     model, theirs = tiny("cpu", heads=heads, kv_heads=kv_heads, hidden=16 * heads, layers=kv_heads)
     requests = workload(4, new=(4, 6))
@@ -198,8 +198,8 @@ def test_every_request_has_the_tokens_of_transformers(swap, heads, kv_heads):
 @pytest.mark.interpreter
 def test_answers_end_with_the_end_token_as_they_do_there():
     pytest.importorskip("transformers")
+    from cases.generation import LIMITS, run_engine, tiny
     from continuous.compare import compare_requests
-    from generation_cases import LIMITS, run_engine, tiny
 
     model, theirs = tiny("cpu", layers=1)
     (free,) = [Request(0, (5, 9, 2), 8)]
@@ -212,8 +212,8 @@ def test_answers_end_with_the_end_token_as_they_do_there():
 
 def test_only_rounding_may_part_answers_in_16_bits():
     pytest.importorskip("transformers")
+    from cases.generation import tiny
     from continuous.compare import compare_requests
-    from generation_cases import tiny
 
     _, theirs = tiny("cpu", layers=1)
     one = Request(0, (5, 9, 2), 6)
@@ -229,8 +229,8 @@ def test_only_rounding_may_part_answers_in_16_bits():
 def test_rounded_weights_leave_the_rotary_frequencies_alone():
     """In fp16 answers parted where none may, as the model compared with had been rounded in its frequencies, too."""
     pytest.importorskip("transformers")
+    from cases.generation import tiny
     from continuous.compare import with_weights
-    from generation_cases import tiny
 
     _, theirs = tiny("cpu")
     for dtype in (torch.float16, torch.float32):
@@ -285,8 +285,8 @@ def test_the_program_says_what_it_does(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_local_directory_with_a_tokenizer(tmp_path, capsys, kind):
     pytest.importorskip("transformers")
+    from cases.generation import tiny
     from continuous.weights import load_directory
-    from generation_cases import tiny
 
     # One token a letter, as Qwen2's tokenizer has for bytes; Ġ is a space.
     letters = {letter: i for i, letter in enumerate(("Ġ", *string.ascii_lowercase, "<|endoftext|>"))}

@@ -65,8 +65,8 @@ def test_large(): mark("large")
 @pytest.mark.alone
 def test_alone(): mark("alone")
 
-@pytest.mark.several
-def test_several(): mark("several")
+@pytest.mark.large
+def test_larger(): mark("larger")
 
 def test_one_gpu(): assert os.environ["CUDA_VISIBLE_DEVICES"] in "01"
 """
@@ -77,7 +77,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Call the runner over files given by name; returns (exit code, rows, what it printed)."""
     tests, folder = tmp_path / "tests", tmp_path / "run"
     tests.mkdir()
-    (tests / "pytest.ini").write_text("[pytest]\nmarkers = large\n    alone\n    several\n    long\n    slow\n")
+    (tests / "pytest.ini").write_text("[pytest]\nmarkers = large\n    alone\n    long\n    slow\n")
 
     def call(*arguments, machine=MACHINE, **files):
         for name, text in files.items():
@@ -111,7 +111,7 @@ def test_every_end(run, tmp_path):
     assert "ended with 77" in rows["test_dies"]["why"] and "its last words are these" in rows["test_dies"]["why"]
     assert "time.sleep(60)" in rows["test_hangs"]["why"] or "in test_hangs" in rows["test_hangs"]["why"]
     assert "nothing_of_the_kind" in rows["test_broken.py"]["why"]
-    assert rows["test_no_room"]["phase"] == "alone"
+    assert rows["test_no_room"]["phase"] == "large"
     assert "16 tests: 13 ran, 7 passed, 4 failed, 1 crashed, 1 hung, 3 skipped" in said.out
     (row,) = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     assert row["skipped"] == {"no such GPU": 2, "expected to fail: known": 1}
@@ -123,8 +123,8 @@ def test_what_must_be_alone_is(run, tmp_path):
     code, rows, _ = run(machine={**MACHINE, "gpus": 2}, test_alone=ALONE)
     assert code == GREEN and len(rows) == 12
     spans = {path.stem[5:]: json.loads(path.read_text()) for path in (tmp_path / "tests").glob("span-*.json")}
-    for one in ("large", "alone", "several"):
-        beside = {one, "large", "alone"} if one != "several" else {one}  # each on a GPU of its own
+    for one in ("large", "larger", "alone"):
+        beside = {one} if one == "alone" else {"large", "larger"}  # each on a GPU of its own
         assert all(
             spans[one][0] >= end or spans[one][1] <= begin for name, (begin, end) in spans.items() if name not in beside
         )

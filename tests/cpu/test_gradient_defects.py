@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import one, qkv, rand, relative
+from cases import one, qkv, rand, relative, same
 from tilefold import sparse
 from tilefold.ops import hopper
 from tilefold.ops.backward import backward_parts
@@ -41,7 +41,7 @@ def test_dout_at_any_address_gives_the_same_gradients(device):
         want = torch.autograd.grad(fn(), (q, k, v), dout)
         joined = torch.cat([head, fn().flatten()])
         got = torch.autograd.grad(joined, (q, k, v), torch.cat([torch.zeros_like(head), dout.flatten()]))
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert same(got, want)
 
 
 @pytest.mark.no_poison
@@ -220,7 +220,7 @@ def test_vjp_of_dense_attention_is_the_gradient(device):
     _, pull = torch.func.vjp(lambda *t: tilefold.attention(*t, causal=True), q, k, v)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     want = torch.autograd.grad(tilefold.attention(*leaves, causal=True), leaves, dout)
-    assert all(torch.equal(a, b) for a, b in zip(pull(dout), want, strict=True))
+    assert same(pull(dout), want)
     index = listed(20, 33, device)
     with pytest.raises(NotImplementedError):
         torch.func.vjp(lambda *t: tilefold.sparse_attention(*t, index), q, k, v)[1](dout)

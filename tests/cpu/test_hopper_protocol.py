@@ -1,272 +1,27 @@
-"""The barrier protocol of the Gluon kernel on CPU threads: its own functions, with memory, barriers and products that check.
+"""The protocol of every Gluon kernel on the CPU: its own functions, over memory, barriers, copies and products that check.
 
-Gluon has no interpreter.  Here the partitions run as they are written, each in a thread, on stand-ins for the language: a copy
-arrives later and completes its barrier, a product reads its buffer from its issue until it is waited for.  What is held:
-nobody waits for ever, each product finds the block that its list names, no buffer is written while it is read, every query
-block is made once, and the counter is left at 0.
-"""
+Gluon has no interpreter.  Here the partitions run as they are written, on the stand-ins of `simulated`: a copy arrives later and
+completes its barrier, a product reads its buffers from its issue until it is waited for.  What is held: nobody waits for ever,
+each product reads what it should, no buffer is written while it is read, every piece of work is done once.  And the check itself
+is checked: who does not wait where the kernel has to is caught."""
 
+import itertools
 import random
-import threading
-import time
 import types
 
 import pytest
 
-from gluon_threads import Anything, Barrier, Memory, Number, run_threads
+from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
+from simulated.backward import CAUSAL, FULL, WINDOW
+from simulated.backward_reduce import Run as Reduce
+from simulated.forward import Changed, Run
+from simulated.sparse_forward import Run as Sparse
+from tilefold.kernels.hopper import backward_work
 
-pytest.importorskip("triton")
-from tilefold.kernels import hopper
+KINDS = [FULL, CAUSAL, WINDOW]
+PACKED = [(100, 300), (0, 50), (257, 257), (1, 400), (64, 0)]
 
-if not hopper.available():
-    pytest.skip("this Triton has no Gluon", allow_module_level=True)
-from tilefold.kernels.hopper import parts
-from tilefold.kernels.hopper import sparse_forward as kernel
-
-
-class Ring:
-    """Buffers (or barriers) by number; a buffer holds what was copied there and how many products read it."""
-
-    def __init__(self, memory, name, number, make=lambda i: None, dtype=None):
-        self.memory, self.name, self.dtype = memory, name, dtype
-        self.items = [make(i) for i in range(number)]
-        self.readers = [0] * number
-
-    def index(self, i):
-        return self.items[i] if self.items[i] is not None else Slot(self, i)
-
-
-class Slot:
-    def __init__(self, ring, i):
-        self.ring, self.i = ring, i
-
-    def fill(self, content):
-        with self.ring.memory.changed:
-            if self.ring.readers[self.i]:
-                self.ring.memory.fail(f"{self.ring.name}[{self.i}] is written while it is read")
-            self.ring.items_content[self.i] = content
-
-
-class Tile:
-    """A unit in a reinterpreted ring: the slots behind it."""
-
-    def __init__(self, ring, first, number):
-        self.ring, self.slots = ring, range(first, first + number)
-
-    def permute(self, order):
-        return self
-
-    def slice(self, begin, rows):
-        per = 128 // self.ring.run.block
-        return Rows(self.ring, self.slots[begin // self.ring.run.block :: per])
-
-    def load(self, layout):
-        """As on the device, the load may be under way until a product has needed it."""
-        with self.ring.memory.changed:
-            return self.ring.run.begin(self)
-
-
-class Rows:
-    """64 rows of a unit that are loaded into registers: read until they are used."""
-
-    def __init__(self, ring, slots):
-        self.ring, self.slots = ring, slots
-
-    def load(self, layout):
-        with self.ring.memory.changed:
-            for i in self.slots:
-                self.ring.readers[i] += 1
-        return self
-
-    def to(self, dtype):
-        return self
-
-    def held(self):
-        return [self.ring.items_content[i] for i in self.slots]
-
-    def free(self):
-        for i in self.slots:
-            self.ring.readers[i] -= 1
-
-
-class Tiles:
-    def __init__(self, ring, number):
-        self.ring, self.each = ring, len(ring.items) // number
-
-    def index(self, i):
-        return Tile(self.ring, i * self.each, self.each)
-
-
-class Run:
-    """One launch: `programs` of `warpgroups` consumers over random lists."""
-
-    def __init__(self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0):
-        self.mixed = mixed
-        self.memory, self.lists, self.heads = Memory(seed), lists, heads
-        self.warpgroups, self.block, self.slots, self.dim = warpgroups, block, slots, dim
-        self.q_blocks, self.made, self.counter, self.local = len(lists) // heads, [], 0, threading.local()
-        self.seq_k = 64 * 128
-
-    def namespace(self, program, programs):
-        """The names that the kernel's functions see, with the language replaced."""
-        run = self
-        gl = types.SimpleNamespace(
-            **dict.fromkeys(("float32", "int64", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), Anything()),
-            **dict.fromkeys(("NVMMASharedLayout", "zeros", "zeros_like", "full", "arange", "expand_dims"), Anything()),
-            constexpr=None, static_range=range, num_warps=lambda: 4, program_id=lambda axis: Number(program),
-            num_programs=lambda axis: programs, minimum=min, maximum=max, where=lambda c, a, b: a if c else b,
-        )  # fmt: skip
-
-        def store(pointer, value):
-            run.counter = value
-
-        gl.store = store
-        names = {
-            "gl": gl, "UNIT": 128, "PANEL": 64, "BRANCH": 1, "BRANCH_GATE": 2, "GATE": 4,
-            "LOG2E": 1.0, "LOWEST": 0.0, "range": range, "min": min, "max": max,
-            "mbarrier": types.SimpleNamespace(
-                wait=lambda bar, parity: bar.wait(parity),
-                expect=lambda bar, size: bar.arrive(expected=size),
-                arrive=lambda bar, count: bar.arrive(),
-            ),
-            "tma_load": run.copy, "wgmma": run.product, "wgmma_wait": run.wait_products,
-            "reinterpret": lambda ring, dtype, shape, layout: Tiles(ring, shape[0]),
-            "count_of_item": lambda lists, item, q_blocks, heads: len(run.lists[item]),
-            "list_of_item": lambda lists, i_q, i_b, i_h: run.lists[i_h * run.q_blocks + i_q],
-            "place_of_item": lambda item, q_blocks, heads: (
-                Number(item % q_blocks),
-                Number(0),
-                Number(item // q_blocks),
-            ),
-            "units_of_list": lambda n, per: (max(-(-n // per), 1), max(-(-n // per), 1) * per - n),
-            "entry": lambda index, i, count: index[i] if 0 <= i < count else -1,
-            "draw_ticket": lambda tickets: run.draw(), "read_ticket": lambda drawn: drawn,
-            "live_of_entry": lambda *args: 0, "cut_columns": lambda s, *args: s, "quad_sums": Anything(),
-            "softmax_step": lambda s, m, l, scale, layout, dtype: (s, m, l, Anything()),
-            "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),
-            "_write_note": run.write_note, "_read_note": run.read_note,
-        }  # fmt: skip
-        for module, name in (
-            (kernel, "_load_unit"),
-            (kernel, "_load_branch"),
-            (parts, "load_panels"),
-            (parts, "load_rows"),
-        ):
-            names[name] = types.FunctionType(getattr(module, name).fn.__code__, names)
-        return names
-
-    def draw(self):
-        with self.memory.changed:
-            self.counter += 1
-            return self.counter - 1
-
-    def write_note(self, note, item, count):
-        note.update(item=item, count=count)
-
-    def read_note(self, note):
-        self.local.item, self.local.open = note["item"], []
-        self.local.j = {"k": 0, "v": 0}
-        return note["item"], note["count"]
-
-    def copy(self, desc, place, barrier, slot):
-        """The copy engine: some time later the buffer holds the box, and the barrier has its bytes."""
-        slot.fill(None)
-
-        def arrive():
-            time.sleep(self.memory.random.random() * 1e-3)
-            try:
-                slot.fill((desc, *(int(p) for p in place)))
-                barrier.arrive(copied=(64 if desc == "q" else self.block) * 64 * 2)
-            except AssertionError:
-                pass  # noted in memory.failure
-
-        threading.Thread(target=arrive, daemon=True).start()
-
-    def expected(self, side, j):
-        """What the slots of unit j of the current item hold: boxes in the order panel, block."""
-        per, entries = 128 // self.block, self.lists[self.local.item]
-        missing = max(-(-len(entries) // per), 1) * per - len(entries)
-        rows = [self.seq_k if i < missing else entries[i - missing] * self.block for i in range(j * per, (j + 1) * per)]
-        return [(side, 0, self.local.item // self.q_blocks, row, p * 64) for p in range(self.dim // 64) for row in rows]
-
-    def product(self, a, tile, acc, **options):
-        """Reads its buffer from now until it is waited for."""
-        side = tile.ring.name
-        wanted = self.expected(side, self.local.j[side])
-        self.local.j[side] += 1
-        if side == "k":  # a is Q
-            c, h = self.local.consumer, self.local.item // self.q_blocks
-            row = (self.local.item % self.q_blocks * self.warpgroups + c) * 64
-            q = [("q", 0, h, row, p * 64) for p in range(self.dim // 64)]
-        with self.memory.changed:
-            found = self.begin(tile)
-            if found != wanted or (side == "k" and a != q):
-                self.memory.fail(f"item {self.local.item}: {side} unit holds {found}, {wanted} was listed")
-        return Anything()
-
-    def finish(self, branch):
-        """The rows of the other branch are read until the result is made."""
-        if self.mixed:
-            c, item = self.local.consumer, self.local.item
-            row = item % self.q_blocks * 64 * self.warpgroups + c * 64 // self.block * self.block
-            boxes = [("branch", 0, item // self.q_blocks, row, p * 64) for p in range(self.dim // 64)]
-            self.memory.nap()
-            with self.memory.changed:
-                if branch.held() != boxes:
-                    self.memory.fail(f"item {item}: {branch.held()} is mixed in, not {boxes}")
-                branch.free()
-        self.made.append(self.local.item)
-
-    def begin(self, tile):
-        """A read of a tile, open until products are waited for: what the tile holds."""
-        for i in tile.slots:
-            tile.ring.readers[i] += 1
-        self.local.open.append(tile)
-        return [tile.ring.items_content[i] for i in tile.slots]
-
-    def wait_products(self, pending, deps):
-        self.memory.nap()
-        while len(self.local.open) > pending:
-            tile = self.local.open.pop(0)
-            with self.memory.changed:
-                for i in tile.slots:
-                    tile.ring.readers[i] -= 1
-        return deps[0]
-
-    def program(self, program, programs):
-        """The threads of one program."""
-        memory, groups, (k_slots, v_slots) = self.memory, self.warpgroups, self.slots
-        panels, per, note = self.dim // 64, 128 // self.block, {}
-        buffers = {"q": groups * panels, "k": k_slots * panels * per, "v": v_slots * panels * per}
-        q, k, v = (Ring(memory, name, number, dtype=Anything()) for name, number in buffers.items())
-        for ring in (q, k, v):
-            ring.items_content, ring.run = [None] * len(ring.items), self
-        shapes = {"q_full": (groups, 1), "q_empty": (groups, 1), "k_full": (k_slots, 1), "k_empty": (k_slots, groups),
-                  "v_full": (v_slots, 1), "v_empty": (v_slots, groups)}  # fmt: skip
-        bars = [
-            Ring(memory, name, number, lambda i, name=name, count=count: Barrier(memory, f"{name}[{i}]", count))
-            for name, (number, count) in shapes.items()
-        ]
-        names = self.namespace(program, programs)
-        items, rings, sizes = len(self.lists), (q, k, v, *bars), (1 << 20, self.seq_k, self.heads, self.q_blocks)
-        produce = types.FunctionType(kernel._produce.fn.__code__, names)
-        consume = types.FunctionType(kernel._consume.fn.__code__, names)
-
-        def consumer(c):
-            self.local.consumer = c
-            zeros = (Number(0),) * 6
-            consume(note, rings, zeros[:5], None, zeros, (), sizes, 1.0, c, self.dim, self.block, groups, k_slots, v_slots,
-                    False, False, False, self.mixed)  # fmt: skip
-
-        yield lambda: produce("q", "k", "v", "branch", None, note, rings, None, sizes, 1, items, self.dim, self.block, groups,
-                              k_slots, v_slots, self.mixed)  # fmt: skip
-        for c in range(groups):
-            yield lambda c=c: consumer(c)
-
-    def __call__(self, programs):
-        run_threads(self.memory, [work for p in range(programs) for work in self.program(p, programs)])
-        assert sorted(self.made) == sorted(list(range(len(self.lists))) * self.warpgroups)
-        assert self.counter == 0
+# ---------------------------------------------------------------- block-sparse attention
 
 
 @pytest.mark.parametrize(
@@ -274,23 +29,319 @@ class Run:
 )
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("mixed", [0, 1])
-def test_protocol(warpgroups, block, slots, programs, mixed):
+def test_sparse(warpgroups, block, slots, programs, mixed):
     draw = random.Random(7)
     lists = [draw.sample(range(40), draw.choice((0, 1, 2, 3, 5, 9))) for _ in range(14)]
-    Run(3, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
+    for seed in range(3, 8):
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
 
 
-@pytest.mark.parametrize("barrier", ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"])
-def test_a_missing_wait_is_found(monkeypatch, barrier):
-    """The check itself: who does not wait for one kind of barrier is caught."""
-    waits = Barrier.wait
-    monkeypatch.setattr(Barrier, "wait", lambda self, parity: None if barrier in self.name else waits(self, parity))
+@pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("places", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("heads", "group", "batch_heads", "rooms"), [(4, 1, 1, 2), (4, 1, 1, 3), (4, 2, 2, 1), (6, 3, 1, 2)]
+)
+def test_sparse_backward(per_q, per_k, places, heads, group, batch_heads, rooms):
+    lists = backward_sparse.random_lists(places, heads, 3, 4)
+    backward_sparse.Run(places, lists, group, 4, per_q, per_k, batch_heads, rooms)(places)
+
+
+def test_order_of_the_backward_pass():
+    """Every piece of work has one number; what a piece waits for comes before it; both kinds are mixed."""
+    names = {"gl": types.SimpleNamespace(maximum=max, minimum=min, where=lambda c, a, b: a if c else b)}
+    work = types.FunctionType(backward_work.work_of_item.fn.__code__, names)
+    for keys, queries, batches, rooms in itertools.product((1, 3), (1, 2, 5), (1, 2, 5), (2, 3, 4)):
+        for delay in range(keys, (rooms - 1) * keys + 1):
+            order = [work(i, keys, queries, batches, delay) for i in range(batches * (keys + queries))]
+            assert sorted(order) == sorted(
+                [(True, b, i) for b in range(batches) for i in range(keys)]
+                + [(False, b, i) for b in range(batches) for i in range(queries)]
+            )
+            last = {kind_batch[:2]: i for i, kind_batch in enumerate(order)}
+            for i, (is_keys, batch, _) in enumerate(order):
+                assert is_keys or last[True, batch] < i
+                assert not is_keys or batch < rooms or last[False, batch - rooms] < i
+    mixed = [work(i, 8, 16, 9, 10)[0] for i in range(10, 10 + 24 * 7)]
+    assert all(sum(mixed[i : i + 3]) == 1 for i in range(0, len(mixed), 3))
+
+
+# ---------------------------------------------------------------- dense attention
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_dense(kind, slots, programs):
+    for seq_q, seq_k, heads, group in ((400, 700, 2, 1), (300, 100, 4, 2)):
+        Run(3, kind, [(seq_q, seq_k)], heads, group, slots)(programs)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        {"consumers": 3, "turns": True},
+        {"consumers": 2, "turns": True, "late": True},
+        {"consumers": 1},
+        {"dims": (192, 192), "keys": 64},
+        {"dims": (192, 128), "late": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("programs", [1, 2])
+def test_versions(version, programs):
+    Run(4, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
+    Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
+
+
+@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
+def test_what_was_outgrown_is_made_again(version):
+    """Once, whichever block of a program it is: the first, the last, or one on its way while another is told of."""
+    made = []
+    for seed in range(8):
+        for lengths in ([(300, 700)], [(128, 256)], [(100, 300), (0, 50), (257, 257)], [(0, 5), (0, 7)]):
+            run = Run(seed, CAUSAL, lengths, 4, 2, 2, lazy=True, **version)
+            run(1 + seed % 3)
+            made.append(len(run.outgrown))
+    assert sum(made) > 20
+    assert 0 in made
+
+
+def test_packed_heads():
+    Run(8, CAUSAL, [(21, 700)], 2, 1, 2, pack=8)(2)
+    Run(9, WINDOW, [(100, 300)], 3, 3, 2, pack=4, consumers=3)(1)
+
+
+@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}], ids=str)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_packed(version, programs):
+    Run(6, CAUSAL, PACKED, 2, 1, 2, **version)(programs)
+    Run(7, FULL, [(0, 0), (0, 7), (30, 129)], 2, 2, 2, **version)(programs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [
+    {},
+    {"rows": (64, 0), "tile_slots": (1, 0)},
+    {"rows": (0, 1), "turns": True},
+    {"rows": (1, 64), "tile_slots": (1, 2), "late": True},
+    {"steps": ((0, 0), (1, 0)), "consumers": 1},
+], ids=str)  # fmt: skip
+def test_bias_and_mask(kind, version):
+    Changed(11, kind, [(400, 700)], 2, 1, 2, **version)(2)
+    Changed(12, kind, [(300, 100)], 4, 2, 2, **version)(1)
+
+
+def test_packed_sequences_have_their_own_bias_and_mask():
+    Changed(13, CAUSAL, PACKED, 2, 1, 2, turns=True)(2)
+
+
+# ---------------------------------------------------------------- gradients of dense attention
+
+DENSE = {  # seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms
+    "heads": (200, 250, 4, 1, 4, 1, 2),
+    "groups": (130, 250, 6, 3, 4, 1, 2),
+    "stripes": (250, 330, 2, 1, 2, 1, 2),
+    "stripes of heads": (330, 250, 4, 2, 3, 2, 2),
+    "few keys": (500, 60, 2, 1, 1, 2, 1),
+    "few queries": (60, 500, 2, 1, 3, 1, 2),
+}
+BATCHES = {  # lengths of q and k, KV heads, group, lines
+    "few lines": ([200, 64, 130, 0, 65], [130, 64, 190, 70, 0], 1, 1, 4),
+    "groups": ([130, 90, 128], [100, 250, 64], 2, 3, 5),
+    "heads": ([70, 300], [300, 70], 4, 1, 7),
+    "room for all": ([1, 64, 63, 100], [65, 1, 64, 200], 2, 1, None),
+    "short ones": ([5] * 12, [3] * 12, 1, 1, 2),
+}
+SIZES = {  # seq_q, seq_k, heads, how many share a KV head
+    "heads": (300, 400, 2, 1),
+    "groups": (200, 260, 4, 2),
+    "few queries": (50, 500, 2, 2),
+    "keys that nobody sees": (700, 130, 1, 1),
+}
+VERSIONS = [  # dim, sum_slots, order, stagger
+    (128, 0, 0, 0), (128, 0, 1, 2), (128, 0, 2, 2), (128, 1, 0, 2), (128, 1, 1, 3), (128, 1, 2, 0), (128, 2, 0, 2),
+    (128, 2, 1, 0), (128, 2, 2, 1), (64, 0, 0, 2), (64, 1, 0, 2), (64, 2, 0, 0), (64, 1, 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("places", [1, 5])
+@pytest.mark.parametrize("case", DENSE)
+def test_dense_backward(kind, places, case):
+    for sum_tiles in (1, 2):
+        backward_dense.Run(places, kind, *DENSE[case], sum_tiles, hold=places == 1)(places)
+    backward_dense.Wide(places, kind, *DENSE[case])(places)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_backward_of_a_span(kind):
+    """Some of a call's queries: their statistics lie among those of all, and dk and dv are added to."""
+    for case in ("groups", "few keys"):
+        backward_dense.Run(3, kind, *DENSE[case], 2, span=11)(5)
+    for places in (1, 5):
+        backward_dense.Wide(places, kind, *DENSE["groups"], span=11)(places)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("places", [1, 5])
+@pytest.mark.parametrize("case", BATCHES)
+def test_packed_backward(kind, places, case):
+    for sum_tiles in (1, 2):
+        backward_packed.Run(places, kind, *BATCHES[case], sum_tiles, hold=places == 1)(places)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_reducing_backward(version, kind, sizes):
+    dim, sum_slots, order, stagger = version
+    Reduce(1, kind, sizes, dim, sum_slots, order, stagger, batch_heads=sizes[2] // sizes[3])()
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_layouts_of_products(turned, programs):
+    matmul.Run(1, (3, 2, 4), turned=turned)(programs)
+    matmul.Run(2, (2, 3, 5), columns=128, slots=2, turned=turned)(programs)
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+def test_batches_and_shares_of_products(programs):
+    matmul.Run(3, (2, 2, 3), batch=3)(programs)
+    matmul.Run(4, (2, 2, 3), batch=3, steps=(0, 1))(programs)
+    matmul.Run(5, (2, 1, 7), splits=3)(programs)
+    matmul.Run(6, (1, 2, 3), batch=3, fold=True, splits=2)(programs)
+    matmul.Run(7, (2, 2, 1), batch=2, slots=4)(programs)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_orders_of_products(group):
+    matmul.Run(8, (5, 3, 1), group=group)(2)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_products_of_8_bits(outside, halves):
+    matmul.Large(1, (3, 2, 4), halves=halves, outside=outside)(1)
+    matmul.Large(2, (2, 3, 5), slots=2, halves=halves, outside=outside)(3)
+    matmul.Large(3, (2, 1, 7), splits=3, halves=halves, outside=outside, group=8)(2)
+    matmul.Large(4, (2, 2, 1), slots=4, halves=halves, outside=outside, group=1)(2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_products_of_few_rows(kind, consumers):
+    for seed, (first, end, slots, panels) in enumerate(((0, 11, 3, 2), (5, 7, 4, 1), (3, 4, 2, 2), (2, 10, 4, 1))):
+        matmul.Few(seed, first, end, slots, panels, consumers, kind)()
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def sparse_run(seed, missing):
     lists = [[1, 2, 3, 4, 5, 6, 7], [3], [4], [], [6], [7], [8], [9], [1, 9, 8, 7, 5, 4, 3] * 3]
-    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[barrier[0]]  # the other ring must not hold the culprit back
+    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[missing[0]]  # the other ring must not hold the culprit back
+    Sparse(seed, 2, 64, slots, lists, heads=1, mixed=seed % 2)(1)
 
-    def several() -> None:
-        for seed in range(100):  # threads race as they like: the first fault ends it
-            Run(seed, 2, 64, slots, lists, heads=1, mixed=seed % 2)(1)
 
+def lengths_of(seed):
+    pick = random.Random(5 + seed)
+    return [(pick.choice((300, 700)), pick.choice((150, 900)))]
+
+
+def dense_backward_run(seed, missing):
+    backward_dense.Run(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14)  # stripes wait for each other, and so for rooms
+    backward_dense.Run(seed, FULL, 250, 130, 12, 1, 3, 1, 2)(30)  # whole heads for rooms alone
+
+
+ROOMS = ["await_room", "await_keys", "await_queries"]
+LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, a method of the launch
+    "sparse": (sparse_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"]),
+    "sparse backward": (
+        lambda seed, missing: backward_sparse.Run(seed, backward_sparse.random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(
+            14
+        ),
+        ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS[:2], "wait_copies"],
+    ),
+    "dense": (
+        lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
+    "bias and mask": (
+        lambda seed, missing: Changed(seed, CAUSAL, lengths_of(seed), 4, 1, 2)(1),
+        ["bias_full", "bias_empty", "mask_full", "mask_empty", "fence"],
+    ),
+    "dense backward": (dense_backward_run, ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS]),
+    "wide backward": (
+        lambda seed, missing: backward_dense.Wide(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14),
+        ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "given", "taken", "done"],
+    ),
+    "packed backward": (
+        lambda seed, missing: backward_packed.Run(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5)(14),
+        ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS[:2], "clear"],
+    ),
+    "reducing backward": (
+        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1))(),
+        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting"],
+    ),
+    "products": (lambda seed, missing: matmul.Run(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
+    "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
+    "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
+}
+OWNERS = {"sparse backward": backward_sparse.Run, "bias and mask": Changed, "dense backward": backward_dense.Run,
+          "packed backward": backward_packed.Run}  # fmt: skip
+FAULTS = [
+    pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())
+    for name, (_, missing) in LAUNCHES.items()
+    for one in missing
+]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.interpreter) if name == "packed backward" else name
+                                  for name in LAUNCHES])  # fmt: skip
+def test_what_is_not_broken_is_right(name):
+    """Of the launches whose faults are to be found: else any of them would be."""
+    run, missing = LAUNCHES[name]
+    for seed in range(3):
+        run(seed, missing[seed % len(missing)])
+
+
+def several(run):
+    """Orders of events, until one shows it."""
+    for seed in range(100):
+        run(seed)
+
+
+@pytest.mark.parametrize(("name", "missing"), FAULTS)
+def test_a_missing_wait_is_found(monkeypatch, name, missing):
+    """Who does not wait for one kind of barrier, turn, counter or copy, or zeroes nothing, is caught."""
+    run, _ = LAUNCHES[name]
+    if missing == "kv_full":  # else they have come, as a rule, when what was asked for after them has
+        monkeypatch.setattr(backward_dense.Backward, "late", ("k", "v"))
+    if missing.endswith("empty"):  # readers that are slower than those who write
+        monkeypatch.setattr(Memory, "pace", 10.0)
+    if missing in ("turn", "meeting"):
+        monkeypatch.setattr(Turn, "missing", True)
+    elif hasattr(OWNERS.get(name), missing):
+        monkeypatch.setattr(OWNERS[name], missing, lambda self, *args: None)
+    else:
+        monkeypatch.setattr(Barrier, "missing", missing)
     with pytest.raises(AssertionError):
-        several()
+        several(lambda seed: run(seed, missing))
+
+
+def test_one_pair_of_barriers_is_not_enough(monkeypatch):
+    """A warpgroup that goes on at once arrives at the next meeting where the other does not wait yet: two pairs, in turns."""
+    monkeypatch.setattr(Reduce, "pairs", 1)
+    with pytest.raises(AssertionError, match="two arrivals without a wait"):
+        several(lambda seed: Reduce(seed, FULL, (500, 256, 1, 1))())
+
+
+def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(monkeypatch):
+    monkeypatch.setattr(matmul.Few, "waits", False)
+    with pytest.raises(AssertionError, match="before the kernel"):
+        matmul.Few(1, 0, 5)()

@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import judge, qkv, rand
-from ladder_cases import NAMES, rung
+from cases.ladder import NAMES, rung
 from tilefold import ladder, reference
 from tilefold.errors import (
     DeviceError,

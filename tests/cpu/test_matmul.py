@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import rand
-from matmul_cases import ACTIVATIONS, check, matrix
+from cases.matmul import ACTIVATIONS, check, matrix
 from tilefold import ops
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
@@ -169,9 +169,9 @@ def test_a_plan_is_followed_or_refused(device):
     a, b = rand(20, 33, device=device), rand(33, 40, device=device)
     plan = planned(a, b)
     check(a, b, plan=plan)
-    with pytest.raises(PlanError, match="plan was made for m=20, this call has m=21"):
+    with pytest.raises(PlanError, match="plan was made for m=20, the call has m=21"):
         ops.matmul(rand(21, 33, device=device), b, plan=plan)
-    with pytest.raises(PlanError, match="plan was made for activation='none', this call has activation='relu'"):
+    with pytest.raises(PlanError, match="plan was made for activation='none', the call has activation='relu'"):
         ops.matmul(a, b, activation="relu", plan=plan)
     with pytest.raises(PlanError, match="this call has order='plain'"):
         ops.matmul(a, b, order="plain", plan=plan)

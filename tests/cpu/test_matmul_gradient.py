@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cases import rand
-from matmul_cases import ACTIVATIONS, check_gradients, matrix
+from cases import rand, same
+from cases.matmul import ACTIVATIONS, check_gradients, matrix
 from tilefold import ops
 from tilefold.errors import Unsupported
-from tilefold.ops.matrix.matmul import matmul_op
+from tilefold.ops.matrix.matmul import MATMUL
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -96,7 +96,7 @@ def test_compile_fullgraph(activation, device):
     for fn in (layer, compiled, compiled):
         out = fn(*leaves, activation)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+    assert all(same(results[0], other) for other in results[1:])
     plain = [t.detach() for t in leaves]
     assert torch.equal(compiled(*plain, activation), layer(*plain, activation))
 
@@ -115,4 +115,4 @@ def test_func_grad(device):
 def test_opcheck(device):
     a, b, bias = (rand(*shape, device=device).requires_grad_() for shape in ((2, 20, 18), (18, 35), (35,)))
     args = (a, b, bias, None, None, "silu", "grouped", False, None, "", True)
-    torch.library.opcheck(matmul_op.op, args)
+    torch.library.opcheck(MATMUL.op, args)

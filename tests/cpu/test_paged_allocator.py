@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 import tilefold
-from paged_cases import audit, snapshot
+from cases.paged import audit, snapshot
 from tilefold.errors import DtypeError, OutOfPages, ValueRangeError
 from tilefold.paged import PageAllocator
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, rand
-from flash_cases import angles, turned
-from paged_cases import audit, rows_of, snapshot
+from cases import judge, rand, same
+from cases.flash import angles, turned
+from cases.paged import audit, rows_of, snapshot
 from tilefold import OutOfPages, PagedKVCache, reference
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 
@@ -55,8 +55,7 @@ def check_rows(cache, model):
         assert cache.length(sequence) == len(layers[0][0])
         if not cache.is_swapped(sequence):
             for layer, rows in enumerate(layers):
-                for got, want in zip(rows_of(cache, sequence, layer), rows, strict=True):
-                    assert torch.equal(got, want)
+                assert same(rows_of(cache, sequence, layer), rows)
 
 
 def check_tensors(cache, batch):

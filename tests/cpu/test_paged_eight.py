@@ -7,8 +7,8 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import angles
-from paged_cases import audit, rows_of
+from cases.flash import angles
+from cases.paged import audit, rows_of
 from tilefold import PagedKVCache, reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 

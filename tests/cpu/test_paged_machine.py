@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paged_cases import audit, rows_of, snapshot
+from cases.paged import audit, rows_of, snapshot
 from tilefold import OutOfPages, PagedKVCache
 from tilefold.errors import ValueRangeError
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
-from tilefold.plan.bands import chains_of, pieces_of, turns_of, work_of
+from tilefold.plan.bands import chains_of, pieces_of, turns_of
 from tilefold.plan.sharding import ordered, shard, union
 
 pytest.importorskip("hypothesis")
@@ -13,6 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 LENGTHS = st.lists(st.integers(0, 13), min_size=1, max_size=4)
+
+
+def work_of(pieces):
+    """(query, key) pairs that the masks leave."""
+    total = 0
+    for q_low, q_high, k_low, k_high, left, right in pieces:
+        n, m = q_high - q_low, k_high - k_low
+        for i in range(n) if left >= 0 or right >= 0 else ():
+            high = m - 1 if right < 0 else min(m - 1, i + m - n + right)
+            low = 0 if left < 0 else max(0, i + m - n - left)
+            total += max(0, high - low + 1)
+        if left < 0 and right < 0:
+            total += n * m
+    return total
 
 
 def offsets(lengths):

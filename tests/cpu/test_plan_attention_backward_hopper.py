@@ -1,5 +1,7 @@
-"""The plan of the dense backward kernel for sm_90: what it refuses and why, how much it keeps, that nothing takes it unasked."""
+"""The plans of the backward kernels for sm_90, dense and packed: what they refuse and why, how much they keep, that nothing locks
+up."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from examples import examples
 from tilefold.errors import PlanError, TilefoldError
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan import attention_backward_hopper as rules
+from tilefold.plan import attention_backward_packed as packed
 from tilefold.plan import attention_backward_spans as spans
 from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.hopper_backward import KEPT_LIMIT
@@ -18,6 +21,7 @@ from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
+MIXED = AttentionProblem(64, 7251, 7251, 16, 16, 128, 128, varlen=True)
 
 
 def forced(problem: AttentionProblem = LONG, **fields: Any) -> AttentionBackwardPlan:
@@ -33,30 +37,62 @@ def test_taken_where_it_can_be() -> None:
     assert odd.kernel == "attention_backward_box"
     assert "with a head dim wider than 128 it has 256 for Q, not 192" in odd.reason
     assert "hopper" not in plan_attention_backward(LONG, device_named("a100")).reason
+    assert plan_attention_backward(MIXED, H200).kernel == rules.KERNEL
+    assert plan_attention_backward(MIXED, H200, portable=True).kernel == "attention_backward"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
-        ({"dim_v": 32}, "not measured yet with head dims below 64"),
-        ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
-        ({"dim_v": 192}, "with a head dim wider than 128 it has 256 for Q, not 128"),
-        ({"sinks": True}, "no sinks"),
-        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
-        ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
-        ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
-        ({"seq_k": 0}, "there are no keys"),
-        (
-            {"heads": 1 << 11, "kv_heads": 1, "seq_k": 1 << 20},
-            "of two batches would take|fewer than the 25344 that keep",
-        ),
-        ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096}, "more than 2\\*\\*24 tiles of 64 queries"),
-    ],
-    ids=str,
-)
-def test_refusals(changes: dict[str, Any], why: str) -> None:
-    problem = replace(LONG, **changes)
+REFUSED = {
+    "dense": (
+        LONG,
+        [
+            ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
+            ({"dim_v": 32}, "not measured yet with head dims below 64"),
+            ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
+            ({"dim_v": 192}, "with a head dim wider than 128 it has 256 for Q, not 128"),
+            ({"sinks": True}, "no sinks"),
+            ({"mask_mods": ("mask",)}, "no masks but causal and window"),
+            ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
+            ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
+            ({"seq_k": 0}, "there are no keys"),
+            (
+                {"heads": 1 << 11, "kv_heads": 1, "seq_k": 1 << 20},
+                "of two batches would take|fewer than the 25344 that keep",
+            ),
+            (
+                {"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096},
+                "more than 2\\*\\*24 tiles of 64 queries",
+            ),
+        ],
+    ),
+    "packed": (
+        MIXED,
+        [
+            ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
+            ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
+            ({"sinks": True}, "no sinks"),
+            ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
+            ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
+            ({"seq_k": 0}, "there are no keys"),
+            (
+                {"seq_q": 65536, "seq_k": 65536},
+                "4 GiB hold dS of 32768 keys of sequences of up to 65536 queries, fewer than",
+            ),
+            ({"batch": 1 << 20}, "sequences times heads are 16777216, more than 4194303"),
+        ],
+    ),
+}
+
+
+def several(table: dict[str, Any]) -> list[Any]:
+    """Rows of a table, each behind its problem."""
+    return [
+        pytest.param(problem, *row, id=f"{name} {row}") for name, (problem, found) in table.items() for row in found
+    ]
+
+
+@pytest.mark.parametrize(("problem", "changes", "why"), several(REFUSED))
+def test_refusals(problem: AttentionProblem, changes: dict[str, Any], why: str) -> None:
+    problem = replace(problem, **changes)
     assert plan_attention_backward(problem, H200).kernel != rules.KERNEL
     with pytest.raises(PlanError, match=f"attention_backward_hopper cannot be used: .*{why}"):
         forced(problem)
@@ -106,22 +142,57 @@ def test_sums_between_stripes_are_scratch() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 16"),
-        ({"heads_at_once": 16}, "heads_at_once: dS of a batch would take 8.0 GiB, more than 4"),
-        ({"heads_at_once": 8}, "heads_at_once: dS of two batches would take 8.0 GiB, more than 4"),
-        ({"keys_at_once": 100}, "keys_at_once: must be a multiple of 64 up to 16384, got 100"),
-        ({"keys_at_once": 32768}, "keys_at_once: must be a multiple of 64 up to 16384"),
-        ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
-        ({"bias_shares": 1}, "bias_shares: must be 0"),
-    ],
-    ids=str,
-)
-def test_overrides_that_do_not_fit(fields: dict[str, Any], named: str) -> None:
+def test_what_is_kept_of_packed_sequences() -> None:
+    """Four key items for each running program and the longest sequence, or what 4 GiB hold; a window's width."""
+    for problem, kept in (
+        (MIXED, (1171, 1.0)),
+        (replace(MIXED, causal=True), (1171, 1.0)),
+        (replace(MIXED, kv_heads=4), (1149, 4.0)),
+        (replace(MIXED, window=(512, 0)), (1171, 0.1)),
+        (replace(MIXED, batch=2, seq_q=100, seq_k=100, heads=2, kv_heads=2), (12, 0.0)),
+    ):
+        plan = forced(problem)
+        gib = packed.kept_bytes(problem, H200, 1, plan.keys_at_once) / 2**30
+        assert (plan.heads_at_once, plan.keys_at_once // 64) == (1, kept[0])
+        assert kept[1] <= round(gib, 1) + 0.05 < kept[1] + 0.15
+        assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
+        assert plan.scratch_bytes >= gib * 2**30
+    assert "as many are made: dS of 74944 keys is kept in" in str(forced(MIXED))
+
+
+OVERRIDES = {
+    "dense": (
+        LONG,
+        [
+            ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 16"),
+            ({"heads_at_once": 16}, "heads_at_once: dS of a batch would take 8.0 GiB, more than 4"),
+            ({"heads_at_once": 8}, "heads_at_once: dS of two batches would take 8.0 GiB, more than 4"),
+            ({"keys_at_once": 100}, "keys_at_once: must be a multiple of 64 up to 16384, got 100"),
+            ({"keys_at_once": 32768}, "keys_at_once: must be a multiple of 64 up to 16384"),
+            ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
+            ({"bias_shares": 1}, "bias_shares: must be 0"),
+        ],
+    ),
+    "packed": (
+        MIXED,
+        [
+            ({"heads_at_once": 2}, "heads_at_once: must be 1 for a packed batch, got 2"),
+            (
+                {"keys_at_once": 64 * 114},
+                "keys_at_once: must be a multiple of 64 from 7360, the longest sequence, got 7296",
+            ),
+            ({"keys_at_once": 7401}, "keys_at_once: must be a multiple of 64"),
+            ({"keys_at_once": 64 * 5000}, "keys_at_once: dS of 320000 keys would take 4.3 GiB, more than 4"),
+            ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "fields", "named"), several(OVERRIDES))
+def test_overrides_that_do_not_fit(problem: AttentionProblem, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(PlanError, match=named):
-        forced(**fields)
+        forced(problem, **fields)
 
 
 def test_tiles_that_do_not_fit() -> None:
@@ -136,24 +207,25 @@ def test_tiles_that_do_not_fit() -> None:
         plan_attention_backward(LONG, H200, portable=True).with_tiles(heads_at_once=2)
 
 
-lengths = st.one_of(st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 2**30))
-problems = st.builds(
-    lambda kv_heads, group, dim, **rest: AttentionProblem(
-        heads=kv_heads * group, kv_heads=kv_heads, dim_qk=dim, dim_v=dim, **rest
-    ),
-    kv_heads=st.integers(1, 16),
-    group=st.sampled_from([1, 2, 7, 8]),
-    dim=st.sampled_from([64, 128]),
-    batch=st.one_of(st.integers(1, 8), st.integers(1, 100_000)),
-    seq_q=lengths,
-    seq_k=lengths,
-    causal=st.booleans(),
-    window=st.sampled_from([(-1, -1), (4096, 0), (0, -1), (100, 100)]),
-)
+def problems(longest: int, **fixed: Any) -> st.SearchStrategy[AttentionProblem]:
+    lengths = st.one_of(st.integers(1, 300), st.integers(1, longest), st.integers(1, 2**30))
+    return st.builds(
+        lambda kv_heads, group, dim, **rest: AttentionProblem(
+            heads=kv_heads * group, kv_heads=kv_heads, dim_qk=dim, dim_v=dim, **rest, **fixed
+        ),
+        kv_heads=st.integers(1, 16),
+        group=st.sampled_from([1, 2, 7, 8]),
+        dim=st.sampled_from([64, 128]),
+        batch=st.one_of(st.integers(1, 8), st.integers(1, 100_000)),
+        seq_q=lengths,
+        seq_k=lengths,
+        causal=st.booleans(),
+        window=st.sampled_from([(-1, -1), (4096, 0), (0, -1), (100, 100)]),
+    )
 
 
 @examples(200)
-@given(problem=problems)
+@given(problem=problems(200_000))
 def test_any_problem(problem: AttentionProblem) -> None:
     """Whatever is not refused fits: memory, a descriptor's rows, and an order in which nothing waits for what comes later."""
     try:
@@ -174,3 +246,23 @@ def fits(problem: AttentionProblem, plan: AttentionBackwardPlan) -> None:
     assert rules.kept_bytes(problem, H200, heads, keys) <= KEPT_LIMIT
     assert rooms == batches or rooms >= 2
     assert batch <= delay <= (batches * batch if rooms == batches else (rooms - 1) * batch)
+
+
+@examples(200)
+@given(problem=problems(40_000, varlen=True), share=st.floats(0.001, 1.0))
+def test_any_packed_problem(problem: AttentionProblem, share: float) -> None:
+    """Whatever is not refused fits: memory, a descriptor's rows, and lines for the longest sequence and the shift."""
+    try:
+        plan = forced(problem)
+    except TilefoldError:
+        return
+    n = problem
+    totals = (min(1 << 26, max(m, int(share * n.batch * m))) for m in (n.seq_q, n.seq_k))
+    order = packed.order_of(n, H200, plan.keys_at_once, *totals)
+    assert packed.kept_bytes(n, H200, 1, plan.keys_at_once) <= KEPT_LIMIT
+    assert order.lines * n.group * order.width * 64 < 1 << 31
+    assert order.shift >= 0
+    assert order.lines == order.keys or order.longest + order.shift <= order.lines
+    assert order.lines >= min(order.keys, order.longest + rules.places(problem, H200) // 2)
+    with contextlib.suppress(PlanError):  # lengths that no grid of portable programs counts
+        assert plan.with_tiles(kernel="attention_backward").heads_at_once == 0

@@ -5,7 +5,7 @@ import torch
 
 import tilefold
 from cases import judge, rand
-from flash_cases import angles, turned
+from cases.flash import angles, turned
 from tilefold import reference
 from tilefold.compat.flash_attn.layers import rotary as layers
 from tilefold.ops.cache.rotary import apply_rotary

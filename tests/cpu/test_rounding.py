@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import rand
+from cases import rand, same
 from tilefold import reference
 from tilefold.errors import DtypeError
 from tilefold.reference.rounding import Rounding, _of_cutting, activated, attended, binade, deviating, in_dtype, stored
@@ -199,7 +199,7 @@ def test_a_reference_in_a_narrow_dtype_is_one_deviation_off():
     exact, plain = (reference.attention(q, k, v, dtype=d) for d in (torch.float64, torch.bfloat16))
     assert [t.dtype for t in plain] == [torch.float64] * 2
     wanted = deviating(lambda: reference.attention(q, k, v), torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
+    assert same(plain, wanted)
     assert all((b >= a).all() and (b > a).any() for a, b in zip(exact, wanted, strict=True))
 
 

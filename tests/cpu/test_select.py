@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from select_cases import KINDS, bounds, held, kept, rows
+from cases.select import KINDS, bounds, held, kept, rows
 from tilefold import reference, sparse
 from tilefold.plan.select import LONGEST_ROW
 

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
-from cases import qkv
-from select_cases import rows
+from cases import qkv, same
+from cases.select import rows
 from tilefold import sparse
 from tilefold.ops.sparse.select_library import GINI, SELECT
 from tilefold.sparse import Selection
@@ -58,7 +58,7 @@ def test_compile_fullgraph(name, path, device):
     for _ in range(2):
         got = compiled(scores, heads)
         assert isinstance(got, Selection)
-        assert all(torch.equal(a, b) for a, b in zip(tensors(got), want, strict=True))
+        assert same(tensors(got), want)
         assert not any(t.requires_grad for t in tensors(got))
 
 
@@ -114,7 +114,7 @@ def test_a_selection_is_a_tree(device):
     moved = _pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, got)
     assert isinstance(moved, Selection)
     assert moved.tau is None
-    assert all(torch.equal(a, b) for a, b in zip(tensors(moved), tensors(got), strict=True))
+    assert same(tensors(moved), tensors(got))
 
 
 # ---------------------------------------------------------------- nothing is read on the host

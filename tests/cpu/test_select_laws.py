@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cases.select import KINDS, held, kept, rows
 from examples import examples
-from select_cases import KINDS, held, kept, rows
 from tilefold import sparse
 
 hypothesis = pytest.importorskip("hypothesis")

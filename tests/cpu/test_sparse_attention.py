@@ -10,7 +10,7 @@ import triton.language as tl
 
 import tilefold
 from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
-from index_cases import held, lists, plan_of
+from cases.index import held, lists, plan_of
 from tilefold import BlockIndex, reference
 from tilefold.sparse import Selection
 

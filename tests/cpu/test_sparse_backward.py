@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relative_twin
-from index_cases import lists
-from index_cases import plan_of as forward_plan
+from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relative_twin, same
+from cases.index import lists
+from cases.index import plan_of as forward_plan
 from tilefold import BlockIndex, reference
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
@@ -92,7 +92,7 @@ def test_block_sizes(sizes, device):
     torch.manual_seed(1)
     dout, dlse = rand(1, 48, 4, 16, device=device), rand(1, 4, 48, device=device)
     dirty = gradients(q, k, v, index, dout, dlse, {})
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert same(clean, dirty)
     assert not dirty[1][:, padding].any()
     assert not dirty[2][:, padding].any()
 
@@ -122,7 +122,7 @@ def test_sizes_per_head_and_query_sizes(device):
     clean = gradients(q, k, v, index, dout, None, {})
     q[padding], dout[padding] = float("nan"), float("nan")
     dirty = gradients(q, k, v, index, dout, None, {})
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert same(clean, dirty)
 
 
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64), (128, 16)])
@@ -247,7 +247,7 @@ def test_same_bits(device):
     q, k, v = qkv(1, 48, 80, 4, 2, 32, dtype=torch.float16, device=device)
     index, dout = lists(1, 4, 48, 80, device=device), rand(1, 48, 4, 32, dtype=torch.float16, device=device)
     first, second = (gradients(q, k, v, index, dout, None, {}) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert same(first, second)
 
 
 def test_refusals(device):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import one, qkv, rand, relative
-from index_cases import lists
+from cases import one, qkv, rand, relative, same
+from cases.index import lists
 from tilefold.ops.sparse.sparse_call import Lists, SparseCall
 from tilefold.ops.sparse.sparse_library import SPARSE, Turned
 from tilefold.sparse import BlockIndex
@@ -42,7 +42,7 @@ def test_compile_fullgraph(name, device):
         loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert same(results[0], other)
 
 
 def test_compile_without_gradients_transposes_nothing(device):

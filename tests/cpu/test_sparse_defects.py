@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
 from cases import packed, qkv, rand
-from index_cases import cache, held, lists, plan_of
+from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex, sparse_api
 from tilefold.ops.launch import Launch
 from tilefold.ops.sparse import sparse as sparse_ops

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from index_cases import lists_of, map_lists, random_map
+from cases.index import lists_of, map_lists, random_map
 from tilefold import BlockIndex
 from tilefold.sparse import all_of, any_of, causal_blocks, dilated, sliding_tile, video_window
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree
 
 import tilefold
-from index_cases import lists_of, random_map
+from cases.index import lists_of, random_map
 from tilefold import BlockIndex, DeviceError, DtypeError, LayoutError, ShapeError, TilefoldError, ValueRangeError
 from tilefold.sparse import any_of, causal_blocks, dilated, sliding_tile, video_window
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from index_cases import random_map
+from cases.index import random_map
 from tilefold import BlockIndex
 from tilefold.sparse import causal_blocks, video_window
 

@@ -8,7 +8,7 @@ import torch
 
 import tilefold
 from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
-from index_cases import cache, held, lists, plan_of
+from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex
 from tilefold.ops.call import Paged
 from tilefold.ops.sparse.sparse_call import Lists, SparseCall

@@ -9,12 +9,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilefold
-from cases import judge, rand
+from cases import judge, rand, same
+from cases.video import gradients_held, oracle_of
 from tilefold import reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, video_window
-from video_cases import gradients_held, oracle_of
 
 CUBE = (2, 2, 4)
 GRID, RAGGED, SMALL = (4, 2, 8), (3, 3, 6), (3, 2, 6)  # 4 blocks of 16; 8, most of them cut; 4, most of them cut
@@ -245,7 +245,7 @@ def test_meta_device(coarse, device):
     want = module(**options, device=device)
     torch.manual_seed(1)
     want.reset_parameters()
-    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), want.parameters(), strict=True))
+    assert same(made.parameters(), want.parameters())
     for child in made.modules():
         if list(child.parameters(recurse=False)):
             child.reset_parameters()

@@ -6,14 +6,14 @@ import itertools
 import pytest
 import torch
 
+import video_next_frame as next_frame
 from tilefold import reference
-from tilefold.bench.video import next_frame
-from tilefold.bench.video.next_frame import PlainVideoAttention, Training, train
-from tilefold.bench.video.reconstruction import block_mass, reconstruct
-from tilefold.bench.video.scene import Scene, patches, project, render, scene_qkv
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.reference.rounding import plain
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
+from video_next_frame import PlainVideoAttention, Training, train
+from video_reconstruction import block_mass, reconstruct
+from video_scene import Scene, patches, project, render, scene_qkv
 
 CUBE = (2, 2, 4)
 

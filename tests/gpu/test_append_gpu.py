@@ -5,25 +5,19 @@ import torch
 
 import tilefold
 from cases import in_two_parts, judge, rand
-from flash_cases import angles, turned
+from cases.device import DEVICE, captured, no_waiting
+from cases.flash import angles, turned
 from tilefold import reference
 from tilefold.ops.cache.cached import attention_cached
 from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 CODED = [torch.float8_e4m3fn, torch.int8]
 
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-@pytest.fixture
-def no_waiting():
-    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def a_table(batch, pages):
@@ -41,7 +35,7 @@ def placed(pages, table, row):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *CODED])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 67])
-def test_append(tokens, packed, dtype, page, no_waiting):
+def test_append(tokens, packed, dtype, page):
     batch, heads, kv_heads, dim, capacity = 9, 14, 2, 128, 512
     table = a_table(batch, capacity // page)
     pages = [torch.zeros(batch * capacity // page, page, kv_heads, dim, device=DEVICE).to(dtype) for _ in range(2)]
@@ -59,9 +53,8 @@ def test_append(tokens, packed, dtype, page, no_waiting):
     tilefold.kvcache_append(*call[:2], *pages, q=call[2], **options)  # compiled
     for t in pages:
         t.zero_()
-    no_waiting(True)
-    got = tilefold.kvcache_append(*call[:2], *pages, q=call[2], **options)
-    no_waiting(False)
+    with no_waiting():
+        got = tilefold.kvcache_append(*call[:2], *pages, q=call[2], **options)
     row = torch.arange(100, 100 + tokens, device=DEVICE)
     exact, plain = (turned(q, cos, sin, False, row, kind) for kind in (torch.float64, torch.bfloat16))
     judge(got.view(q.shape), exact, plain, "q")
@@ -134,10 +127,7 @@ def test_graph_follows_lengths_and_tables():
     pages = [torch.zeros(64, 16, 2, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     lengths, table = ints(0, 5, 17, 100), a_table(4, 16)
     run = lambda: tilefold.kvcache_append(k, k, *pages, cache_seqlens=lengths, block_table=table)  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for step in range(5):
         lengths.copy_(ints(3, 40 + step, 15, 255 - step))
         table.copy_(a_table(4, 16))
@@ -164,7 +154,7 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seq_q", [1, 4])
 @pytest.mark.parametrize("page", [16, 256])
-def test_shared_prefix(page, seq_q, dtype, no_waiting):
+def test_shared_prefix(page, seq_q, dtype):
     batch, heads, kv_heads, dim, prefix, capacity = 8, 14, 2, 128, 1024, 1536
     each, shared = capacity // page, prefix // page
     numbers = torch.randperm(shared + batch * (each - shared)).int()
@@ -176,9 +166,8 @@ def test_shared_prefix(page, seq_q, dtype, no_waiting):
     lengths = torch.linspace(prefix + seq_q, capacity, batch).int().to(DEVICE)
     options = {"prefix_length": prefix, "cache_seqlens": lengths, "block_table": table, "return_lse": True}
     tilefold.attention_shared_prefix(q, k, v, cascade=True, **options)
-    no_waiting(True)
-    out, lse = tilefold.attention_shared_prefix(q, k, v, cascade=True, **options)
-    no_waiting(False)
+    with no_waiting():
+        out, lse = tilefold.attention_shared_prefix(q, k, v, cascade=True, **options)
     for b, n in enumerate(lengths.tolist()):
         keys, values = (placed(t, table[b : b + 1], torch.arange(n, device=DEVICE)) for t in (k, v))
         exact = reference.attention(q[b : b + 1], keys, values, causal=True)

@@ -4,13 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, packed, prefix, prefix_twin, qkv, rand
-from gradient_cases import check_gradients, gradients, oracle
-from graphs import captured
+from cases import packed, prefix, prefix_twin, qkv, rand, same
+from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting
+from cases.gradient import check_gradients, gradients, judged, oracle
 from tilefold.plan.limits import Tile
-
-DEVICE = torch.device("cuda")
-
 
 pytestmark = pytest.mark.no_poison
 
@@ -61,8 +58,7 @@ def test_given_tiles(tile, kernel):
     dout = rand(1, 300, 4, 64, dtype=torch.bfloat16, device=DEVICE)
     got = gradients((q, k, v), dout, None, causal=True, backward_plan=plan)
     want, plain = (oracle((q, k, v), dout, None, d, causal=True) for d in (torch.float64, q.dtype))
-    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
-        judge(a, b, c, f"{name} {tile} {kernel}")
+    judged(got, want, plain, f"{tile} {kernel}")
 
 
 def test_same_bits_in_fifty_runs():
@@ -71,7 +67,15 @@ def test_same_bits_in_fifty_runs():
     dout, dlse = rand(2, 1000, 8, 128, dtype=torch.bfloat16, device=DEVICE), rand(2, 8, 1000, device=DEVICE)
     first = gradients((q, k, v), dout, dlse, **extra)
     for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients((q, k, v), dout, dlse, **extra), strict=True))
+        assert same(first, gradients((q, k, v), dout, dlse, **extra))
+
+
+def test_no_host_synchronisation():
+    q, k, v = qkv(1, 200, 300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    dout = rand(1, 200, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    extra = {"bias": rand(1, 1, 1, 300, device=DEVICE), "sinks": rand(4, device=DEVICE)}
+    with no_waiting():
+        gradients((q, k, v), dout, None, causal=True, **extra)
 
 
 def test_long_and_huge():
@@ -103,28 +107,14 @@ def test_cuda_graph_of_forward_and_backward():
                 t.copy_(torch.randn_like(t))
         graph.replay()
         want, plain = (oracle(leaves, dout, None, d, where, causal=True) for d in (torch.float64, leaves[0].dtype))
-        for name, a, b, c in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
-            judge(a, b, c, f"{name} {offsets}")
-
-
-def test_no_host_synchronisation():
-    q, k, v = qkv(1, 200, 300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    dout = rand(1, 200, 4, 64, dtype=torch.bfloat16, device=DEVICE)
-    extra = {"bias": rand(1, 1, 1, 300, device=DEVICE), "sinks": rand(4, device=DEVICE)}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients((q, k, v), dout, None, causal=True, **extra)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        judged(got, want, plain, f"{offsets}")
 
 
 def test_one_compilation_serves_all_lengths():
     """Lengths, batch, heads, group, scale and window are run-time values."""
     from tilefold.kernels import attention_backward as kernels
 
-    def compiled():
-        made = (kernels.attention_backward_queries, kernels.attention_backward_keys)
-        return sum(len(caches[0]) for fn in made for caches in fn.device_caches.values())
+    made = (kernels.attention_backward_queries, kernels.attention_backward_keys)
 
     def run(b, sq, sk, h, hk, scale, window):
         q, k, v = qkv(b, sq, sk, h, hk, 64, dtype=torch.bfloat16, device=DEVICE)
@@ -135,14 +125,11 @@ def test_one_compilation_serves_all_lengths():
         gradients((q, k, v), torch.ones_like(q), None, scale=scale, window=window, backward_plan=plan)
 
     run(2, 300, 400, 4, 2, 0.1, (100, 10))
-    before = compiled()
-    for args in (
-        (1, 301, 1000, 8, 4, 0.2, (7, 3)),
-        (3, 17, 33, 16, 2, 1.0, (0, 0)),
-        (2, 2048, 777, 4, 1, 0.5, (5000, 1)),
-    ):
-        run(*args)
-    assert compiled() == before
+    before = compilations(*made)
+    run(1, 301, 1000, 8, 4, 0.2, (7, 3))
+    run(3, 17, 33, 16, 2, 1.0, (0, 0))
+    run(2, 2048, 777, 4, 1, 0.5, (5000, 1))
+    assert compilations(*made) == before
 
 
 def test_memory():
@@ -151,13 +138,8 @@ def test_memory():
     plan = tilefold.attention_backward_plan(q, k, v, causal=True).with_tiles(kernel="attention_backward_box")
     out = tilefold.attention(q, k, v, causal=True, backward_plan=plan)
     dout = torch.randn_like(out)
-    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    used = torch.cuda.max_memory_allocated() - before
-    assert used <= sum(g.numel() * 2 for g in grads) + plan.scratch_bytes + 4096
+    _, extra = memory_beside(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    assert extra <= plan.scratch_bytes + 4096
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

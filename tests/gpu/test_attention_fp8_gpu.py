@@ -6,19 +6,17 @@ import pytest
 import torch
 
 import tilefold
-from fp8_cases import check, quantised
-from graphs import captured
+from cases import same
+from cases.device import DEVICE, SM_90, captured
+from cases.fp8 import check, quantised
 from tilefold import reference
 from tilefold.errors import Unsupported
 from tilefold.kernels.transpose_values import transpose_values
 
-DEVICE = torch.device("cuda")
 KERNEL = "attention_forward_fp8"
 pytestmark = [
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    SM_90,
 ]
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 VERSIONS = [
@@ -137,7 +135,7 @@ def test_the_same_bits_every_time():
     first = tilefold.attention(q, k, v, **factors, causal=True, return_lse=True)
     for _ in range(50):
         again = tilefold.attention(q, k, v, **factors, causal=True, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert same(first, again)
 
 
 def test_a_graph_replayed_with_other_numbers():

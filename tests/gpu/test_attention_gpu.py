@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, dense_plan, judge, qkv, rand
-from graphs import captured
+from cases import check, dense_plan, judge, qkv, rand, same
+from cases.device import DEVICE, captured, compilations, no_waiting
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -46,26 +45,21 @@ def test_one_compilation_serves_all_lengths():
     """Lengths, batch, heads, group, scale and window are run-time values."""
     from tilefold.kernels import attention_forward as kernels
 
-    def compiled():
-        return sum(
-            len(caches[0])
-            for fn in (kernels.attention_forward, kernels.attention_forward_box, kernels.attention_forward_varlen)
-            for caches in fn.device_caches.values()
-        )
+    made = kernels.attention_forward, kernels.attention_forward_box, kernels.attention_forward_varlen
 
     def run(b, sq, sk, h, hk, scale, window):
         q, k, v = qkv(b, sq, sk, h, hk, 64, dtype=torch.bfloat16, device=DEVICE)
         tilefold.attention(q, k, v, scale=scale, window=window, plan=_fixed(q, k, v, window))
 
     run(2, 300, 400, 4, 2, 0.1, (100, 10))
-    before = compiled()
+    before = compilations(*made)
     for args in (
         (1, 301, 1000, 8, 8, 0.2, (7, 3)),
         (3, 1, 1, 16, 2, 1.0, (0, 0)),
         (2, 4096, 777, 2, 2, 0.5, (5000, 1)),
     ):
         run(*args)
-    assert compiled() == before
+    assert compilations(*made) == before
 
 
 def _fixed(q, k, v, window):
@@ -92,10 +86,7 @@ def test_varlen_graph_with_changed_offsets():
     """Other lengths inside the planned maxima: the offsets are read on the device only."""
     q, k, v = (rand(600, 4, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
     cu = torch.tensor([0, 100, 300, 600], dtype=torch.int32, device=DEVICE)
-    tilefold.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tilefold.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
+    graph, out = captured(lambda: tilefold.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True))
     for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
         cu.copy_(torch.tensor(offsets, dtype=torch.int32))
         graph.replay()
@@ -122,12 +113,9 @@ def test_no_host_synchronisation():
     cu = torch.tensor([0, 50, 200], dtype=torch.int32, device=DEVICE)
     flat = [t[0, :200] for t in (q, k, v)]
     bias = rand(1, 1, 200, 300, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         tilefold.attention(q, k, v, causal=True, bias=bias)
         tilefold.attention_varlen(*flat, cu, cu, 150, 150, causal=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_same_bits_in_twenty_runs():
@@ -135,7 +123,7 @@ def test_same_bits_in_twenty_runs():
     first = tilefold.attention(q, k, v, causal=True, return_lse=True)
     for _ in range(20):
         again = tilefold.attention(q, k, v, causal=True, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert same(first, again)
 
 
 def test_long_sequence():
@@ -191,7 +179,7 @@ def test_inductor():
     torch.testing.assert_close(compiled(q, k, v), tilefold.attention(2 * q, k, v, causal=True) + 1)
 
 
-@pytest.mark.several
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_device():
     q, k, v = qkv(1, 200, 300, 2, 2, 64, dtype=torch.bfloat16, device="cuda:1")

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand
+from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand, same
+from cases.device import DEVICE, SM_90, captured
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
 pytestmark = [
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    SM_90,
 ]
 DIMS = [(32, 32), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100), (128, 64), (160, 160),
         (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
@@ -280,18 +278,12 @@ def test_the_same_bits_every_run(options):
     assert tilefold.attention_plan(q, k, v, **options).kernel == HOPPER
     first = tilefold.attention(q, k, v, return_lse=True, **options)
     for _ in range(50):
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(first, tilefold.attention(q, k, v, return_lse=True, **options), strict=True)
-        )
+        assert same(first, tilefold.attention(q, k, v, return_lse=True, **options))
 
 
 def test_graph_and_streams():
     q, k, v = qkv(1, 2048, 2048, 16, 16, 128, dtype=torch.bfloat16, device=DEVICE)
-    tilefold.attention(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tilefold.attention(q, k, v, causal=True)
+    graph, out = captured(lambda: tilefold.attention(q, k, v, causal=True))
     for _ in range(3):
         q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
         graph.replay()

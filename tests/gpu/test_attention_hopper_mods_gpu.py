@@ -7,16 +7,14 @@ import torch
 
 import tilefold
 from cases import hopper_plan, hopper_unit, judge, packed, qkv, rand
+from cases.device import DEVICE, SM_90, captured
 from tilefold import reference
 
-DEVICE = torch.device("cuda")
 HOPPER = "attention_forward_hopper"
 BF = torch.bfloat16
 pytestmark = [
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-    ),
+    SM_90,
 ]
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = [(1, 8), (127, 136), (333, 1000), (1001, 336), (64, 2000)]
@@ -211,9 +209,7 @@ def test_the_same_bits_every_run_and_in_graphs():
     plan = hopper_plan(tilefold.attention_plan(q, k, v, **options))
     first = tilefold.attention(q, k, v, plan=plan, **options)
     assert all(torch.equal(first, tilefold.attention(q, k, v, plan=plan, **options)) for _ in range(30))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tilefold.attention(q, k, v, plan=plan, **options)
+    graph, out = captured(lambda: tilefold.attention(q, k, v, plan=plan, **options))
     for _ in range(3):
         options["bias"].copy_(draw(1, 16, 1500, 1512))
         options["mask"].copy_(some(2, 1, 1, 1512))

@@ -10,9 +10,10 @@ import tilefold
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
-from tilefold.bench.attention.peers import DEFAULT_PEERS, implementations_named
-from tilefold.bench.attention.run import run_case
+from tilefold.bench.attention.peers import DEFAULT_PEERS, DENSE
+from tilefold.bench.attention.peers import SPARSE as LISTED
 from tilefold.bench.implementation import make_inputs
+from tilefold.bench.run import run_case, scratch_bytes
 from tilefold.bench.setting import Options
 from tilefold.plan.problem import AttentionProblem
 
@@ -59,9 +60,10 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = implementations_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
+    implementations = DENSE.peers_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
-    cells = {cell.implementation: cell for cell in run_case(case, implementations, "cuda", options, lambda *_: None)}
+    row = run_case(DENSE, case, implementations, "cuda", options, lambda *_: None)
+    cells = {cell.implementation: cell for cell in row.cells}
     assert not [cell for cell in cells.values() if cell.status not in ("ok", "refused")]
     ours = cells["tilefold"]
     assert ours.status == "ok"
@@ -71,9 +73,15 @@ def test_every_available_implementation_is_right_and_timed(causal):
     assert cells["flash"].status == cells["math"].status == "ok"
 
 
+def alone(case):
+    """The cell of tilefold, measured without peers."""
+    options = Options(rounds=1, rep_ms=5.0)
+    return run_case(DENSE, case, DENSE.peers_named(("none",)), "cuda", options, lambda *_: None).cells
+
+
 def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
     case = cases_of("dense")[1]
-    (cell,) = run_case(case, implementations_named(("none",)), "cuda", Options(rounds=1, rep_ms=5.0), lambda *_: None)
+    (cell,) = alone(case)
     assert cell.status == "ok", cell.note
 
 
@@ -84,8 +92,8 @@ SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern
 def test_every_available_sparse_implementation_is_right_and_timed(backward):
     case = replace(SPARSE, backward=backward)
     names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
-    implementations = implementations_named(tuple(names))
-    cells = run_case(case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None)
+    implementations = LISTED.peers_named(tuple(names))
+    cells = run_case(LISTED, case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None).cells
     by_name = {cell.implementation: cell for cell in cells}
     assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)
     assert not [cell for cell in cells if cell.status == "WRONG"]
@@ -95,7 +103,7 @@ def test_every_available_sparse_implementation_is_right_and_timed(backward):
 
 def ours(case):
     """tilefold's cell of a case, its q, k and v in bytes; skipped where it refuses the case."""
-    (cell,) = run_case(case, implementations_named(("none",)), "cuda", Options(rounds=1, rep_ms=5.0), lambda *_: None)
+    (cell,) = alone(case)
     if cell.status == "refused":
         pytest.skip(cell.note)
     assert cell.status == "ok", cell.note
@@ -143,8 +151,6 @@ def test_the_backward_of_sparse_attention_states_its_scratch():
 
 
 def test_scratch_is_what_a_call_allocates_beyond_its_result():
-    from tilefold.bench.attention.run import scratch_bytes
-
     a = torch.randn(1 << 20, device="cuda")
     assert scratch_bytes(lambda: a * 2) == 0
     assert scratch_bytes(lambda: (a * 2 + 1, a.view(-1))) == pytest.approx(4 << 20, rel=0.01)
@@ -196,14 +202,14 @@ def test_video_sweeps_on_the_gpu(tmp_path):
 
 @pytest.mark.alone
 def test_clocks_and_power_are_read_while_the_gpu_works(products):
-    """Through NVML or nvidia-smi, whichever this machine has."""
+    """Through nvidia-smi."""
     import time
 
     from tilefold.bench.power import Sampler, source_of
 
     source = source_of("cuda")
     if source is None:
-        pytest.skip("neither NVML nor nvidia-smi is here")
+        pytest.skip("nvidia-smi is not here")
     with Sampler(source) as sampler:
         begin = time.perf_counter()
         while len(sampler.readings) < 4 and time.perf_counter() - begin < 10:

@@ -8,14 +8,15 @@ import torch
 
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.serving import DECODE, DECODE_DEFAULTS
-from tilefold.bench.family_run import run_family_case
+from tilefold.bench.run import run_case
+from tilefold.bench.setting import Options
 
 pytestmark = pytest.mark.no_poison
 SMALL = DecodeCase((2048,) * 4)
 
 
 def cells_of(case, names):
-    row = run_family_case(DECODE, case, DECODE.peers_named(names), "cuda", 1, lambda *_: None)
+    row = run_case(DECODE, case, DECODE.peers_named(names), "cuda", Options(1), lambda *_: None)
     return row, {cell.implementation: cell for cell in row.cells}
 
 

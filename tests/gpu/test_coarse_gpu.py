@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from cases import judge, qkv, rand
-from coarse_cases import held, padding, run, sized, weights
-from graphs import captured
+from cases import judge, qkv, rand, same
+from cases.coarse import held, padding, run, sized, weights
+from cases.device import DEVICE, captured, no_waiting
 from tilefold import reference, sparse
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -116,7 +115,7 @@ def test_graph_replays_with_changed_inputs():
                 t.copy_(torch.randn_like(t))
             sizes.copy_(torch.randint(0, 65, (32,)))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(held, step(), strict=True))
+        assert same(held, step())
 
 
 def test_no_synchronisation():
@@ -130,11 +129,8 @@ def test_no_synchronisation():
             torch.autograd.grad(sparse.fuse(got.out, None), (q, k, v), dout)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_same_bits_every_run():
@@ -144,7 +140,7 @@ def test_the_same_bits_every_run():
     )
     first, *others = (run(sparse.coarse, inputs, {}) for _ in range(5))
     for other in others:
-        assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*other[0], *other[1]), strict=True))
+        assert same((*first[0], *first[1]), (*other[0], *other[1]))
 
 
 @pytest.mark.parametrize("kind", ["block", "pooled"])

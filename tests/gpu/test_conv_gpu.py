@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from cases import rand
-from conv_cases import RESNET50, held, layer
+from cases.conv import RESNET50, held, layer
+from cases.device import DEVICE, captured
 from tilefold import ops
 from tilefold.ops.matrix.conv import conv_plan
 
-DEVICE = torch.device("cuda")
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 
@@ -126,9 +126,7 @@ def test_compiled_and_captured():
     got.sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(want.sum(), x)[0])
     y = x.detach()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.conv2d(y, w, **options)
+    graph, out = captured(lambda: ops.conv2d(y, w, **options))
     y.mul_(2)
     graph.replay()
     assert torch.equal(out, ops.conv2d(y, w, **options))

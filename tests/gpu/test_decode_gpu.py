@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tilefold
-from decode_cases import E4M3, INT8, Case, run
-from graphs import captured
+from cases import same
+from cases.decode import E4M3, INT8, Case, run
+from cases.device import DEVICE, captured, no_waiting
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
 MERGES = [{"merge": "last", "splits": 0}, {"merge": "kernel", "splits": 0}]  # even slices; the planner's own cut is {}
@@ -96,15 +96,12 @@ def test_same_bits_and_no_synchronisation():
     q, (k, v) = torch.randn(8, 2, 32, 128, device=DEVICE, dtype=BF16), cache()
     lengths = torch.tensor([4096, 1, 0, 77, 4000, 4000, 512, 3], dtype=torch.int32, device=DEVICE)
     want = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(50):
             got = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for _ in range(50):
         got = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert same(got, want)
 
 
 def test_streams_do_not_share_counters():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilefold
-from device_check_cases import FAR, OPERATIONS, cases_of
+from cases.device import DEVICE, captured, no_waiting
+from cases.device_check import FAR, OPERATIONS, cases_of
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.no_poison
 NAMES = [(op, name) for op in OPERATIONS for name in cases_of(op, torch.device("cpu"))]
@@ -23,12 +23,6 @@ def no_note():
     tilefold.last_fault()
     yield
     assert tilefold.last_fault() is None
-
-
-@pytest.fixture
-def no_waiting():
-    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def same(got, right, together):
@@ -95,17 +89,14 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", list(STEPS))
-def test_a_graph_whose_inputs_go_bad(name, no_waiting):
+def test_a_graph_whose_inputs_go_bad(name):
     run, make, argument, place, value = STEPS[name]
     call = make()
     right = run(**call)
     run(**call, check="device")  # compiled
-    no_waiting(True)
-    run(**call, check="device")
-    no_waiting(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(**call, check="device")
+    with no_waiting():
+        run(**call, check="device")
+    graph, out = captured(lambda: run(**call, check="device"))
     graph.replay()
     assert torch.equal(out, right)
     assert tilefold.last_fault() is None
@@ -154,10 +145,7 @@ def test_appending_under_a_graph():
     k, v = (torch.randn(6, 1, 8, 128, device=DEVICE, dtype=BF16) for _ in range(2))
     where = {"cache_seqlens": call["cache_seqlens"], "block_table": call["block_table"]}
     pair = call["k_cache"], call["v_cache"]
-    tilefold.kvcache_append(k, v, *pair, **where, check="device")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tilefold.kvcache_append(k, v, *pair, **where, check="device")
+    graph, _ = captured(lambda: tilefold.kvcache_append(k, v, *pair, **where, check="device"))
     before = pair[0].clone()
     call["cache_seqlens"][3] = FAR
     graph.replay()

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from cases import judge, rand
-from matmul_cases import check, tensor_core_sums
+from cases.device import DEVICE, captured
+from cases.matmul import check, tensor_core_sums
 from tilefold import ops, reference
 from tilefold.ops.device import device_of
 from tilefold.ops.matrix.eight import bind_plan, matmul_w8a8_plan
 from tilefold.plan.matrix.eight import HOPPER, PORTABLE, ROWS, EightProblem, plan_eight
 from tilefold.reference.lowbit import row_codes
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KINDS = [torch.int8, torch.float8_e4m3fn]
@@ -140,9 +140,7 @@ def test_dependent_launches_see_what_came_before(m):
         return out
 
     want = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = chain()
+    graph, made = captured(chain)
     for _ in range(5):
         x.normal_()
         graph.replay()

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, packed, qkv
+from cases import check, packed, qkv, same
+from cases.device import DEVICE, captured, no_waiting
 from tilefold.plan import DecodePlan
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
 
@@ -42,18 +42,13 @@ def test_graphs_compiled_functions_and_bits():
         return tilefold.attention(q, k, v, causal=True, return_lse=True)
 
     right = call(q, k, v)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         again = call(q, k, v)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(x, y) for x, y in zip(right, again, strict=True))
+    assert same(right, again)
     found = torch.compile(call, fullgraph=True)(q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip(right, found, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call(q, k, v)
+    assert same(right, found)
+    graph, kept = captured(lambda: call(q, k, v))
     for _ in range(3):
         q.normal_()
         graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(kept, call(q, k, v), strict=True))
+        assert same(kept, call(q, k, v))

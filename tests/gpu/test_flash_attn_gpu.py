@@ -4,32 +4,14 @@ import pytest
 import torch
 
 from cases import judge, packed, qkv, rand
-from flash_cases import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
-from graphs import captured
+from cases.device import DEVICE, captured, no_waiting
+from cases.flash import a_cache, angles, in_pages, kvcache_oracle, out_of_pages, turned
 from tilefold import reference
 from tilefold.compat import flash_attn as fa
 from tilefold.ops.cache.rotary import apply_rotary
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 HALVES = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def no_synchronisation():
-    """Any read on the host raises, but for what a test does outside of `strictly`."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-class strictly:
-    """Inside, a call that makes the host wait raises."""
-
-    def __enter__(self):
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *error):
-        torch.cuda.set_sync_debug_mode("default")
 
 
 MASKS = [({}, {}), ({"causal": True}, {"causal": True}), ({"window_size": (70, 9)}, {"window": (70, 9)})]
@@ -42,7 +24,7 @@ def test_dense_with_gradients(dim, dtype, given, meant):
     q, k, v = (t.requires_grad_() for t in qkv(2, 300, 515, 4, 2, dim, dtype=dtype, device=DEVICE))
     grad = rand(2, 300, 4, dim, dtype=dtype, device=DEVICE)
     fa.flash_attn_func(q, k, v, **given)  # compiled
-    with strictly():
+    with no_waiting():
         out, lse, _ = fa.flash_attn_func(q, k, v, return_attn_probs=True, **given)
     got = torch.autograd.grad(out, (q, k, v), grad)
     sides = []
@@ -82,7 +64,7 @@ def test_dropout_is_what_it_says(kind, dtype):
 def test_packed_gradients(dtype):
     (q, k, v), varlen = packed([200, 0, 131, 7], [260, 3, 0, 90], h=4, hk=2, d=64, dv=64, dtype=dtype, device=DEVICE)
     inputs = [torch.cat((t, rand(9, *t.shape[1:], dtype=dtype, device=DEVICE))).requires_grad_() for t in (q, k, v)]
-    with strictly():
+    with no_waiting():
         out, lse, _ = fa.flash_attn_varlen_func(*inputs, *varlen, causal=True, return_attn_probs=True)
     grad = rand(*out.shape, dtype=dtype, device=DEVICE)
     grads = torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -124,7 +106,7 @@ def test_kvcache(seq_q, page, dtype, given, meant):
             **given,
         }
         fa.flash_attn_with_kvcache(q, *held, *new, *table, lengths, **call)
-        with strictly():
+        with no_waiting():
             out, lse = fa.flash_attn_with_kvcache(q, *held, *new, *table, lengths, **call)
         judge(out, exact[0], plain[0], f"out splits {splits}")
         judge(lse, exact[1], plain[1], f"lse splits {splits}")
@@ -159,7 +141,7 @@ def test_varlen_over_pages_and_used_keys():
     pages, table = in_pages(cache, 16)
     want = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=True)
     exact = reference.attention_varlen(q, k, v, cu_q, cu_k, *longest, causal=True)[0]
-    with strictly():
+    with no_waiting():
         got = fa.flash_attn_varlen_func(
             q, pages[..., :64], pages[..., 64:], cu_q, cu_k, *longest, causal=True, block_table=table
         )
@@ -204,7 +186,7 @@ def test_rotary(dtype, interleaved):
     cos, sin = angles(1000, 48, dtype, DEVICE)
     offsets = torch.tensor([0, 77, 600], device=DEVICE)
     place = torch.arange(400, device=DEVICE)
-    with strictly():
+    with no_waiting():
         got = apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets)
     for b in range(3):
         exact = turned(x[b], cos, sin, interleaved, int(offsets[b]) + place)

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("rich", reason="the example needs the cli extra")
 
+from cases.generation import run_engine, tiny, workload
 from continuous.compare import compare_requests
 from continuous.engine import Limits
-from generation_cases import run_engine, tiny, workload
 
 LIMITS = Limits(tokens=128, chunk=48, running=12)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cases import judge, qkv, rand
-from ladder_cases import NAMES, rung
+from cases.device import DEVICE
+from cases.ladder import NAMES, rung
 from tilefold import ladder, reference
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cases import judge, rand
+from cases.device import DEVICE, captured
 from tilefold import ops, quant, reference
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 PATHS = {"rows": 8, "rows of 16": 16, "hopper 64": 64, "hopper 256": 256}
 
@@ -81,9 +81,9 @@ def test_against_fp64_and_the_same_bits(bits):
 def test_graph_replays_see_new_activations():
     weight, x = weight_of(704, 4096, 4, 128), rand(4, 4096, dtype=torch.bfloat16, device=DEVICE)
     ops.lowbit_matmul(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
+    graph, out = captured(
+        lambda: ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
+    )
     for _ in range(3):
         x.normal_()
         graph.replay()

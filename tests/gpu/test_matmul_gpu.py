@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from cases import judge, rand
-from matmul_cases import ACTIVATIONS, check, check_gradients, matrix
+from cases import judge, rand, same
+from cases.device import DEVICE, captured
+from cases.matmul import ACTIVATIONS, check, check_gradients, matrix
 from tilefold import constant, ops, reference
 from tilefold.ops.device import device_of
 from tilefold.ops.matrix.operands import operands
 from tilefold.ops.matrix.product import Epilogue, problem_of
 from tilefold.plan.matrix.matmul import plan_matmul
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = ["matmul", "matmul_hopper"]
@@ -132,7 +132,7 @@ def test_the_same_bits_every_run():
     )
     dout = rand(8, 500, 1000, dtype=torch.bfloat16, device=DEVICE)
     runs = [torch.autograd.grad(ops.bmm(a, b, activation="gelu"), (a, b), dout) for _ in range(4)]
-    assert all(torch.equal(x, y) for other in runs[1:] for x, y in zip(runs[0], other, strict=True))
+    assert all(same(runs[0], other) for other in runs[1:])
 
 
 def test_cuda_graph_and_compile():
@@ -143,9 +143,7 @@ def test_cuda_graph_and_compile():
         lambda: ops.matmul(a, b, bias=bias, activation="relu", plan=plan),
     ):
         want = fn()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = fn()
+        graph, out = captured(fn)
         a.mul_(2)
         graph.replay()
         assert torch.equal(out, fn()) and not torch.equal(out, want)

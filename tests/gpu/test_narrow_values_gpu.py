@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cases import check, packed, qkv
-from decode_cases import Case, run
+from cases.decode import Case, run
+from cases.device import DEVICE
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
 DIMS = [(40, 24), (34, 18), (33, 17), (100, 20), (20, 10), (63, 9), (24, 40), (64, 32)]

@@ -6,24 +6,14 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, rand
-from flash_cases import angles, turned
-from paged_cases import audit, rows_of
+from cases import judge, rand, same
+from cases.device import DEVICE, captured, no_waiting
+from cases.flash import angles, turned
+from cases.paged import audit, rows_of
 from tilefold import PagedKVCache, reference
 
-DEVICE = torch.device("cuda")
 HEADS, DIM = 2, 64
 pytestmark = pytest.mark.no_poison
-
-
-class strictly:
-    """Inside, a call that makes the host wait raises."""
-
-    def __enter__(self):
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *error):
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def a_cache(layers=1, pages=400, page_size=16, max_tokens=1200, dtype=torch.bfloat16, **options):
@@ -62,7 +52,7 @@ def filled(cache, *lengths):
 
 
 def holds(cache, id, rows):
-    return all(torch.equal(a, b) for a, b in zip(rows_of(cache, id, cache.layers - 1), rows, strict=True))
+    return same(rows_of(cache, id, cache.layers - 1), rows)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -86,13 +76,9 @@ def test_a_thousand_steps_of_a_captured_graph(page_size):
 
     for into, source in ((q, queries), (k, keys), (v, values)):
         into.copy_(source[0])
-    step()  # compiled; what it writes is written again by the first replay
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)  # what the first step writes is written again by the first replay
     kept = {}
-    with strictly():
+    with no_waiting():
         for i in range(steps):
             for into, source in ((q, queries), (k, keys), (v, values)):
                 into.copy_(source[i])
@@ -126,7 +112,7 @@ def test_nothing_waits_and_no_buffer_is_overwritten_in_flight():
     batch = cache.batch(ids, 1)
     torch.cuda.synchronize()
     seen = []
-    with strictly():
+    with no_waiting():
         begin = time.perf_counter()
         torch.cuda._sleep(8_000_000_000)  # about four seconds: the host may be a slow one
         for _ in range(60):  # launches that wait are limited, to a thousand or so
@@ -158,7 +144,7 @@ def test_sharing_copies_and_moves_without_synchronisation():
     (a, b), rows = filled(cache, 100, 37)
     torch.cuda.synchronize()
     cache.copy_pages([(0, 399)])
-    with strictly():
+    with no_waiting():
         fork, prefix = cache.fork(a), cache.share_prefix(b, 33)
         batch = cache.batch([fork, prefix, a], [1, 20, 0])
         k, v = (torch.zeros(21, HEADS, DIM, dtype=cache.dtype, device=DEVICE) for _ in range(2))
@@ -180,7 +166,7 @@ def test_swap_with_pinned_memory_in_stream_order(monkeypatch):
     cache = a_cache(layers=2, pages=100)
     (a, b), rows = filled(cache, 1100, 300)
     torch.cuda.synchronize()
-    with strictly():
+    with no_waiting():
         torch.cuda._sleep(400_000_000)
         assert cache.swap_out(a) == 69
         assert all(t.is_pinned() for chunk, _ in cache._pool._host.values() for t in chunk)
@@ -254,13 +240,9 @@ def test_a_captured_graph_over_8_bits(dtype, page_size):
         cache.append(0, k, v, batch)
         return cache.attend(0, q, batch)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for i in range(steps):
-        with strictly():
+        with no_waiting():
             for into, source in ((q, queries), (k, keys), (v, values)):
                 into.copy_(source[i])
             graph.replay()
@@ -270,7 +252,7 @@ def test_a_captured_graph_over_8_bits(dtype, page_size):
         if i in (0, 1, 15, 16, 149):
             hold(out, queries[i], f"at step {i}")
         if i < steps - 1:
-            with strictly():
+            with no_waiting():
                 batch.next()
 
 
@@ -287,7 +269,7 @@ def test_bytes_are_shared_copied_and_moved(dtype):
     torch.cuda.synchronize()
     cache.copy_pages([(0, 399)])
     k, v = (rand(3, HEADS, DIM, device=DEVICE) for _ in range(2))  # drawn on the CPU: the copy waits
-    with strictly():
+    with no_waiting():
         fork = cache.fork(ids[0])
         batch = cache.batch([fork], 3)
         cache.append(0, k, v, batch)

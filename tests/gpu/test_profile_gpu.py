@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilefold
+from cases.device import DEVICE
 from faults import FAULTS, counted, hit_of, run, table, watch
 from tilefold.bench import timers
 from tilefold.bench.video.stages import prepare_stages, profile_video
@@ -20,7 +21,6 @@ from tilefold.profiling.timeline import by_place, traced
 from tilefold.profiling.video import explain_video
 from tilefold.sparse import CoarseOptions, SelectOptions
 
-DEVICE = torch.device("cuda")
 pytestmark = [pytest.mark.no_poison, pytest.mark.alone]
 alone = pytest.mark.skipif(
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
@@ -68,7 +68,8 @@ def test_roofs_are_below_the_datasheet(device):
 
 
 def test_an_attention_call():
-    q, k, v = (torch.randn(2, 4096, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    """Of a kernel that keeps all in registers; that of head dim 128 spills a few outside of its loop."""
+    q, k, v = (torch.randn(2, 4096, 16, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     tilefold.attention(q, k, v)
     with tilefold.profile() as p:
         for _ in range(3):

@@ -6,9 +6,11 @@ from torch import nn
 
 import tilefold
 from cases import judge, rand
+from cases.device import captured
 from tilefold import reference
-from tilefold.bench.family_run import run_family_case
 from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase
+from tilefold.bench.run import run_case
+from tilefold.bench.setting import Options
 from tilefold.nn import LowBitLinear
 
 WIDTH = 1024
@@ -42,9 +44,7 @@ def test_captured_and_loaded_again(rows):
     x = rand(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):
         want = layer(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(x)
+    graph, out = captured(lambda: layer(x))
     graph.replay()
     assert torch.equal(out, want)
     layer.load_state_dict(other.state_dict())
@@ -82,7 +82,7 @@ def test_gradients_of_x():
 @pytest.mark.parametrize("case", [LowbitCase(1, 1024, 1024), LowbitCase(16, 1024, 1024)], ids=lambda case: case.name)
 def test_the_benchmark_measures_who_is_there(case):
     peers = LOWBIT.peers_named(LOWBIT.defaults["cuda"])
-    row = run_family_case(LOWBIT, case, peers, "cuda", 1, lambda *_: None)
+    row = run_case(LOWBIT, case, peers, "cuda", Options(1), lambda *_: None)
     cells = {cell.implementation: cell for cell in row.cells}
     assert cells["tilefold"].status == cells["cublas"].status == cells["tinygemm"].status == "ok", row.cells
     assert cells["tilefold"].graph is not None and row.floor_ms > 0

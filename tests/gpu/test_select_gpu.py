@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from select_cases import KINDS, held, kept, rows
+from cases.device import DEVICE, captured, no_waiting
+from cases.select import KINDS, held, kept, rows
 from tilefold import reference, sparse
 
-DEVICE = torch.device("cuda")
 METHODS = {
     "gini": {},
     "tau": {"tau": lambda g: 0.9 - 0.5 * g},
@@ -53,11 +53,7 @@ def test_settings_per_head_and_sizes():
 def test_a_replay_selects_by_the_scores_of_that_replay(method, blocks):
     scores = rows("random", 1, 2, 20, blocks).to(DEVICE)
     options = {**METHODS[method], "force_self": True, "seq_q": 1280, "seq_k": 64 * blocks}
-    sparse.select(scores, **options)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = sparse.select(scores, **options)
+    graph, made = captured(lambda: sparse.select(scores, **options))
     seen = []
     for kind in ("peaked", "tied", "nan"):
         scores.copy_(rows(kind, 1, 2, 20, blocks))
@@ -80,11 +76,7 @@ def test_a_graph_from_scores_to_attention():
         index = sparse.select(scores, method="top_p", top_p=0.4).index
         return index, tilefold.sparse_attention(q, k, v, index)
 
-    stage()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        index, out = stage()
+    graph, (index, out) = captured(stage)
     for seed in (1, 2):
         scores.copy_(rows("peaked", 1, 2, 10, 10, seed=seed))
         graph.replay()
@@ -100,13 +92,9 @@ def test_no_synchronisation(method, blocks):
     scores = rows("random", 1, 2, 20, blocks).to(DEVICE)
     force = torch.rand(20, blocks, device=DEVICE) < 0.01
     sparse.select(scores, **METHODS[method], force=force)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         sparse.select(scores, **METHODS[method], force=force)
         sparse.index(scores > 0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.no_poison

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv
-from index_cases import top
+from cases import judge, qkv, same
+from cases.device import DEVICE, captured, no_waiting
+from cases.index import top
 from tilefold import reference
 from tilefold.ops.sparse import sparse as sparse_ops
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -45,9 +45,7 @@ def test_graph_replays_with_changed_lists(sq):
     q, k, v = qkv(1, sq, 2048, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = top(sq, 2048, 9)
     tilefold.sparse_attention(q, k, v, index)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    graph, got = captured(lambda: tilefold.sparse_attention(q, k, v, index, return_lse=True))
     for keep in (1, 9, 5):
         other = top(sq, 2048, keep)
         index.indices[..., :keep].copy_(other.indices)
@@ -61,12 +59,9 @@ def test_same_bits_and_no_synchronisation():
     q, k, v = qkv(1, 64, 4096, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = top(64, 4096, 30)
     first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         runs = [tilefold.sparse_attention(q, k, v, index, return_lse=True) for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(first, run, strict=True))
+    assert all(same(first, run) for run in runs)
 
 
 @pytest.mark.large

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand
+from cases import judge, qkv, rand, same
+from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
 from tilefold import BlockIndex, reference
 from tilefold.ops.sparse import sparse as sparse_ops
 
-DEVICE = torch.device("cuda")
 HOPPER = "sparse_forward_hopper"
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-)
+pytestmark = SM_90
 
 
 def lists(b, h, sq, sk, block_q=64, block_k=64, density=0.5, **options):
@@ -40,7 +38,7 @@ def check(q, k, v, index, **options):
     first, *others = [
         tilefold.sparse_attention(q, k, v, index, plan=plan, return_lse=True, **options) for plan in hopper
     ]
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert all(same(first, other) for other in others)
     oracle = reference.sparse_attention(q, k, v, index, **options)
     plain = reference.sparse_attention(q, k, v, index, dtype=q.dtype, **options)
     judge(first[0], oracle[0], plain[0], f"out {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {index}")
@@ -84,7 +82,7 @@ def test_block_sizes(kind, block):
     k[:, padding], v[:, padding] = float("nan"), float("nan")
     for plan in plans(q, k, v, index)[0]:
         dirty = tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plan)
-        assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+        assert same(clean, dirty)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -148,12 +146,9 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
     call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
     assert sparse_ops.prepare(q, k, v, call).plan.kernel == HOPPER
     first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         runs = [tilefold.sparse_attention(q, k, v, index, return_lse=True) for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(first, run, strict=True))
+    assert all(same(first, run) for run in runs)
     portable = tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plans(q, k, v, index)[1])
     for a, b in zip(first, portable, strict=True):
         live = b.isfinite()
@@ -164,19 +159,16 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
 def test_one_compilation_serves_all_lengths():
     from tilefold.kernels.hopper.sparse_forward import sparse_forward_hopper
 
-    def compiled():
-        return sum(len(caches[0]) for caches in sparse_forward_hopper.device_caches.values())
-
     def run(b, s, h):
         q, k, v = qkv(b, s, s, h, 1, 128, dtype=torch.bfloat16, device=DEVICE)
         index = lists(1, h, s, s)
         tilefold.sparse_attention(q, k, v, index, plan=plans(q, k, v, index)[0][0])
 
     run(1, 320, 2)
-    before = compiled()
+    before = compilations(sparse_forward_hopper)
     for b, s, h in ((1, 64, 1), (2, 640, 16), (3, 1088, 5)):
         run(b, s, h)
-    assert compiled() == before
+    assert compilations(sparse_forward_hopper) == before
 
 
 def test_graph_replays_with_changed_lists():
@@ -184,9 +176,7 @@ def test_graph_replays_with_changed_lists():
     index = lists(1, 4, 640, 1024)
     plan = plans(q, k, v, index)[0][0]
     tilefold.sparse_attention(q, k, v, index, plan=plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plan)
+    graph, got = captured(lambda: tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plan))
     for _ in range(3):
         other = lists(1, 4, 640, 1024)
         index.indices.copy_(other.indices)
@@ -194,7 +184,7 @@ def test_graph_replays_with_changed_lists():
         q.normal_()
         graph.replay()
         wanted = tilefold.sparse_attention(q, k, v, other, return_lse=True, plan=plan)
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert same(got, wanted)
 
 
 def test_falls_back_with_a_warning(monkeypatch):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from cases.device import DEVICE, no_waiting
 from tilefold import BlockIndex
 from tilefold.sparse import causal_blocks, video_window
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 ROWS, COLUMNS = 40, 53
 
@@ -69,12 +69,8 @@ def test_captured_and_replayed_with_other_inputs(name):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_synchronisation(name):
     held = {key: t.to(DEVICE) for key, t in inputs(0).items()}
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         BUILDERS[name](held).transpose().to_map()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_a_capture_keeps_nothing_on_a_record_from_outside():

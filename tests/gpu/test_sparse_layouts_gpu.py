@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed
-from index_cases import cache, held, lists, top
+from cases import packed, same
+from cases.device import DEVICE, captured, no_waiting
+from cases.index import cache, held, lists, top
 from tilefold import BlockIndex
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 
 
@@ -73,10 +73,7 @@ def test_graph_replays_with_changed_tables_and_lengths(sq, page):
     tensors, where = cache([2048, 2048], page, sq=sq, hk=4, d=128, dv=128, dtype=torch.bfloat16, device=DEVICE)
     index = top(sq, 2048, 9, batch=2)
     run = partial(tilefold.sparse_attention_paged, *tensors, index, **where, causal=True, return_lse=True)
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    graph, got = captured(run)
     for lengths in ([2048, 100], [33, 0], [1500, 2047]):
         order = torch.randperm(where["block_table"].numel(), device=DEVICE)
         where["block_table"].copy_(where["block_table"].flatten()[order].view_as(where["block_table"]))
@@ -85,7 +82,7 @@ def test_graph_replays_with_changed_tables_and_lengths(sq, page):
         tensors[0].normal_()
         graph.replay()
         again = run()
-        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        assert same(got, again)
         held("sparse_attention_paged", tensors, index, where, splits=0, causal=True)
 
 
@@ -93,14 +90,11 @@ def test_graph_replays_with_changed_offsets():
     tensors, where = offsets([300, 212], [1000, 1048])
     index = top(512, 2048, 9, batch=2)
     run = partial(tilefold.sparse_attention_varlen, *tensors, index, **where, causal=True, return_lse=True)
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    graph, got = captured(run)
     for cut_q, cut_k in ((500, 1), (0, 2048), (77, 999)):
         where["cu_seqlens_q"][1], where["cu_seqlens_k"][1] = cut_q, cut_k
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(got, run(), strict=True))
+        assert same(got, run())
         held("sparse_attention_varlen", tensors, index, where, splits=0, causal=True)
 
 
@@ -110,12 +104,9 @@ def test_same_bits_and_no_synchronisation():
     index = top(64, 4096, 30, batch=2)
     for run, (tensors, where) in ((tilefold.sparse_attention_paged, paged), (tilefold.sparse_attention_varlen, flat)):
         first = run(*tensors, index, **where, return_lse=True)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             runs = [run(*tensors, index, **where, return_lse=True) for _ in range(20)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert all(torch.equal(a, b) for other in runs for a, b in zip(first, other, strict=True))
+        assert all(same(first, other) for other in runs)
 
 
 def test_one_compilation_serves_all_lengths():

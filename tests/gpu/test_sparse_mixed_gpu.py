@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from cases import judge, qkv, rand
-from graphs import captured
+from cases.device import DEVICE, captured
 from tilefold import BlockIndex, reference, sparse
 from tilefold.ops.sparse.sparse_call import Lists, SparseCall
 from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 from tilefold.reference.rounding import stored
 
-DEVICE = torch.device("cuda")
 B, S, H = 2, 500, 4
 GATES = [(None, None), ((H,), (B, S, H)), ((B, S, H), None), (None, (H,)), ((B, S, H, 1), (B, S, H, 64))]
 

@@ -5,12 +5,13 @@ import importlib.metadata
 import pytest
 import torch
 
+from cases.device import DEVICE
+
 pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
 from hf_models import DECODERS, OTHERS, judge, judge_compiled, logits, made_by, make, padded
 
-DEVICE = torch.device("cuda")
 VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
 WIDE = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 1024}
 SEVEN = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 1024}

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from cases import judge, rand
+from cases.device import DEVICE, captured
 from tilefold import ops
 from tilefold.errors import Unsupported
 from tilefold.ops.matrix.transpose import INTEGERS
 from tilefold.plan.matrix.transpose import METHODS
 from tilefold.reference import matrix_layout as oracle
 
-DEVICE = torch.device("cuda")
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
 
@@ -50,10 +50,7 @@ def test_compiled_and_captured():
     x, y = (rand(64, 200, device=DEVICE) for _ in range(2))
     got = torch.compile(lambda a, b: ops.transpose(ops.add(a, b)), fullgraph=True)(x, y)
     assert torch.equal(got, (x + y).t())
-    ops.transpose(ops.add(x, y))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.transpose(ops.add(x, y))
+    graph, out = captured(lambda: ops.transpose(ops.add(x, y)))
     x.mul_(2)
     graph.replay()
     assert torch.equal(out, (x + y).t())

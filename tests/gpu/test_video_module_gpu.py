@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from tilefold.bench.video.next_frame import Training, train
-from tilefold.bench.video.reconstruction import reconstruct
-from tilefold.bench.video.scene import Scene, scene_qkv
+from cases import same
+from cases.device import DEVICE, no_waiting
+from cases.video import gradients_held
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
-from video_cases import gradients_held
+from video_next_frame import Training, train
+from video_reconstruction import reconstruct
+from video_scene import Scene, scene_qkv
 
-DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.no_poison
 GRID, RAGGED = (8, 12, 16), (7, 13, 18)
 
@@ -72,11 +73,8 @@ def test_no_host_synchronisation():
     x = tokens(made).requires_grad_()
     made(x).float().square().sum().backward()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         made(x).float().square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_same_bits_every_run():
@@ -86,7 +84,7 @@ def test_the_same_bits_every_run():
     for _ in range(3):
         out = made(x)
         runs.append((out, *torch.autograd.grad(out.float().square().sum(), [x, *made.parameters()])))
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    assert all(same(runs[0], run) for run in runs[1:])
 
 
 def test_inductor():

@@ -1,5 +1,5 @@
-"""A piece of a run: many processes, then one a GPU for the tests that must be alone on it, then one for those that need several
-GPUs; a process that dies or hangs is replaced."""
+"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, then one alone for those that measure or
+need several GPUs; a process that dies or hangs is replaced."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Process:
         orders = {"folder": str(args.folder), "number": number, "phase": phase, "until": until,
                   "slow": str(args.tests / "runs.jsonl")}  # fmt: skip
         self.env = {**env, "GPU_RUN": json.dumps(orders)}
-        if phase != "several" and args.gpus > 1:
+        if phase != "alone" and args.gpus > 1:
             self.env["CUDA_VISIBLE_DEVICES"] = str(number % args.gpus)
         if phase == "together":  # the cores are shared
             threads = str(max(1, len(os.sched_getaffinity(0)) // args.jobs))
@@ -137,7 +137,7 @@ def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float)
 
     tell()
     _phase(args, "together", max(1, args.jobs), until, env, tell)
-    for phase, jobs in (("alone", args.gpus), ("several", 1)):
+    for phase, jobs in (("large", args.gpus), ("alone", 1)):
         if _left(args.folder) and time.time() < until:
             _phase(args, phase, jobs, until, env, tell)
     tell()

@@ -21,15 +21,13 @@ PARTS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 def phase_of(item: pytest.Item) -> str:
-    """When a test runs: after the others if it fills the device's memory or measures what other processes would disturb, last if
-    it needs several GPUs."""
-    if item.get_closest_marker("several"):
-        return "several"
-    return "alone" if any(item.get_closest_marker(name) for name in ("large", "alone")) else "together"
+    """When a test runs: after the others if it fills a GPU's memory, last if it measures what other processes would disturb, or
+    needs several GPUs."""
+    return next((name for name in ("alone", "large") if item.get_closest_marker(name)), "together")
 
 
 class Worker:
-    """One process.  Its orders are in the environment: folder, number, phase ("together", "alone" or "several"), until (seconds
+    """One process.  Its orders are in the environment: folder, number, phase ("together", "large" or "alone"), until (seconds
     since the epoch)."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -66,7 +64,7 @@ class Worker:
         for item in in_order(session.items, self.slow):
             row = done.get(item.nodeid)
             again = row is not None and row["outcome"] == "again"
-            if ("alone" if again else phase_of(item)) != self.phase or (row is not None and not again):
+            if ("large" if again else phase_of(item)) != self.phase or (row is not None and not again):
                 continue
             if time.time() > self.until or os.getppid() != self.parent:
                 break

@@ -33,10 +33,6 @@ def compile_report(function: Any, args: Any, kwargs: Any, target: str) -> tuple[
 
     triton_version()  # before the private imports, which an unknown version may not have
     from tilefold.aot.compile import compile_prepared, prepare
-    from tilefold.ops import triton_key
-
-    if (folder := cache.cache_folder()) is not None:  # Triton's own is new and empty in each of these processes
-        triton_key.install(folder)
 
     prepared = prepare(function, args, kwargs, target_named(target))
     if kept := cache.load(prepared.key):

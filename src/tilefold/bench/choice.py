@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from tilefold.bench.implementation import version_of
 from tilefold.errors import Unsupported, ValueRangeError
 
-__all__ = ["INSTALLED", "Known", "chosen", "figures_in", "installed", "names_in", "select_cases", "whereabouts"]
+__all__ = ["INSTALLED", "Known", "chosen", "figures_in", "fits", "installed", "names_in", "select_cases", "whereabouts"]
 
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
 
@@ -42,13 +42,16 @@ def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[Nam
     Raises ValueRangeError if none is left."""
     if pattern is None:
         return cases
-    choices = [[part.strip().lower() for part in choice.split(",") if part.strip()] for choice in pattern.split("|")]
-    chosen = tuple(
-        case for case in cases if any(choice and all(part in case.name for part in choice) for choice in choices)
-    )
+    chosen = tuple(case for case in cases if fits(case.name, pattern))
     if not chosen:
         raise ValueRangeError(f"case filter {pattern!r} matches none of: {', '.join(case.name for case in cases)}")
     return chosen
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name has every part of a pattern, or of one of several."""
+    choices = ([part.strip().lower() for part in one.split(",") if part.strip()] for one in pattern.split("|"))
+    return any(parts and all(part in name.lower() for part in parts) for parts in choices)
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilefold.bench.choice import chosen
-from tilefold.bench.loop import FAILED, WRONG
 from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tilefold.bench.family import Family
     from tilefold.bench.records.record import Sheet
     from tilefold.bench.setting import Options, Setting
@@ -68,88 +69,17 @@ class Engine(Protocol):
     def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
         """The tables for a document."""
 
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        """Further tables for a terminal; asked: also those that say little of most runs."""
+
     def notes(self, results: Sequence[Any]) -> list[str]: ...
 
     def wrong(self, results: Sequence[Any]) -> bool:
         """Whether a result of tilefold failed its check, or failed."""
 
 
-class AttentionEngine:
-    """dense and sparse; a result is the cells of a case."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def known(self) -> Mapping[str, Any]:
-        from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
-        return IMPLEMENTATIONS
-
-    def usual(self, device: str) -> tuple[str, ...]:
-        from tilefold.bench.attention.peers import DEFAULT_PEERS
-
-        return DEFAULT_PEERS[self.name][device]
-
-    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.attention.cases import cases_of
-        from tilefold.bench.choice import select_cases
-
-        if not request.quick and not gpu:
-            raise ValueRangeError(
-                f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
-            )
-        how = request.size(gpu), request.dtype, request.direction, request.sparsities
-        return select_cases(cases_of(self.name, *how), request.pattern)
-
-    def run(
-        self,
-        cases: Sequence[Any],
-        peers: Sequence[Any],
-        device: str,
-        options: "Options",
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
-    ) -> list[Any]:
-        from tilefold.bench.attention.run import run_cases
-
-        results: list[Any] = []
-
-        def keep(cells: Any) -> None:
-            results.append(cells)
-            finished(cells)
-
-        run_cases(cases, tuple(peers), device, options, progress, keep)
-        return results
-
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.attention.report import rows_of
-
-        return rows_of(result, setting)
-
-    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
-        from tilefold.bench.attention.report import findings
-
-        return findings(flat(results))
-
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.attention.report import sheets_of
-
-        return sheets_of(flat(results))
-
-    def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.attention.report import crossing_lines, notes_of
-
-        return [*crossing_lines(flat(results)), *notes_of(flat(results))]
-
-    def wrong(self, results: Sequence[Any]) -> bool:
-        from tilefold.bench.attention.grid import is_ours
-
-        return any(is_ours(cell.implementation) and cell.status in (WRONG, FAILED) for cell in flat(results))
-
-
 class FamilyEngine:
-    """decode, gemm, conv, lowbit and move; a result is the row of a case.  place: module and name of the Family."""
+    """A result is the row of a case.  place: module and name of the Family."""
 
     def __init__(self, name: str, place: str) -> None:
         self.name, self.place = name, place
@@ -181,9 +111,9 @@ class FamilyEngine:
         progress: Callable[[Any, str], None],
         finished: Callable[[Any], None],
     ) -> list[Any]:
-        from tilefold.bench.family_run import run_family_cases
+        from tilefold.bench.run import run_cases
 
-        return run_family_cases(self.family, cases, peers, device, options.rounds, progress, finished, options.budget_s)
+        return run_cases(self.family, cases, peers, device, options, progress, finished)
 
     def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
         from tilefold.bench.family_report import family_records
@@ -198,6 +128,9 @@ class FamilyEngine:
 
         return family_sheets(results, setting)
 
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        return []
+
     def notes(self, results: Sequence[Any]) -> list[str]:
         from tilefold.bench.family_report import family_lines
 
@@ -209,14 +142,55 @@ class FamilyEngine:
         return ours_wrong(results)
 
 
+class AttentionEngine(FamilyEngine):
+    """dense and sparse, whose tables have rates and shapes."""
+
+    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
+        from tilefold.bench.attention.cases import cases_of
+        from tilefold.bench.choice import select_cases
+
+        if not request.quick and not gpu:
+            raise ValueRangeError(
+                f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
+            )
+        how = request.size(gpu), request.dtype, request.direction, request.sparsities
+        return select_cases(cases_of(self.name, *how), request.pattern)
+
+    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
+        from tilefold.bench.attention.report import rows_of
+
+        return rows_of(result.cells, setting)
+
+    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
+        from tilefold.bench.attention.report import findings
+
+        return findings(flat(results))
+
+    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
+        from tilefold.bench.attention.report import sheets_of
+
+        return sheets_of(flat(results))
+
+    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        from tilefold.bench.attention.report import detail_tables
+
+        cells = flat(results)
+        return detail_tables(cells, width) if asked or any(cell.case.pattern for cell in cells) else []
+
+    def notes(self, results: Sequence[Any]) -> list[str]:
+        from tilefold.bench.attention.report import crossing_lines, notes_of
+
+        return [*crossing_lines(flat(results)), *notes_of(flat(results))]
+
+
 def flat(results: Sequence[Any]) -> list[Any]:
     """The cells of all cases."""
-    return [cell for cells in results for cell in cells]
+    return [cell for row in results for cell in row.cells]
 
 
 ENGINES: dict[str, Engine] = {
-    "dense": AttentionEngine("dense"),
-    "sparse": AttentionEngine("sparse"),
+    "dense": AttentionEngine("dense", "attention.peers.DENSE"),
+    "sparse": AttentionEngine("sparse", "attention.peers.SPARSE"),
     "decode": FamilyEngine("decode", "decode.serving.DECODE"),
     "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
     "conv": FamilyEngine("conv", "matrix.conv.CONV"),

@@ -10,8 +10,8 @@ from tilefold.bench.choice import chosen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilefold.bench.family_run import Row
-    from tilefold.bench.judge import Verdict
+    from tilefold.bench.run import Row
+    from tilefold.reference import Comparison
 
 __all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
 
@@ -35,7 +35,7 @@ class Case(Protocol):
 class Judge(Protocol):
     """The reference of one set of inputs."""
 
-    def verdict(self, out: "Tensor") -> "Verdict": ...
+    def verdict(self, result: Any) -> "Comparison": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Calls:
 
     judge: what the first one's output is judged by, if not by the family's judge (who rounds weights in its own way)."""
 
-    calls: "list[Callable[[], Tensor]]"
+    calls: "list[Callable[[], Any]]"
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     judge: Judge | None = None
 
@@ -76,20 +76,25 @@ class Family:
     unasked.
 
     record: what a case adds to its record.  lines: sentences below the tables.  rotating: what replays go around.
-    roof: (case, device type) -> operations a second that the device can do at most; 0: moving bytes is all that counts."""
+    roof: (case, device type) -> operations a second that the device can do at most; 0: moving bytes is all that counts.
+    prepare: (implementation, sets of inputs) -> its calls.  replayed: whether a case is replayed from CUDA graphs even unasked.
+    attention: no copy is timed beside; the memory that a call takes and warm replays are measured, too."""
 
     name: str
     cases: Callable[[str], tuple[Any, ...]]
     inputs: Callable[[Any, str, int], Any]
     judge: Callable[[Any], Judge]
-    peers: Mapping[str, Peer]
+    peers: Mapping[str, Any]  # of Peer, of attention Implementation
     defaults: Mapping[str, tuple[str, ...]]
-    record: Callable[[Any], dict[str, Any]]
+    record: Callable[[Any], dict[str, Any]] = lambda case: {}
     lines: "Callable[[Sequence[Row]], list[str]]" = lambda rows: []
     rotating: str = "weights"
     roof: Callable[[Any, str], float] = lambda case, device: 0.0
+    prepare: Callable[[Any, Sequence[Any]], Calls] = lambda peer, sets: peer.prepare(sets)
+    replayed: Callable[[Any], bool] = lambda case: True
+    attention: bool = False
 
-    def peers_named(self, names: tuple[str, ...]) -> tuple[Peer, ...]:
+    def peers_named(self, names: tuple[str, ...]) -> tuple[Any, ...]:
         """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
         return chosen(self.peers, names)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tilefold.bench.family_run import METHODS, Cell, Row
 from tilefold.bench.loop import FAILED, OK, WRONG
 from tilefold.bench.page import Rows
 from tilefold.bench.records.record import (
@@ -11,21 +10,18 @@ from tilefold.bench.records.record import (
     Sheet,
     digits,
     head,
-    json_text,
-    markdown_text,
     notes_text,
     rounds_of,
     tail,
     times,
     version_in,
 )
+from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 
 __all__ = [
     "METHODS",
-    "family_json",
     "family_lines",
-    "family_markdown",
     "family_records",
     "family_sheets",
     "family_table",
@@ -65,7 +61,7 @@ def family_table(rows: Sequence[Row], method: str) -> Rows:
 
 def _line(row: Row, peers: Sequence[str], method: str, rates: int) -> tuple[str, ...]:
     ours = row.at(OURS)
-    time = ours.timing(method) if ours else None
+    time = ours.by(method) if ours else None
     first = digits(time.us) if time else _label(ours)
     figures = [digits(row.case.bytes / time.ms * 1e-6)] if time else []
     if time and rates == 3:
@@ -84,7 +80,7 @@ def _label(cell: Cell | None) -> str:
 
 
 def _peer(row: Row, cell: Cell | None, method: str) -> str:
-    time = cell.timing(method) if cell else None
+    time = cell.by(method) if cell else None
     if cell is None or time is None:
         return _label(cell)
     ratio = speedup(row, cell.implementation, method)
@@ -93,7 +89,7 @@ def _peer(row: Row, cell: Cell | None, method: str) -> str:
 
 def speedup(row: Row, implementation: str, method: str) -> float | None:
     """How many times as fast as another one tilefold is."""
-    ours, other = (cell.timing(method) if (cell := row.at(name)) else None for name in (OURS, implementation))
+    ours, other = (cell.by(method) if (cell := row.at(name)) else None for name in (OURS, implementation))
     return other.ms / ours.ms if ours and other and ours.ms else None
 
 
@@ -112,7 +108,8 @@ def family_lines(rows: Sequence[Row]) -> list[str]:
 
 def ours_wrong(rows: Sequence[Row]) -> bool:
     """Whether a result of tilefold failed its check, or failed."""
-    return any(r.family.peers[c.implementation].ours and c.status in (WRONG, FAILED) for r in rows for c in r.cells)
+    own = {OURS, *(name for row in rows[:1] for name, peer in row.family.peers.items() if peer.ours)}
+    return any(cell.implementation in own and cell.status in (WRONG, FAILED) for row in rows for cell in row.cells)
 
 
 # --- documents and data -----------------------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
     case, peer = row.case, row.family.peers[cell.implementation]
     timed: dict[str, Any] = {}
     for method in METHODS:
-        time = cell.timing(method)
+        time = cell.by(method)
         timed |= {
             f"{method}_us": time.us if time else None,
             f"{method}_us_p20": time.low * 1e3 if time else None,
@@ -151,18 +148,8 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
         "sets": row.sets,
         "bytes": case.bytes,
         "flops": case.flops,
-        **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.timing(method) for method in METHODS})),
+        **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.by(method) for method in METHODS})),
     }
-
-
-def family_json(rows: Sequence[Row], setting: Setting) -> str:
-    """{"setting", "lines", "rows"} as JSON."""
-    return json_text(setting, family_records(rows, setting), lines=family_lines(rows))
-
-
-def family_markdown(rows: Sequence[Row], setting: Setting) -> str:
-    """The tables for a document, with the sentences that say where they were measured."""
-    return markdown_text(family_sheets(rows, setting), setting, family_lines(rows))
 
 
 def family_sheets(rows: Sequence[Row], setting: Setting) -> list[Sheet]:
@@ -173,5 +160,5 @@ def family_sheets(rows: Sequence[Row], setting: Setting) -> list[Sheet]:
 
 def methods_of(rows: Sequence[Row]) -> list[str]:
     """Those that something was timed by; the first one in any case, for what was refused."""
-    found = [m for m in METHODS if any(cell.timing(m) for row in rows for cell in row.cells)]
+    found = [m for m in METHODS if any(cell.by(m) for row in rows for cell in row.cells)]
     return found or [next(iter(METHODS))]

@@ -125,7 +125,7 @@ def prepared(
         q, k, v = inputs.q, inputs.k, inputs.v
         return Prepared(lambda: function(q, k, v), context)
     grad, leaves = inputs.grad, [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    with context():
+    with context(), torch.enable_grad():
         out = function(*leaves)
     return Prepared(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), context)
 

@@ -6,8 +6,8 @@ depend on that head alone, but on all its queries: some heads are computed in fu
 [queries, keys] matrix is ever there in full.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilefold.bench.implementation import Inputs, Result
@@ -18,25 +18,20 @@ if TYPE_CHECKING:
 
     from tilefold.reference.tolerance import Comparison
 
-__all__ = ["Judge", "Verdict", "sampled_heads", "sampled_rows", "visible"]
+__all__ = ["Judge", "sampled_heads", "sampled_rows", "verdict_of", "visible"]
 
 ROWS = 64
 HEADS = 2
 STRETCH = 1 << 25  # scores that the reference of a backward holds at a time, of which it keeps a few copies in fp64
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the comparison found: the largest absolute error and the relative L2 error, the limits that they had to meet, and
-    whether they did; of several gradients those of the one nearest to its limit or furthest beyond. finite: no NaN or infinity
-    anywhere in the result, the parts that were not sampled included."""
+def verdict_of(results: "Sequence[Tensor]", pairs: "Iterable[tuple[Tensor, Tensor, Tensor]]") -> "Comparison":
+    """Of some comparisons (got, oracle, plain) the one nearest to its limit or furthest beyond; results: all of what was
+    computed, the parts that were not sampled included, which has to be finite."""
+    from tilefold import reference
 
-    ok: bool
-    max_error: float
-    max_limit: float
-    l2_error: float
-    l2_limit: float
-    finite: bool = True
+    worst = max((reference.compare(*each) for each in pairs), key=lambda one: one.strain)
+    return replace(worst, finite=all(bool(t.isfinite().all()) for t in results))
 
 
 def sampled_rows(seq_q: int, count: int = ROWS, seed: int = 1) -> list[int]:
@@ -76,17 +71,11 @@ class Judge:
         both = (torch.float64, inputs.q.dtype)
         self.want, self.plain = (self._gradients(d) if inputs.case.backward else [self._rows(d)] for d in both)
 
-    def verdict(self, result: Result) -> Verdict:
+    def verdict(self, result: Result) -> "Comparison":
         """Judge an output [B, Sq, H, Dv], or gradients (dq, dk, dv)."""
-        from tilefold import reference
-
-        parts = self._sampled(result) if self.inputs.case.backward else [result[:, self.rows]]
-        found = [reference.compare(*each) for each in zip(parts, self.want, self.plain, strict=True)]
-        worst = max(found, key=_strain)
-        whole = result if self.inputs.case.backward else (result,)
-        finite = all(bool(t.isfinite().all()) for t in whole)
-        errors = (worst.max_error, worst.max_limit, worst.l2_error, worst.l2_limit)
-        return Verdict(all(one.ok for one in found) and finite, *errors, finite=finite)
+        backward = self.inputs.case.backward
+        parts = self._sampled(result) if backward else [result[:, self.rows]]
+        return verdict_of(result if backward else (result,), zip(parts, self.want, self.plain, strict=True))
 
     def _rows(self, dtype: "torch.dtype") -> "Tensor":
         """The sampled rows of the output [B, rows, H, Dv], one batch entry at a time."""
@@ -184,10 +173,3 @@ def visible(
     blocks = torch.zeros(*numbers.shape[:3], index.kv_blocks + 1, dtype=torch.bool, device=device)
     blocks.scatter_(-1, torch.where(meant, numbers, index.kv_blocks).long(), True)
     return blocks[..., torch.arange(p.seq_k, device=device) // index.block_k] & seen
-
-
-def _strain(one: "Comparison") -> float:
-    """How far a comparison is into its limits: above 1 it is beyond one; NaN counts as infinitely far."""
-    pairs = ((one.max_error, one.max_limit), (one.l2_error, one.l2_limit))
-    strains = [error / limit if limit > 0 else float("inf") if error > 0 else 0.0 for error, limit in pairs]
-    return float("inf") if not one.same_specials or any(s != s for s in strains) else max(strains)

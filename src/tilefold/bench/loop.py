@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, Optional, TypeVar
 
-from tilefold.bench.judge import Verdict
 from tilefold.errors import TilefoldError, Unsupported
+
+if TYPE_CHECKING:
+    from tilefold.reference import Comparison
 
 __all__ = [
     "FAILED",
@@ -16,7 +18,6 @@ __all__ = [
     "WRONG",
     "Outcome",
     "checked",
-    "complaint",
     "first_line",
     "run_each",
     "untimed",
@@ -28,7 +29,9 @@ GPU_LOST = "the GPU was lost in this case"
 Case = TypeVar("Case")
 Result = TypeVar("Result")
 Ready = TypeVar("Ready")
-Outcome = tuple[str, str, Verdict | None, Ready | None]  # status, why, what the judge found, what is ready to be timed
+Outcome = tuple[
+    str, str, Optional["Comparison"], Ready | None
+]  # status, why, what the judge found, what is ready to be timed
 
 
 def run_each(
@@ -74,7 +77,7 @@ def gpu_lost(error: Exception) -> bool:
     return False
 
 
-def checked(attempt: Callable[[], tuple[Verdict, Ready]]) -> "Outcome[Ready]":
+def checked(attempt: "Callable[[], tuple[Comparison, Ready]]") -> "Outcome[Ready]":
     """What became of preparing, running and judging an implementation once; raises only what lost the GPU.
 
     Whatever attempt raises becomes a status: Unsupported and NotImplementedError a refusal, too little memory, a failure."""
@@ -92,7 +95,7 @@ def checked(attempt: Callable[[], tuple[Verdict, Ready]]) -> "Outcome[Ready]":
         refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
         return REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}", None, None
     if not verdict.ok:
-        return WRONG, complaint(verdict), verdict, None
+        return WRONG, verdict.words, verdict, None
     return OK, "", verdict, ready
 
 
@@ -107,15 +110,6 @@ def untimed(failed: Mapping[str, Exception]) -> dict[str, tuple[str, str]]:
         status = MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
         found[name] = status, f"while it was timed: {type(error).__name__}: {first_line(error)}"
     return found
-
-
-def complaint(verdict: Verdict) -> str:
-    """What is wrong with a result that failed its check."""
-    what = "" if verdict.finite else "output is not finite; "
-    return (
-        f"{what}max error {verdict.max_error:.2e} (limit {verdict.max_limit:.2e}), "
-        f"relative L2 {verdict.l2_error:.2e} (limit {verdict.l2_limit:.2e})"
-    )
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["Picture", "Rows", "Words", "columns_that_fit", "grouped_tables", "new_figure", "save_png", "to_html"]
+__all__ = [
+    "Heading",
+    "Picture",
+    "Rows",
+    "Words",
+    "columns_that_fit",
+    "grouped_tables",
+    "new_figure",
+    "save_png",
+    "to_html",
+]
 
 INDENT = 2  # of rows under their title
 STYLE = """
@@ -25,6 +35,7 @@ table { border-collapse: collapse; margin: 1em 0; font-size: 14px; font-variant-
 th, td { padding: .25em .6em; border-bottom: 1px solid #d0d7de; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
+p { white-space: pre-line; }
 p.note { color: #57606a; }
 """
 
@@ -32,6 +43,13 @@ p.note { color: #57606a; }
 @dataclass(frozen=True, slots=True)
 class Words:
     """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Of what follows."""
 
     text: str
 
@@ -50,6 +68,9 @@ class Picture:
 
     figure: Any
     caption: str
+
+
+Part = Heading | Words | Rows | Picture
 
 
 def columns_that_fit(
@@ -124,7 +145,7 @@ def save_png(figure: "Figure", path: Path) -> None:
     path.write_bytes(made.getvalue())
 
 
-def to_html(title: str, parts: Sequence[Words | Rows | Picture]) -> str:
+def to_html(title: str, parts: Sequence[Part]) -> str:
     """The whole document."""
     body = "\n".join(_part(part) for part in parts)
     return (
@@ -133,7 +154,9 @@ def to_html(title: str, parts: Sequence[Words | Rows | Picture]) -> str:
     )
 
 
-def _part(part: Words | Rows | Picture) -> str:
+def _part(part: Part) -> str:
+    if isinstance(part, Heading):
+        return f"<h2>{escape(part.text)}</h2>"
     if isinstance(part, Words):
         return f"<p>{escape(part.text)}</p>"
     if isinstance(part, Picture):

@@ -1,10 +1,9 @@
 """Clocks, power and temperature of the GPU while a benchmark runs: a figure means little if the clock moved under it.
 
-A thread reads them a few times a second, through NVML where the Python package nvidia-ml-py is installed, else from one
-nvidia-smi process that prints a line every half second.  Nothing is read without an NVIDIA GPU.
+A thread reads them from one nvidia-smi process that prints a line every half second.  Nothing is read without an NVIDIA GPU.
 """
 
-import importlib
+import shutil
 import statistics
 import subprocess
 import threading
@@ -18,7 +17,6 @@ __all__ = [
     "Sampler",
     "Spread",
     "Summary",
-    "nvml_readings",
     "parse_smi",
     "smi_readings",
     "source_of",
@@ -42,8 +40,7 @@ HARMLESS = {0x1, 0x2, 0x100}
 MOVED = 0.03  # of the highest SM clock under load: more, and it is said
 COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 REASON_COLUMNS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer drivers' name, older ones'
-PERIOD_S = 0.25
-SMI_PERIOD_MS = 500
+PERIOD_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,7 @@ def smi_readings(device: str, program: str = "nvidia-smi") -> Source:
             query = ",".join((*COLUMNS, reasons))
             command = [program, f"--id={device}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
             found = False
-            for line in _lines([*command, f"--loop-ms={SMI_PERIOD_MS}"], stop):
+            for line in _lines([*command, f"--loop-ms={PERIOD_MS}"], stop):
                 reading = parse_smi(line)
                 if reading is not None:
                     found = True
@@ -201,55 +198,16 @@ def _lines(command: Sequence[str], stop: Stop) -> Iterator[str]:
         process.terminate()
 
 
-def nvml_readings(nvml: Any, uuid: str, period_s: float = PERIOD_S) -> Source:
-    """Readings through the module pynvml, until the event is set; none where NVML cannot be used."""
-
-    def read(stop: Stop) -> Iterator[Reading]:
-        try:
-            nvml.nvmlInit()
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except nvml.NVMLError:
-            return
-        older = "nvmlDeviceGetCurrentClocksThrottleReasons"
-        reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", getattr(nvml, older, None))
-
-        def value(ask: Callable[..., Any], *arguments: Any) -> Any:
-            try:
-                return ask(handle, *arguments)
-            except (nvml.NVMLError, TypeError):
-                return None  # this device does not say
-
-        while not stop.is_set():
-            watts, busy = value(nvml.nvmlDeviceGetPowerUsage), value(nvml.nvmlDeviceGetUtilizationRates)
-            yield Reading(
-                value(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-                value(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-                None if watts is None else watts / 1e3,
-                value(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-                None if busy is None else busy.gpu,
-                (value(reasons) or 0) if reasons else 0,
-            )
-            stop.wait(period_s)
-
-    return read
-
-
 def source_of(device: str) -> Source | None:
-    """Where readings of the current GPU come from; None without an NVIDIA GPU, or where neither NVML nor nvidia-smi is there."""
+    """Where readings of the current GPU come from; None without an NVIDIA GPU or nvidia-smi."""
     if device != "cuda":
         return None
-    import shutil
-
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None)
     if torch.version.hip or uuid is None:
         return None
-    try:
-        pynvml = importlib.import_module("pynvml")
-    except ImportError:
-        return smi_readings(f"GPU-{uuid}") if shutil.which("nvidia-smi") else None
-    return nvml_readings(pynvml, f"GPU-{uuid}")
+    return smi_readings(f"GPU-{uuid}") if shutil.which("nvidia-smi") else None
 
 
 class Sampler:

@@ -9,8 +9,15 @@ import typer
 from rich.console import Console
 
 from tilefold.cli.bench_epilogs import EPILOGS, HELP
-from tilefold.cli.bench_flow import Outputs, finish, header, measure, peer_names, show
-from tilefold.cli.bench_options import (
+from tilefold.cli.bench_flow import Outputs, finish, measure, peer_names, show
+from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
+from tilefold.cli.bench_parallel import parallel
+from tilefold.cli.bench_runs import COMPARE_EPILOG, compare_runs, peers
+from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
+from tilefold.cli.bench_suite import suite
+from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
+from tilefold.cli.bench_video import video
+from tilefold.cli.options import (
     Against,
     Budget,
     CaseFilter,
@@ -27,16 +34,7 @@ from tilefold.cli.bench_options import (
     Results,
     Rounds,
 )
-from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
-from tilefold.cli.bench_parallel import parallel
-from tilefold.cli.bench_runs import COMPARE_EPILOG, HISTORY_EPILOG, compare_runs, history, peers
-from tilefold.cli.bench_startup import EPILOG as STARTUP_EPILOG
-from tilefold.cli.bench_startup import startup
-from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
-from tilefold.cli.bench_suite import suite
-from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
-from tilefold.cli.bench_video import video
-from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
+from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]
 
@@ -54,8 +52,6 @@ EPILOG = """
     tilefold bench suite quick --compare before.json --fail-slower 5
 
     tilefold bench decode --against fa4,flashinfer --results benchmarks/results --refresh decode.md
-
-    tilefold bench history benchmarks/results --png history.png
 
     tilefold bench peers
 
@@ -141,9 +137,7 @@ def of_family(family: str) -> Callable[..., None]:
 for _name in HELP:
     app.command(name=_name, epilog=EPILOGS[_name])(of_family(_name))
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
-app.command(name="startup", epilog=STARTUP_EPILOG)(startup)
 app.command(name="parallel", epilog=PARALLEL_EPILOG)(parallel)
 app.command(name="suite", epilog=SUITE_EPILOG)(suite)
 app.command(name="compare", epilog=COMPARE_EPILOG)(compare_runs)
-app.command(name="history", epilog=HISTORY_EPILOG)(history)
 app.command(name="peers")(peers)

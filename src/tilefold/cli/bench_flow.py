@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, print_tables, writable
+from tilefold.cli.runtime import Runtime, print_tables, say, warn_of_times, writable
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from tilefold.bench.records.readme import Place
     from tilefold.bench.setting import Options, Setting
 
-__all__ = ["Done", "Outputs", "finish", "header", "measure", "peer_names", "show", "show_comparison"]
-
-LOUD = ("WRONG", "failed", "ended with", "DEVICE", "GPU was lost")
+__all__ = ["Done", "Outputs", "finish", "measure", "peer_names", "show", "show_comparison"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,9 @@ class Outputs:
         from tilefold.bench.records.readme import place_of
         from tilefold.bench.records.runs import read_rows
 
-        for kind, path in files.items():
-            writable(path, f"--{kind}")
         place = place_of(refresh) if refresh else None
+        writable({**files, "refresh": place.path if place else None})
         if place is not None:
-            writable(place.path, "--refresh")
             place.check(families)
         if limits[0] is not None and compare is None:
             raise ValueRangeError(f"--fail-slower {limits[0]:g} needs --compare, which says slower than what")
@@ -115,11 +111,6 @@ def peer_names(peers: str | None, against: str | None) -> tuple[tuple[str, ...] 
     return None if text is None else names_in(text), against is not None
 
 
-def header(setting: "Setting", runtime: Runtime, console: Console) -> None:
-    text = f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}"
-    console.print(Text(text, style="dim"))
-
-
 def measure(
     engine: "Engine",
     cases: Sequence[Any],
@@ -164,57 +155,22 @@ def measure(
 
 
 def show(done: Done, setting: "Setting", runtime: Runtime, details: bool, console: Console) -> None:
-    """Print the tables, the notes and what the GPU's clock did."""
-    from tilefold.bench.engine import AttentionEngine
-
-    if isinstance(done.engine, AttentionEngine):
-        _show_attention(done, setting, details or not runtime.gpu, console)
-    else:
-        for sheet in done.engine.sheets(done.results, setting):
-            console.print(Text(sheet.title, style="bold"))
-            print_tables(console, sheet.head, sheet.rows)
-        say(done.engine.notes(done.results), console)
+    """Print the tables, the notes and what the GPU's clock did; details: with spreads, errors and what else was measured."""
+    for sheet in done.engine.sheets(done.results, setting):
+        console.print(Text(sheet.title, style="bold"))
+        print_tables(console, sheet.head, sheet.rows, left=sheet.left)
+    for piece in done.engine.details(done.results, console.width, details or not runtime.gpu):
+        console.print(piece)
+    say(done.engine.notes(done.results), console)
     if done.power is not None:
         say([str(done.power)], console)
         say([f"warning: {line}" for line in done.power.warnings], console, "yellow")
 
 
-def _show_attention(done: Done, setting: "Setting", details: bool, console: Console) -> None:
-    from tilefold.bench.attention import report
-    from tilefold.bench.engine import flat
-
-    cells = flat(done.results)
-    for part in report.directions(cells):
-        console.print(Text(report.heading_of(part, setting), style="bold"))
-        console.print()
-        for table in report.speed_tables(part, console.width):
-            console.print(table)
-            console.print()
-    if report.geometric_means(cells):
-        console.print(Text("1.20x: tilefold takes 1 / 1.20 of that library's time", style="dim"))
-    say(report.crossing_lines(cells), console, "")
-    if theirs := report.reported_sheet(cells):
-        console.print()
-        console.print(Text(theirs.title, style="bold"))
-        print_tables(console, theirs.head, theirs.rows)
-    if details or any(cell.case.pattern for cell in cells):
-        console.print()
-        for piece in report.detail_tables(cells, console.width):
-            console.print(piece)
-    say(report.notes_of(cells), console)
-
-
-def say(lines: Sequence[str], console: Console, style: str = "dim") -> None:
-    """Print sentences, what is wrong in red."""
-    for line in lines:
-        loud = any(word in line for word in LOUD)
-        console.print(Text(line, style="bold red" if loud else style), soft_wrap=True)
-
-
 def show_comparison(found: "Comparison", fail_slower: float | None, console: Console) -> bool:
     """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing;
     with it a comparison of nothing fails, too."""
-    from tilefold.bench.records.change_report import change_lines, change_table
+    from tilefold.bench.records.changes import change_lines, change_table
 
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
     table = change_table(found)
@@ -238,9 +194,7 @@ def show_comparison(found: "Comparison", fail_slower: float | None, console: Con
 
 def finish(parts: Sequence[Done], setting: "Setting", runtime: Runtime, outputs: Outputs, console: Console) -> None:
     """Write what was asked for, compare with the old run, and exit with 1 if a result of tilefold is wrong or became slower."""
-    if not runtime.gpu:
-        text = "Times in the interpreter say nothing about a GPU; the outputs were checked all the same."
-        console.print(Text(text, style="yellow"))
+    warn_of_times(runtime, console)
     measured = [done for done in parts if done.results]
     if measured:
         _write(measured, setting, outputs, console)

@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,16 +11,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cli.options import Budget, Json, Markdown
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
+    Files,
     Runtime,
     dtype_named,
+    header,
     integers,
     names_from,
     prepare_runtime,
     print_tables,
+    say,
     user_errors,
+    warn_of_times,
     writable,
+    write_files,
 )
 from tilefold.errors import CommunicationError, ValueRangeError
 
@@ -85,19 +90,17 @@ def parallel(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
-    budget: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further line after so long.")
-    ] = None,
+    budget: Budget = None,
     trace: Annotated[
         str,
         typer.Option(metavar="STEM", help="Trace one call of each line (GPU); a file STEM-WAY.json.gz for each way."),
     ] = "",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table for a document.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
 ) -> None:
     """Time every scheme of context parallelism, beside PyTorch's own, each output checked first."""
-    for path, name in ((json, "--json"), (markdown, "--markdown")):
-        writable(path, name)
+    files = {"json": json, "markdown": markdown}
+    writable(files)
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime()
@@ -107,7 +110,7 @@ def parallel(
     small = not runtime.gpu
     lengths = (QUICK if quick else TOKENS)[runtime.gpu]
     if tokens is not None:
-        lengths = integers(tokens, "--tokens", tokens.count(",") + 1)
+        lengths = integers(tokens, "--tokens")
     work = Work(
         tokens=lengths,
         heads=_heads(heads or ("2,1" if small else "32,8")),
@@ -124,7 +127,7 @@ def parallel(
     )
     lines = _run(work, runtime, ranks)
     if lines is not None:
-        _report(work, lines, runtime, {"json": json, "markdown": markdown})
+        _report(work, lines, runtime, files)
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -182,9 +185,9 @@ def _on_rank(work: "Work") -> "list[Line] | None":
     console = Console()
 
     def show(text: str) -> None:  # at once: a run that is cut short has shown what it had
-        console.print(Text(text, style="dim"), soft_wrap=True)
+        say([text], console)
 
-    console.print(Text(str(links), style="dim"), soft_wrap=True)
+    show(str(links))
     total = len(work.tokens) * len(work.ways) * len(work.backward)
     with measuring(console, total, False) as step:
         return measure(work, lambda what: step("parallel", what), show)
@@ -208,7 +211,7 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     sys.stdout.flush()
 
 
-def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str, Path | None]) -> None:
+def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
     from dataclasses import asdict
 
     from tilefold.bench.parallel.table import HEAD, rows_of, to_json, to_markdown
@@ -217,9 +220,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
 
     console = Console()
     setting = setting_of(runtime.device)
-    console.print(
-        Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
-    )
+    header(setting, runtime, console)
     console.print(
         Text(
             f"{lines[0].ranks if lines else 0} ranks, {work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, "
@@ -229,29 +230,13 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: dict[str
     print_tables(console, HEAD, rows_of(lines), keys=3)
     for line in lines:
         if line.note:
-            style = "red" if line.status in ("WRONG", "failed") else "dim"
             said = "" if line.status == "ok" else f"{line.status}: "
-            console.print(
-                Text(f"{line.way}, {line.tokens} tokens, {line.direction}: {said}{line.note}", style),
-                soft_wrap=True,
-            )
+            say([f"{line.way}, {line.tokens} tokens, {line.direction}: {said}{line.note}"], console)
     wanted = len(work.tokens) * len(work.ways) * len(work.backward)
     if len(lines) < wanted:
         console.print(Text(f"{len(lines)} of {wanted} lines were reached", style="yellow"))
-    if not runtime.gpu:
-        console.print(
-            Text(
-                "Times in the interpreter say nothing about GPUs; the outputs were checked all the same.",
-                style="yellow",
-            )
-        )
-    texts: dict[str, Callable[[], str]] = {
-        "json": lambda: to_json(lines, asdict(setting), work),
-        "markdown": lambda: to_markdown(lines),
-    }
-    for kind, path in files.items():
-        if path is not None:
-            path.write_text(texts[kind](), encoding="utf-8")
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+    warn_of_times(runtime, console)
+    makers = {"json": lambda: to_json(lines, asdict(setting), work), "markdown": lambda: to_markdown(lines)}
+    write_files(files, makers, console)
     if any(line.way not in PEERS and line.status in ("WRONG", "failed") for line in lines):
         raise typer.Exit(1)

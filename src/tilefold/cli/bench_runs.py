@@ -1,25 +1,22 @@
-"""`tilefold bench compare`, `history` and `peers`: runs beside one another, results over time, and who could be measured.
+"""`tilefold bench compare` and `peers`: runs beside one another, and who could be measured.
 
-None of them needs a GPU."""
+Neither needs a GPU."""
 
-import json as json_module
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from tilefold.cli.bench_flow import say, show_comparison
-from tilefold.cli.bench_options import CaseFilter, FailSlower, Json, Markdown, Noise
-from tilefold.cli.runtime import print_tables, user_errors, writable
+from tilefold.cli.bench_flow import show_comparison
+from tilefold.cli.options import CaseFilter, FailSlower, Json, Markdown, Noise
+from tilefold.cli.runtime import json_text, print_tables, user_errors, writable, write_files
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.records.runs import Measured
 
-__all__ = ["COMPARE_EPILOG", "HISTORY_EPILOG", "compare_runs", "history", "peers"]
+__all__ = ["COMPARE_EPILOG", "compare_runs", "peers"]
 
 COMPARE_EPILOG = """
 **Examples**
@@ -33,27 +30,13 @@ the ratio of the medians, from all pairs of an old and a new round; *faster* and
 *same* those within it, *unclear* what more rounds would tell. Exit code 1 if a result of tilefold was right and is not any more,
 or with --fail-slower if its whole interval is beyond that.
 """
-HISTORY_EPILOG = """
-**Examples**
-
-    tilefold bench history benchmarks/results
-
-    tilefold bench history benchmarks/results --family dense --case "d128,n16384x1" --peers --png dense.png
-
-The picture has a panel a case, and for each run the median with its interval; FILE holds the first device and family; others, and
-dozens of cases, make further files beside it.
-"""
 
 
 def _filtered(found: "list[Measured]", family: str | None, case: str | None) -> "list[Measured]":
     """Those of a family, and whose case has a filter's parts. ValueRangeError if none is left."""
-    choices = [[part.strip().lower() for part in one.split(",") if part.strip()] for one in (case or "").split("|")]
-    kept = [
-        one
-        for one in found
-        if (family is None or one.key.family == family)
-        and (case is None or any(choice and all(part in one.key.case.lower() for part in choice) for choice in choices))
-    ]
+    from tilefold.bench.choice import fits
+
+    kept = [one for one in found if family in (None, one.key.family) and (case is None or fits(one.key.case, case))]
     if not kept:
         known = ", ".join(dict.fromkeys(one.key.family for one in found))
         raise ValueRangeError(f"no results of family {family!r} and case {case!r}; families there: {known}")
@@ -72,10 +55,9 @@ def compare_runs(
     markdown: Markdown = None,
 ) -> None:
     """Compare two runs: ratios with intervals, what became slower, what is missing."""
-    writable(json, "--json")
-    writable(markdown, "--markdown")
-    from tilefold.bench.records.change_report import change_markdown
-    from tilefold.bench.records.changes import compare
+    files = {"json": json, "markdown": markdown}
+    writable(files)
+    from tilefold.bench.records.changes import change_markdown, compare
     from tilefold.bench.records.runs import latest, read_measured, read_rows
 
     before, after = (_filtered(read_measured(read_rows(path)), family, case) for path in (old, new))
@@ -86,56 +68,10 @@ def compare_runs(
         raise ValueRangeError(f"--fail-slower cannot judge: {found.differences[0]}")
     console = Console()
     bad = show_comparison(found, fail_slower, console)
-    if json is not None:
-        json.write_text(json_module.dumps(found.record(), indent=2) + "\n", encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text(change_markdown(found), encoding="utf-8")
-    say([f"wrote {path}" for path in (json, markdown) if path is not None], console)
+    makers = {"json": lambda: json_text(found.record()), "markdown": lambda: change_markdown(found)}
+    write_files(files, makers, console)
     if bad:
         raise typer.Exit(1)
-
-
-@user_errors
-def history(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of results, or one .jsonl.")],
-    family: Annotated[str | None, typer.Option(metavar="NAME", help="Only this one.")] = None,
-    case: CaseFilter = None,
-    device: Annotated[str | None, typer.Option(metavar="TEXT", help="Only devices whose name has TEXT.")] = None,
-    method: Annotated[
-        str,
-        typer.Option(help="events, graph, warm or host: the time that is followed.", show_default="events, else graph"),
-    ] = "",
-    peers: Annotated[bool, typer.Option("--peers", help="Other libraries, too.")] = False,
-    noise: Noise = 2.0,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (needs matplotlib).")] = None,
-    json: Json = None,
-) -> None:
-    """Show what each case took over commits and dates, on each device."""
-    writable(png, "--png")
-    writable(json, "--json")
-    from tilefold.bench.records.history import draw, history_table, series_of
-    from tilefold.bench.records.runs import METHODS, read_measured, read_rows
-
-    if method and method not in METHODS:
-        raise ValueRangeError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
-    found = _filtered(read_measured(read_rows(folder)), family, case)
-    series = [
-        one
-        for one in series_of(found, (method,) if method else ("events", "graph"), peers)
-        if device is None or device.lower() in one.device.lower()
-    ]
-    if not any(one.timed for one in series):
-        raise ValueRangeError(f"{folder} has no times" + (f" of devices with {device!r}" if device else ""))
-    console = Console()
-    for name, of in dict.fromkeys((one.device, one.key.family) for one in series):
-        table = history_table([one for one in series if (one.device, one.key.family) == (name, of)], noise / 100)
-        console.print(Text(f"{of} on {name}", style="bold"), soft_wrap=True)
-        print_tables(console, table.head, table.rows, left=3)
-    if json is not None:
-        json.write_text(json_module.dumps([asdict(one) for one in series], indent=2) + "\n", encoding="utf-8")
-        say([f"wrote {json}"], console)
-    if png is not None:
-        say([f"wrote {path}" for path in draw(series, png)], console)
 
 
 @user_errors

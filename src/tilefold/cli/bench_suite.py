@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.bench_flow import Done, Outputs, finish, header, measure, peer_names, say, show
-from tilefold.cli.bench_options import (
+from tilefold.cli.bench_flow import Done, Outputs, finish, measure, peer_names, show
+from tilefold.cli.options import (
     Against,
     Budget,
     CaseFilter,
@@ -25,7 +25,7 @@ from tilefold.cli.bench_options import (
     Results,
     Rounds,
 )
-from tilefold.cli.runtime import Runtime, prepare_runtime, table_of, user_errors
+from tilefold.cli.runtime import Runtime, header, prepare_runtime, say, table_of, user_errors
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting

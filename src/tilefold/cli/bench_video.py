@@ -1,27 +1,27 @@
 """`tilefold bench video`: the sparse video pipeline over sparsity, length and cached tokens, beside dense attention."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
+from tilefold.cli.bench_flow import Outputs, finish, measure, show
+from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results
 from tilefold.cli.runtime import (
     Runtime,
     dtype_named,
+    header,
     integers,
     names_from,
     prepare_runtime,
-    print_tables,
     user_errors,
     writable,
+    write_files,
 )
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.setting import Setting
-    from tilefold.bench.video.sweep import Point, SweepRow
+    from tilefold.bench.video.sweep import Point
     from tilefold.plan.video import VideoShape
 
 __all__ = ["EPILOG", "video"]
@@ -83,64 +83,42 @@ def video(
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 3,
-    budget: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further point after so long.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a document.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times over the swept values.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")
-    ] = None,
-    results: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Append the figures of each point to DIR/video.jsonl.")
-    ] = None,
+    budget: Budget = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    png: Png = None,
+    html: Html = None,
+    results: Results = None,
 ) -> None:
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
-    for path, name in ((json, "--json"), (markdown, "--markdown"), (png, "--png"), (html, "--html")):
-        writable(path, name)
+    writable({"json": json, "markdown": markdown, "png": png, "html": html})
     runtime = prepare_runtime()
-    from tilefold.bench.records.record import append_rows
-    from tilefold.bench.setting import setting_of
+    from tilefold.bench.engine import ENGINES
+    from tilefold.bench.setting import Options, setting_of
+    from tilefold.bench.video import report
     from tilefold.bench.video.engine import SHAPES
-    from tilefold.bench.video.report import records_of
-    from tilefold.bench.video.stages import LISTED, PEERS, USUAL
-    from tilefold.bench.video.sweep import measure_point, run_points
+    from tilefold.bench.video.stages import LISTED, PEERS
     from tilefold.plan.video import VideoShape
 
+    engine = ENGINES["video"]
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
-    names = USUAL[runtime.device] if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
+    names = engine.usual(runtime.device) if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
     console, setting = Console(), setting_of(runtime.device)
-    console.print(
-        Text(f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}", style="dim")
-    )
-
-    def measure(point: "Point") -> "SweepRow":
-        with console.status(Text(f"measuring {point.name}")):
-            return measure_point(point, runtime.device, names, rounds if runtime.gpu and not quick else 1, graph)
-
-    def keep(row: "SweepRow") -> None:
-        if results is not None:
-            append_rows(results / "video.jsonl", records_of([row], setting))
-
-    rows, left = run_points(points, measure, budget, keep)
-    _show(rows, left, setting, console)
-    if not runtime.gpu:
-        console.print(
-            Text(
-                "Times in the interpreter say nothing about a GPU; the outputs were checked all the same.",
-                style="yellow",
-            )
-        )
-    if rows:
-        _write(rows, left, setting, {"json": json, "markdown": markdown, "png": png, "html": html}, console)
-        if results is not None:
-            line = f"appended {len(rows)} rows to {results / 'video.jsonl'}"
-            console.print(Text(line, style="dim"), soft_wrap=True)
-    if any(row.wrong for row in rows):
-        raise typer.Exit(1)
+    header(setting, runtime, console)
+    options = Options(rounds if runtime.gpu and not quick else 1, graph=graph, budget_s=budget)
+    outputs = Outputs(json=json, markdown=markdown, results=results, power=False)
+    chosen = [engine.known[name] for name in ("tilefold", *names)]
+    done = measure(engine, points, chosen, runtime, options, outputs, setting, console)
+    if done.results:
+        show(done, setting, runtime, False, console)
+        drawn = {
+            "png": lambda: report.picture_of(done.results).figure,
+            "html": lambda: report.to_html(done.results, setting),
+        }
+        write_files({"png": png, "html": html}, drawn, console)
+    finish([done], setting, runtime, outputs, console)
 
 
 def _points(
@@ -169,34 +147,3 @@ def _points(
         most = 1 if quick else None
         found += points_of(name, shape, (values or usual)[:most], (sparsities or fixed)[:most], pages)
     return tuple(found)
-
-
-def _show(rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", console: Console) -> None:
-    """Print a table for each sweep and the sentences below them."""
-    from tilefold.bench.video import report as video_report
-
-    for some in video_report.sweeps_of(rows):
-        table = video_report.table_of(some)
-        console.print(Text(video_report.title_of(some, setting), style="bold"))
-        keys = 2 if "line" in table.head else 1
-        print_tables(console, table.head, table.rows, keys=keys)
-    for line in video_report.lines_of(rows, left):
-        console.print(Text(line, style="red" if "WRONG" in line else ""), soft_wrap=True)
-
-
-def _write(
-    rows: "list[SweepRow]", left: "list[Point]", setting: "Setting", files: dict[str, Path | None], console: Console
-) -> None:
-    """Write the files that were asked for and say so."""
-    from tilefold.bench import page
-    from tilefold.bench.video import report as video_report
-
-    texts = {"json": video_report.to_json, "markdown": video_report.to_markdown, "html": video_report.to_html}
-    for kind, path in files.items():
-        if path is None:
-            continue
-        if kind == "png":
-            page.save_png(video_report.picture_of(rows).figure, path)
-        else:
-            path.write_text(texts[kind](rows, left, setting), encoding="utf-8")
-        console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)

@@ -1,18 +1,21 @@
 """`tilefold check`: every kernel against its fp64 oracle, on this machine."""
 
-import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from tilefold.bench.loop import first_line
 from tilefold.cli.check_cases import CheckCase, arguments, check_cases
+from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, prepare_runtime, user_errors
 from tilefold.errors import PlanError, Unsupported
+
+if TYPE_CHECKING:
+    from tilefold.reference import Comparison
 
 __all__ = ["EPILOG", "Result", "check"]
 
@@ -49,10 +52,7 @@ class Result:
     case: CheckCase
     kernel: str
     ok: bool | None
-    max_error: float = 0.0
-    max_limit: float = 0.0
-    l2_error: float = 0.0
-    seconds: float = 0.0
+    out: "Comparison | None" = None
     note: str = ""
     failed: bool = False
 
@@ -78,10 +78,8 @@ def run_check(case: CheckCase, device: str) -> Result:
             kernel = plan.kernel
     except (PlanError, Unsupported) as error:
         return Result(case, case.kernel or kernel, None, note=str(error))
-    start = time.perf_counter()
     out, lse = getattr(tilefold, case.function)(q, k, v, *where.values(), **options, return_lse=True, plan=plan)
     out, lse = out.cpu(), lse.cpu()
-    seconds = time.perf_counter() - start
     oracle = getattr(reference, case.oracle)
     if case.oracle != case.function:
         index = where.pop("index")
@@ -93,38 +91,20 @@ def run_check(case: CheckCase, device: str) -> Result:
         for got, exact, rough, unit in zip((out, lse), wanted, plain, (0.0, 1.0), strict=True)
     )
     note = "" if lses.ok else f"lse: {lses}"
-    return Result(
-        case,
-        kernel,
-        outs.ok and lses.ok,
-        outs.max_error,
-        outs.max_limit,
-        outs.l2_error,
-        seconds,
-        note or ("" if outs.ok else str(outs)),
-    )
+    return Result(case, kernel, outs.ok and lses.ok, outs, note or ("" if outs.ok else str(outs)))
 
 
 def run_all(cases: tuple[CheckCase, ...], runtime: Runtime, console: Console) -> list[Result]:
     """Run the cases under a progress bar; an exception in one is its result, the others still run."""
     results: list[Result] = []
-    columns = (
-        TextColumn("checking"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
+    with measuring(console, len(cases), verb="checking") as step:
         for case in cases:
-            progress.update(task, description=case.title)
+            step(case.title, "beside fp64")
             try:
                 results.append(run_check(case, runtime.device))
             except Exception as error:  # a check must say what broke in which case, and go on
-                text = (str(error).strip() or "no message").splitlines()[0]
-                note = f"{type(error).__name__}: {text}"
+                note = f"{type(error).__name__}: {first_line(error)}"
                 results.append(Result(case, case.kernel or "?", None, note=note, failed=True))
-            progress.advance(task)
     return results
 
 
@@ -142,11 +122,8 @@ def table_of(results: list[Result]) -> Table:
         if result.ok is None:
             table.add_row(*start, "", "", "", "[bold red]no result[/]" if result.failed else "[dim]not here[/]")
             continue
-        figures = (
-            f"{result.max_error:.1e}",
-            f"{result.max_limit:.1e}",
-            f"{result.l2_error:.1e}",
-        )
+        out = result.out
+        figures = [f"{value:.1e}" for value in (out.max_error, out.max_limit, out.l2_error)] if out else [""] * 3
         table.add_row(*start, *figures, "[green]ok[/]" if result.ok else "[bold red]WRONG[/]")
     return table
 

@@ -1,6 +1,5 @@
 """`tilefold compare`: how two implementations, or two files, differ number by number."""
 
-import json as jsonlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,14 +9,25 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import dtype_named, integers, prepare_runtime, print_tables, user_errors, writable
+from tilefold.bench import page
+from tilefold.cli.options import Html, Json, Png
+from tilefold.cli.runtime import (
+    Files,
+    dtype_named,
+    integers,
+    json_text,
+    prepare_runtime,
+    print_tables,
+    user_errors,
+    writable,
+    write_files,
+)
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tilefold.bench.accuracy import Difference
-    from tilefold.bench.page import Picture
 
 __all__ = ["EPILOG", "compare"]
 
@@ -84,17 +94,13 @@ def compare(
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw where and how large the differences are.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")
-    ] = None,
+    json: Json = None,
+    png: Png = None,
+    html: Html = None,
 ) -> None:
     """Compare the results of two implementations on one case, or two files, number by number."""
-    for path, name in ((json, "--json"), (png, "--png"), (html, "--html")):
-        writable(path, name)
+    outputs = {"json": json, "png": png, "html": html}
+    writable(outputs)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be forward or backward, got {direction!r}")
     _check_family(
@@ -120,7 +126,7 @@ def compare(
     ]  # one seed's tensors at a time
     _show(runs, names, seed, console)
     console.print(Text(f"allclose: rtol {rtol:g}, atol {atol:g}; mean has the sign of first - second", style="dim"))
-    _write(runs, f"{first} and {second}, {what}", names, every, {"json": json, "png": png, "html": html}, console)
+    _write(runs, f"{first} and {second}, {what}", names, every, outputs, console)
     if strict and not all(each.close for run in runs for each in run):
         raise typer.Exit(1)
 
@@ -179,10 +185,10 @@ def _runs_of_case(
         check_name(name)
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.engine import AttentionEngine, Request
+    from tilefold.bench.engine import Request, engine_named
     from tilefold.bench.implementation import make_inputs
 
-    case = AttentionEngine(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
+    case = engine_named(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
     console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))
     for name in names:
         if case.pattern is not None and name in IMPLEMENTATIONS and not IMPLEMENTATIONS[name].lists:
@@ -302,7 +308,7 @@ def _write(
     title: str,
     names: tuple[str, str],
     seeds: range,
-    files: dict[str, Path | None],
+    files: Files,
     console: Console,
 ) -> None:
     """Write the files that were asked for and say so; with several seeds a tensor's name has its seed behind it."""
@@ -312,38 +318,26 @@ def _write(
         for number, run in zip(seeds, runs, strict=False)
         for each in run
     ]
-    if files["json"] is not None:
-        document = {
-            "first": names[0],
-            "second": names[1],
-            "title": title,
-            "seeds": [*seeds],
-            "tensors": [asdict(each) for each in found],
-        }
-        files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if files["png"] is not None or files["html"] is not None:
-        from tilefold.bench import page
 
-        picture = _picture(found)
-        if files["png"] is not None:
-            page.save_png(picture.figure, files["png"])
-        if files["html"] is not None:
-            whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
-            parts = (
-                page.Rows(FACTS, _facts_rows(found, names, 64)),
-                page.Rows(DIFFERENCES, (*_difference_rows(found), *whole)),
-                page.Words(f"allclose at rtol {found[0].rtol:g}, atol {found[0].atol:g}." if found else ""),
-                picture,
-            )
-            files["html"].write_text(page.to_html(title, parts), encoding="utf-8")
-    for path in files.values():
-        if path is not None:
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+    def document() -> str:
+        tensors = [asdict(each) for each in found]
+        return json_text({"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors})
+
+    def html() -> str:
+        whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
+        parts = (
+            page.Rows(FACTS, _facts_rows(found, names, 64)),
+            page.Rows(DIFFERENCES, (*_difference_rows(found), *whole)),
+            page.Words(f"allclose at rtol {found[0].rtol:g}, atol {found[0].atol:g}." if found else ""),
+            _picture(found),
+        )
+        return page.to_html(title, parts)
+
+    write_files(files, {"json": document, "png": lambda: _picture(found).figure, "html": html}, console)
 
 
-def _picture(found: "list[Difference]") -> "Picture":
+def _picture(found: "list[Difference]") -> page.Picture:
     """Of each tensor how many differences there are of each size, and where the largest are."""
-    from tilefold.bench import page
     from tilefold.bench.accuracy import BINS
 
     figure = page.new_figure(11, 3.0 * max(1, len(found)))

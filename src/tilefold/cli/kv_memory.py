@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import DTYPES, print_tables, user_errors, writable
+from tilefold.cli.runtime import DTYPES, integers, print_tables, user_errors, writable
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def kv_memory(
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
-    writable(plot, "--plot")
-    sizes = _sizes(page_sizes)
+    writable({"plot": plot})
+    sizes = integers(page_sizes, "--page-sizes")
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
     stored = _stored(dtype)
     factors = 8 * chosen.layers * chosen.kv_heads if ITEMSIZE[stored] == 1 else 0
@@ -93,16 +93,6 @@ def _stored(name: str) -> str:
     found = STORED.get(name.lower())
     if found is None:
         raise DtypeError(f"dtype must be bf16, fp16, fp32, e4m3 or int8 (or their full names), got {name!r}")
-    return found
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise ValueRangeError(f"--page-sizes must be integers of at least 1, comma-separated, got {text!r}")
     return found
 
 

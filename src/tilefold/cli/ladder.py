@@ -1,6 +1,5 @@
 """`tilefold ladder`: the five rungs, listed, measured beside one another, swept over tiles, and beside a student's kernel."""
 
-import json as jsonlib
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,20 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from tilefold.cli.options import Json, Markdown, Png
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, dtype_named, prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.runtime import (
+    Files,
+    Runtime,
+    dtype_named,
+    integers,
+    json_text,
+    prepare_runtime,
+    table_of,
+    user_errors,
+    writable,
+    write_files,
+)
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -103,16 +114,13 @@ def ladder(
     new: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables for a document, with device, date and commit.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over length.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    png: Png = None,
 ) -> None:
     """Attention in five rungs (naive, profile, paged, flash, split): read, run, check and measure them."""
     files = {"json": json, "markdown": markdown, "png": png}
-    for kind, path in files.items():
-        writable(path, f"--{kind}")
+    writable(files)
     console = Console()
     if rung is None and new is None:
         _list(console)
@@ -123,7 +131,7 @@ def ladder(
     name = rung_named(rung or "flash").name
     parts = _splits(splits, name)
     texts, own_heads, own_dim = GPU_SHAPE if runtime.gpu else CPU_SHAPE
-    lengths = _numbers(seq or texts, "--seq")
+    lengths = tuple(dict.fromkeys(integers(seq or texts, "--seq")))
     few = (1 if name == "split" else 0) if queries is None else queries
     problems = []
     for kind in dict.fromkeys(dtype_named(part.strip()) for part in dtype.split(",")):
@@ -154,21 +162,11 @@ def _list(console: Console) -> None:
     console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/ladder/README.md.", style="dim"))
 
 
-def _numbers(text: str, name: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise ValueRangeError(f"{name} must be integers of at least 1, comma-separated, got {text!r}")
-    return tuple(dict.fromkeys(found))
-
-
 def _splits(text: str | None, rung: str) -> tuple[int, ...]:
     """Numbers of parts, each a row of split; none: as many as it plans."""
     if text is None:
         return ()
-    found = _numbers(text, "--splits")
+    found = tuple(dict.fromkeys(integers(text, "--splits")))
     if max(found) > MOST_SPLITS:
         raise ValueRangeError(f"--splits must be integers from 1 to {MOST_SPLITS}, comma-separated, got {text!r}")
     if rung != "split":
@@ -199,7 +197,7 @@ def _measure(
 
 
 def _report(
-    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", files: dict[str, Path | None],
+    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", files: Files,
     command: str,
 ) -> None:  # fmt: skip
     """Print, write what was asked for, end with exit code 1 if something is wrong."""
@@ -209,16 +207,16 @@ def _report(
     parts = ladder_report.parts_of(name, results, swept, runtime.gpu)
     ladder_report.show(console, parts)
     setting = setting_of(runtime.device)
-    if (path := files["json"]) is not None:
-        document: dict[str, Any] = {"rung": name, "command": command, "setting": asdict(setting)}
-        document |= {"results": [each.as_json() for each in results], "sweeps": [asdict(each) for each in swept]}
-        path.write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if (path := files["markdown"]) is not None:
-        path.write_text(ladder_report.markdown(parts, setting, command), encoding="utf-8")
-    if (path := files["png"]) is not None:
-        ladder_report.draw(results, runtime.gpu, path)
-    for path in files.values():
-        if path is not None:
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+    def document() -> str:
+        each = {"results": [one.as_json() for one in results], "sweeps": [asdict(one) for one in swept]}
+        return json_text({"rung": name, "command": command, "setting": asdict(setting), **each})
+
+    makers = {
+        "json": document,
+        "markdown": lambda: ladder_report.markdown(parts, setting, command),
+        "png": lambda: ladder_report.drawn(results, runtime.gpu),
+    }
+    write_files(files, makers, console)
     if not (all(each.ok for each in results) and all(each.ok for each in swept)):
         raise typer.Exit(1)

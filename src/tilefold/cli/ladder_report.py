@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.bench.loop import complaint
-from tilefold.bench.page import Rows, Words, new_figure, save_png
+from tilefold.bench.page import Rows, Words, new_figure
+from tilefold.bench.records.record import table_lines
 from tilefold.bench.setting import Setting
 from tilefold.cli.runtime import table_of
 from tilefold.ladder.course import KINDS, Result, Swept
 from tilefold.ladder.profile import why
 
-__all__ = ["Part", "draw", "markdown", "parts_of", "show"]
+__all__ = ["Part", "drawn", "markdown", "parts_of", "show"]
 
 ACROSS = 5  # lengths beside one another in a sweep's table
 ERRORS = ("implementation", "max error", "limit", "mean error", "RMSE", "L2 error", "")
@@ -56,8 +56,7 @@ def markdown(parts: Sequence[Part], setting: Setting, command: str) -> str:
     blocks = []
     for part in parts:
         if isinstance(part.what, Rows):
-            head = [f"| {' | '.join(part.what.head)} |", f"| --- |{' ---: |' * (len(part.what.head) - 1)}"]
-            blocks.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in part.what.rows)]))
+            blocks.append("\n".join(table_lines(part.what.head, part.what.rows)))
         else:
             blocks.append(f"**{part.what.text}**" if part.style == "bold" else part.what.text)
     versions = f"torch {setting.torch}, triton {setting.triton}, Python {setting.python}"
@@ -65,8 +64,8 @@ def markdown(parts: Sequence[Part], setting: Setting, command: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def draw(results: Sequence[Result], gpu: bool, path: Path) -> None:
-    """A PNG of each implementation over the length: milliseconds, in the interpreter MB that are loaded and stored."""
+def drawn(results: Sequence[Result], gpu: bool) -> Any:
+    """A figure of each implementation over the length: milliseconds, in the interpreter MB that are loaded and stored."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     dtypes = {result.problem.dtype for result in results}
@@ -87,7 +86,7 @@ def draw(results: Sequence[Result], gpu: bool, path: Path) -> None:
     axes.set_xlabel("keys of a sequence")
     axes.set_ylabel("ms" if gpu else "MB loaded and stored")
     axes.legend()
-    save_png(figure, path)
+    return figure
 
 
 def _problem(result: Result, gpu: bool) -> list[Part]:
@@ -108,7 +107,7 @@ def _problem(result: Result, gpu: bool) -> list[Part]:
     found.append(Part(_errors(result)))
     found += [Part(Words(f"{name}: {text}"), "yellow") for name, text in result.notes.items()]
     wrong = {name: verdict for name, verdict in result.verdicts.items() if not verdict.ok}
-    found += [Part(Words(f"{name} is WRONG: {complaint(verdict)}"), "bold red") for name, verdict in wrong.items()]
+    found += [Part(Words(f"{name} is WRONG: {verdict.words}"), "bold red") for name, verdict in wrong.items()]
     return found if wrong else [*found, Part(Words("all agree with fp64"), "green")]
 
 

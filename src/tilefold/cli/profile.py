@@ -1,9 +1,7 @@
 """`tilefold profile`: a group of commands; and `tilefold profile video`: the video pipeline, stage by stage."""
 
-import json as jsonlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,15 +9,27 @@ import typer.core
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli import profile_explained, profile_run
-from tilefold.cli.runtime import dtype_named, integers, names_from, prepare_runtime, print_tables, user_errors, writable
+from tilefold.bench import page
+from tilefold.cli import profile_run
+from tilefold.cli.options import Html, Json, Png
+from tilefold.cli.runtime import (
+    dtype_named,
+    integers,
+    json_text,
+    names_from,
+    prepare_runtime,
+    print_tables,
+    say,
+    user_errors,
+    writable,
+    write_files,
+)
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
-    from tilefold.bench.page import Picture
     from tilefold.bench.video.stages import StageRow, VideoRun
     from tilefold.plan.device import Device
-    from tilefold.profiling.video import Explanation
+    from tilefold.profiling.video import Explanation, LaunchRow
 
 __all__ = ["EPILOG", "app"]
 
@@ -118,13 +128,13 @@ def video(
             "--explain/--no-explain", help="Trace each stage's launches: what bounds each, and whether they add up."
         ),
     ] = True,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the stages.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and drawing as one HTML file.")] = None,
+    json: Json = None,
+    png: Png = None,
+    html: Html = None,
 ) -> None:
     """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
-    for path, name in ((json, "--json"), (png, "--png"), (html, "--html")):
-        writable(path, name)
+    files = {"json": json, "png": png, "html": html}
+    writable(files)
     runtime = prepare_runtime()
     from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
     from tilefold.plan.video import VideoShape
@@ -154,17 +164,23 @@ def video(
     console.print(Text(title, style="bold"))
     head, rows = _table(found)
     print_tables(console, head, rows)
-    for note in _notes(found):
-        console.print(Text(note, style="dim"), soft_wrap=True)
+    say(_notes(found), console)
     why = None
     if explain:
         from tilefold.profiling.video import explain_video
 
         why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, turns)
-        profile_explained.show(why, console)
+        for head, rows in why.tables():
+            print_tables(console, head, rows, left=2 if head[0] == "stage" else 1)
+        say(why.lines(), console)
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
-    _write(found, why, title, {"json": json, "png": png, "html": html}, console)
+    makers = {
+        "json": lambda: json_text(_document(found, why, title)),
+        "png": lambda: _picture(found, why).figure,
+        "html": lambda: page.to_html(title, _parts(found, why)),
+    }
+    write_files(files, makers, console)
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -253,44 +269,27 @@ def _findings(found: "VideoRun") -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _write(
-    found: "VideoRun", why: "Explanation | None", title: str, files: dict[str, Path | None], console: Console
-) -> None:
-    """Write the files that were asked for and say so."""
-    if files["json"] is not None:
-        document = {
-            "title": title,
-            **asdict(found),
-            "reported_ms": dict(_reported(found)),
-            "explained": None if why is None else why.document(),
-        }
-        files["json"].write_text(jsonlib.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if files["png"] is not None or files["html"] is not None:
-        from tilefold.bench import page
-
-        picture = _picture(found, why)
-        if files["png"] is not None:
-            page.save_png(picture.figure, files["png"])
-        if files["html"] is not None:
-            words = [page.Words(line) for line in _notes(found)]
-            parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(*_table(found)), *words]
-            parts += [*([] if why is None else profile_explained.parts(why)), picture]
-            files["html"].write_text(page.to_html(title, parts), encoding="utf-8")
-    for path in files.values():
-        if path is not None:
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+def _document(found: "VideoRun", why: "Explanation | None", title: str) -> dict[str, Any]:
+    explained = None if why is None else why.document()
+    return {"title": title, **asdict(found), "reported_ms": dict(_reported(found)), "explained": explained}
 
 
-def _picture(found: "VideoRun", why: "Explanation | None") -> "Picture":
+def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Words | page.Rows | page.Picture]:
+    """Of a document."""
+    parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(*_table(found)), *map(page.Words, _notes(found))]
+    if why is not None:
+        parts += [*(page.Rows(head, rows) for head, rows in why.tables()), *map(page.Words, why.lines())]
+    return [*parts, _picture(found, why)]
+
+
+def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:
     """The time of each row, and beside it what its slowest resource needs; below, the same of each launch."""
-    from tilefold.bench import page
-
     rows = found.rows[::-1]
     launches = () if why is None else why.launches
     figure = page.new_figure(9, 1 + 0.45 * (len(rows) + len(launches)))
     if launches:
         axes, below = figure.subplots(2, height_ratios=(len(rows), len(launches)))
-        profile_explained.draw(below, launches)
+        _draw(below, launches)
     else:
         axes = figure.subplots()
     places = range(len(rows))
@@ -302,3 +301,15 @@ def _picture(found: "VideoRun", why: "Explanation | None") -> "Picture":
     axes.legend()
     caption = "Time of each stage, of the whole, and of dense attention"
     return page.Picture(figure, f"{caption}; below, of each launch." if launches else f"{caption}.")
+
+
+def _draw(axes: Any, launches: "Sequence[LaunchRow]") -> None:
+    """Bars of what each launch takes and of what explains it."""
+    rows = launches[::-1]
+    places = range(len(rows))
+    axes.barh(places, [(row.evidence.seconds or 0.0) * 1e6 for row in rows], height=0.7, label="taken")
+    explained = [0.0 if row.predicted is None else row.predicted.seconds * 1e6 for row in rows]
+    axes.barh(places, explained, height=0.3, label="explained")
+    axes.set_yticks(places, [row.name for row in rows])
+    axes.set_xlabel("us")
+    axes.legend()

@@ -5,13 +5,24 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import Runtime, prepare_runtime, print_tables, user_errors, writable
+from tilefold.cli.options import Json, Markdown
+from tilefold.cli.runtime import (
+    Files,
+    Runtime,
+    json_text,
+    prepare_runtime,
+    print_tables,
+    say,
+    user_errors,
+    writable,
+    write_files,
+)
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -27,8 +38,6 @@ Kernels = Annotated[
 Launches = Annotated[
     int, typer.Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")
 ]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON (for `tilefold roofline`).")]
-Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write table and verdicts for a document.")]
 
 
 @user_errors
@@ -47,13 +56,14 @@ def script(
     markdown: Markdown = None,
 ) -> None:
     """Profile every kernel that a script launches, whoever's they are."""
-    _outputs(json, markdown)
+    files = {"json": json, "markdown": markdown}
+    writable(files)
     if not path.is_file():
         raise ValueRangeError(f"the script must be a file, got {str(path)!r}")
     _gpu()
     found = _run_script(path, arguments or [], marked)
     counters = _counters([sys.executable, str(path), *(arguments or [])], kernels, launches, marked) if ncu else ()
-    _show(found, counters, json, markdown)
+    _show(found, counters, files)
 
 
 @user_errors
@@ -74,7 +84,8 @@ def case(
     markdown: Markdown = None,
 ) -> None:
     """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
-    _outputs(json, markdown)
+    files = {"json": json, "markdown": markdown}
+    writable(files)
     from tilefold.bench.choice import select_cases
     from tilefold.profiling.cases import cases_in, prepare_case
 
@@ -114,7 +125,7 @@ def case(
         "1",
     ]
     counters = _counters(again, kernels, launches, True) if ncu else ()
-    _show([found], counters, json, markdown)
+    _show([found], counters, files)
 
 
 @user_errors
@@ -124,16 +135,12 @@ def import_report(
     markdown: Markdown = None,
 ) -> None:
     """Verdicts on the kernels of a report that Nsight Compute made, by its counters alone; needs no GPU."""
-    _outputs(json, markdown)
+    files = {"json": json, "markdown": markdown}
+    writable(files)
     from tilefold.profiling.counters import import_report as read
     from tilefold.profiling.session import profile_of_counters
 
-    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), json, markdown)
-
-
-def _outputs(json: Path | None, markdown: Path | None) -> None:
-    writable(json, "--json")
-    writable(markdown, "--markdown")
+    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), files)
 
 
 def _gpu() -> Runtime:
@@ -191,7 +198,7 @@ def _counters(program: Sequence[str], kernels: str | None, launches: int, marked
         return ()
 
 
-def _show(found: "list[Profile]", counters: "Sequence[Measured]", json: Path | None, markdown: Path | None) -> None:
+def _show(found: "list[Profile]", counters: "Sequence[Measured]", files: Files) -> None:
     from tilefold.profiling.report import HEAD
     from tilefold.profiling.session import with_counters
 
@@ -200,20 +207,11 @@ def _show(found: "list[Profile]", counters: "Sequence[Measured]", json: Path | N
     for each in profiles:
         console.print(Text(each.device, style="bold"))
         print_tables(console, HEAD, each.table())
-        for line in each.lines():
-            console.print(Text(line), soft_wrap=True)
-    _write(profiles, json, markdown)
-    for path in (json, markdown):
-        if path is not None:
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+        say(each.lines(), console, "")
 
+    def document() -> str:
+        documents = [each.document() for each in profiles]
+        return json_text(documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents})
 
-def _write(profiles: "list[Profile]", json: Path | None, markdown: Path | None) -> None:
-    if json is not None:
-        import json as jsonlib
-
-        documents: list[dict[str, Any]] = [each.document() for each in profiles]
-        whole = documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents}
-        json.write_text(jsonlib.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text("\n".join(each.markdown() for each in profiles), encoding="utf-8")
+    makers = {"json": document, "markdown": lambda: "\n".join(each.markdown() for each in profiles)}
+    write_files(files, makers, console)

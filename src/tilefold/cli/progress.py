@@ -12,10 +12,12 @@ __all__ = ["measuring"]
 
 
 @contextmanager
-def measuring(console: Console, total: int, log: bool) -> Iterator[Callable[[str, str], None]]:
+def measuring(
+    console: Console, total: int, log: bool = False, verb: str = "measuring"
+) -> Iterator[Callable[[str, str], None]]:
     """A bar of `total` steps while it is open -> step(case, what it does now); log: each step also leaves a line."""
     columns = (
-        TextColumn("measuring"),
+        TextColumn(verb),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),

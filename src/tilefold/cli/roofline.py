@@ -7,7 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import prepare_runtime, table_of, user_errors, writable
+from tilefold.cli.options import Png
+from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
 from tilefold.errors import DeviceError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ def roofline(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: hover, zoom, filter; no network.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (needs matplotlib).")] = None,
+    png: Png = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measured roofs.")] = None,
 ) -> None:
     """Show what this machine can do at most, and how near to it kernels came."""
-    for path, name in ((html, "--html"), (png, "--png"), (json, "--json")):
-        writable(path, name)
+    writable({"html": html, "png": png, "json": json})
     if measure and device:
         raise ValueRangeError("--measure measures this machine; it cannot be combined with --device")
     console = Console()
@@ -61,23 +61,19 @@ def roofline(
         console.print(table_of(("roof", "", "how"), roofs.rows()))
     else:
         console.print(Text(f"{record.title}: roofs as recorded ({record.source})", style="bold"))
-    if json is not None:
-        if roofs is None:
-            raise ValueRangeError("--json writes measured roofs, and none were measured here: use --measure")
-        json.write_text(roofs.to_json(), encoding="utf-8")
+    if json is not None and roofs is None:
+        raise ValueRangeError("--json writes measured roofs, and none were measured here: use --measure")
     from tilefold.profiling import roofline as drawing
 
     runs = tuple(drawing.read_run(path, match) for path in files or ())
-    for run in runs:
-        console.print(Text(f"{run.name}: {len(run.points)} kernels", style="dim"))
+    say((f"{run.name}: {len(run.points)} kernels" for run in runs), console)
     picture = drawing.Picture(record, roofs is not None, runs)
-    if html is not None:
-        html.write_text(drawing.to_html(picture), encoding="utf-8")
-    if png is not None:
-        drawing.save_png(picture, png)
-    for path in (html, png, json):
-        if path is not None:
-            console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+    makers = {
+        "html": lambda: drawing.to_html(picture),
+        "png": lambda: drawing.figure_of(picture),
+        "json": lambda: roofs.to_json() if roofs else "",
+    }
+    write_files({"html": html, "png": png, "json": json}, makers, console)
 
 
 def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
@@ -105,5 +101,5 @@ def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device
     found = measure_roofs(record, where)
     kept = store_roofs(found) if runtime.gpu else None
     if kept is not None:
-        console.print(Text(f"kept in {kept}", style="dim"), soft_wrap=True)
+        say([f"kept in {kept}"], console)
     return with_roofs(record, found), found

@@ -1,34 +1,44 @@
 """What every command shares: where kernels run, user errors as one red line, dtype names, output files."""
 
 import functools
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilefold.bench.page import columns_that_fit, grouped_tables
+from tilefold.bench.page import columns_that_fit, grouped_tables, save_png
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
+
+if TYPE_CHECKING:
+    from tilefold.bench.setting import Setting
 
 __all__ = [
     "DTYPES",
+    "Files",
     "Runtime",
     "dtype_named",
+    "header",
     "integers",
+    "json_text",
     "names_from",
     "pair_of",
     "prepare_runtime",
     "print_tables",
+    "say",
     "table_of",
     "tables_of",
     "user_errors",
+    "warn_of_times",
     "writable",
+    "write_files",
 ]
 
 P = ParamSpec("P")
@@ -141,14 +151,14 @@ def pair_of(text: str, name: str, form: str = "LEFT,RIGHT such as 255,0 (-1 is u
     return left, right
 
 
-def integers(text: str, name: str, count: int) -> tuple[int, ...]:
-    """`count` integers of at least 1 from "1,12,23296,128". ValueRangeError otherwise."""
+def integers(text: str, name: str, count: int | None = None) -> tuple[int, ...]:
+    """`count` integers of at least 1 from "1,12,23296,128", any number if None. ValueRangeError otherwise."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
         found = ()
-    if len(found) != count or min(found) < 1:
-        how_many = f"{count} " if count > 1 else ""
+    if not found or len(found) != (count or len(found)) or min(found) < 1:
+        how_many = f"{count} " if (count or 1) > 1 else ""
         raise ValueRangeError(f"{name} must be {how_many}integers of at least 1, comma-separated, got {text!r}")
     return found
 
@@ -197,10 +207,57 @@ def print_tables(
         console.print()
 
 
-def writable(path: Path | None, name: str) -> None:
+Files = Mapping[str, Path | None]
+"""Option without its dashes -> the file that it names."""
+
+
+def writable(files: Files) -> None:
     """Raise ValueRangeError now if an output file cannot be written later, when an hour of work would be lost."""
-    if path is None:
-        return
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueRangeError(f"{name} must be a file that can be written in an existing folder, got {str(path)!r}")
+    for kind, path in files.items():
+        folder = path and path.parent
+        if path is None or folder is None:
+            continue
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueRangeError(
+                f"--{kind} must be a file that can be written in an existing folder, got {str(path)!r}"
+            )
+
+
+def write_files(files: Files, makers: Mapping[str, Callable[[], Any]], console: Console) -> None:
+    """Write those that were asked for, and say so.  makers: make the text of each, or the figure of a picture."""
+    for kind, path in files.items():
+        if path is not None:
+            made = makers[kind]()
+            if isinstance(made, str):
+                path.write_text(made, encoding="utf-8")
+            else:
+                save_png(made, path)
+            say([f"wrote {path}"], console)
+
+
+def json_text(document: Any) -> str:
+    """As the files have it."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+LOUD = ("WRONG", "failed", "ended with", "DEVICE", "GPU was lost")
+
+
+def say(lines: Iterable[str], console: Console, style: str = "dim") -> None:
+    """Print sentences, what is wrong in red."""
+    for line in lines:
+        loud = any(word in line for word in LOUD)
+        console.print(Text(line, style="bold red" if loud else style), soft_wrap=True)
+
+
+def header(setting: "Setting", runtime: Runtime, console: Console) -> None:
+    """Where, and with what, something is measured."""
+    text = f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}"
+    console.print(Text(text, style="dim"))
+
+
+def warn_of_times(runtime: Runtime, console: Console) -> None:
+    """What the interpreter's times are worth."""
+    if not runtime.gpu:
+        text = "Times in the interpreter say nothing about a GPU; the outputs were checked all the same."
+        console.print(Text(text, style="yellow"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from tilefold.cli.runtime import Runtime, names_from, prepare_runtime, table_of, user_errors
+from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -112,12 +112,6 @@ def _log(path: Path) -> Path:
     return path.with_suffix(".measured.jsonl")
 
 
-def _numbers(text: str, name: str) -> tuple[int, ...]:
-    from tilefold.cli.runtime import integers
-
-    return integers(text, name, text.count(",") + 1)
-
-
 def _tunables(
     case: str | None, model: Path | None, sizes: tuple[str, str, str], only: str | None, runtime: Runtime
 ) -> "tuple[Tunable, ...]":
@@ -128,7 +122,7 @@ def _tunables(
     assert model is not None
     parts = PARTS if only is None else names_from(only, "--only", PARTS)
     names = ("--batches", "--prompts", "--caches")
-    batches, prompts, caches = (_numbers(text, name) for text, name in zip(sizes, names, strict=True))
+    batches, prompts, caches = (integers(text, name) for text, name in zip(sizes, names, strict=True))
     found = problems_of_model(model, batches, prompts, caches, parts)
     if not found:
         raise ValueRangeError(f"--only must name at least one of {', '.join(PARTS)}, got {only!r}")

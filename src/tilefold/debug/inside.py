@@ -22,7 +22,6 @@ __all__ = ["breakpoint_if", "print_if", "program", "when"]
 F = TypeVar("F")
 COMPARE = {"=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
 LAUNCH = interpreter.GridExecutor.__call__.__code__
-DEVICE_CALL = interpreter.InterpretedFunction.__call__.__code__
 
 
 def _builtin(function: F) -> F:

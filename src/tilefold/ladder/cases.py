@@ -1,20 +1,20 @@
 """The rungs as cases to profile: `tilefold profile case ladder flash_n4096`.
 
-LADDER has what `tilefold.profiling` asks of a family of benchmarks: cases by size, inputs, and the call."""
+LADDER is a family of benchmarks for `tilefold.profiling`: cases by size, inputs, and the call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.family import Calls, Peer
+from tilefold.bench.family import Calls, Family, Peer
 from tilefold.bench.implementation import Inputs, make_inputs
+from tilefold.bench.judge import Judge
 from tilefold.errors import ValueRangeError
 from tilefold.ladder.rungs import RUNGS
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["LADDER", "LadderCase", "LadderCases"]
+__all__ = ["LADDER", "LadderCase", "ladder_cases"]
 
 FEW = ("flash", "split")  # measured with one query, too: what the last rung is for
 SHAPES = {"full": ((512, 1024, 2048, 4096, 8192), 16, 128), "quick": ((1024,), 16, 128), "tiny": ((24,), 2, 16)}
@@ -59,29 +59,25 @@ def _prepare(sets: Sequence[tuple[LadderCase, Inputs]]) -> Calls:
     return Calls([RUNGS[case.rung].prepare(i.q, i.k, i.v, case.problem.causal) for case, i in sets])
 
 
-@dataclass(frozen=True)
-class LadderCases:
-    """cases of a size: every rung at each length, plain and causal; those in FEW with one query."""
+def ladder_cases(size: str) -> tuple[LadderCase, ...]:
+    """Of size "full", "quick" or "tiny" every rung at each length, plain and causal, those without a mask first; those in FEW
+    with one query, too.  ValueRangeError for another size."""
+    if size not in SHAPES:
+        raise ValueRangeError(f"size must be one of {', '.join(SHAPES)}, got {size!r}")
+    lengths, heads, dim = SHAPES[size]
+    found = []
+    for n in lengths:
+        square = [(rung, n, causal) for causal in (False, True) for rung in RUNGS]
+        for rung, queries, causal in (*square, *((rung, 1, False) for rung in FEW)):
+            problem = AttentionProblem(1, queries, n, heads, heads, dim, dim, causal=causal)
+            found.append(LadderCase(rung, problem))
+    return tuple(found)
 
-    peers: Mapping[str, Peer]
 
-    def cases(self, size: str) -> tuple[LadderCase, ...]:
-        """Of size "full", "quick" or "tiny", those without a mask first.  ValueRangeError for another size."""
-        if size not in SHAPES:
-            raise ValueRangeError(f"size must be one of {', '.join(SHAPES)}, got {size!r}")
-        lengths, heads, dim = SHAPES[size]
-        found = []
-        for n in lengths:
-            square = [(rung, n, causal) for causal in (False, True) for rung in RUNGS]
-            for rung, queries, causal in (*square, *((rung, 1, False) for rung in FEW)):
-                problem = AttentionProblem(1, queries, n, heads, heads, dim, dim, causal=causal)
-                found.append(LadderCase(rung, problem))
-        return tuple(found)
-
-    def inputs(self, case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Inputs]:
-        """The case, and what its call takes."""
-        return case, make_inputs(Case("dense", case.problem), device, seed)
+def _inputs(case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Inputs]:
+    """The case, and what its call takes."""
+    return case, make_inputs(Case("dense", case.problem), device, seed)
 
 
 _OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", lambda case, device: None, _prepare)
-LADDER = LadderCases(MappingProxyType({_OWN.name: _OWN}))
+LADDER = Family("ladder", ladder_cases, _inputs, lambda one: Judge(one[1]), {_OWN.name: _OWN}, {})

@@ -14,14 +14,15 @@ import tilefold
 from tilefold.bench.accuracy import difference_of
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, make_inputs
-from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.loop import complaint, first_line
+from tilefold.bench.judge import Judge
+from tilefold.bench.loop import first_line
 from tilefold.ladder import profile, student
 from tilefold.ladder.count import Counts, counting
 from tilefold.ladder.inputs import here
 from tilefold.ladder.rungs import RUNGS, Rung, up_to
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
+from tilefold.reference import Comparison
 
 __all__ = ["KINDS", "LIBRARY", "TORCH", "Deviation", "Result", "Swept", "kinds_of", "run", "sweep"]
 
@@ -51,7 +52,7 @@ class Result:
 
     problem: AttentionProblem
     lines: list[profile.Line] = field(default_factory=list)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Comparison] = field(default_factory=dict)
     deviations: dict[str, Deviation] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -64,7 +65,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        verdicts = {name: {**asdict(one), "ok": one.ok} for name, one in self.verdicts.items()}
+        return {**asdict(self), "verdicts": verdicts}
 
 
 @dataclass
@@ -201,7 +203,7 @@ def sweep(p: AttentionProblem, rung: Rung, gpu: bool, step: Step, kind: str = "t
             call = rung.prepare(inputs.q, inputs.k, inputs.v, p.causal, **options)
             verdict = judge.verdict(call())
             if not verdict.ok:
-                raise WrongError(complaint(verdict))
+                raise WrongError(verdict.words)
             return call
 
         return prepare

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
 from .device import interpreting
-from .startup import ahead
 
 __all__ = ["OBSERVERS", "Box", "Launch"]
 
@@ -64,7 +63,6 @@ class Launch:
     def compile(self, args: Sequence[Any]) -> None:
         """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
         with torch.cuda.device(self.device):
-            ahead(self.fn, args, self.keywords)
             self.fn.warmup(*args, grid=self.grid, **self.keywords)
 
     @property
@@ -96,7 +94,6 @@ class Launch:
             self(args)
             return
         with torch.cuda.device(self.device):
-            ahead(self.fn, args, self.keywords)
             compiled = self.fn[self.grid](*args, **self.keywords)
         self._compiled = _entry(compiled)
         _COMPILED[key] = (compiled, args_functions(args))

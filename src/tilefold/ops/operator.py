@@ -38,12 +38,16 @@ class Gradient(NamedTuple):
     served: the names of the tensors that get a gradient, like them and contiguous.
     make(args, results, grads, wanted): theirs, None where there is none; grads: of the results, None for 0.
     require(*args): raises for an argument whose derivative nobody gave.
-    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched."""
+    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.
+    unread(*args): numbers of the results that `make` does not read, so that they are not kept; it gets None for them.
+    still: numbers of the results through which no gradient passes."""
 
     served: tuple[str, ...]
     make: Callable[..., Sequence[torch.Tensor | None]]
-    require: Callable[..., None]
-    ready: Callable[..., None]
+    require: Callable[..., None] = lambda *args: None
+    ready: Callable[..., None] = lambda *args: None
+    unread: Callable[..., Sequence[int]] | None = None
+    still: tuple[int, ...] = ()
 
 
 class Operation:
@@ -82,7 +86,8 @@ class Operation:
             self.op.register_autograd(refuse)
             return
         self.served = tuple(arguments.tensors.index(each) for each in gradient.served)
-        self.text = " and ".join((", ".join(gradient.served[:-1]), gradient.served[-1]))
+        *others, last = gradient.served
+        self.text = f"{', '.join(others)} and {last}" if others else last
         self.gradient_op = self._gradient_op(gradient)
         self.op.register_autograd(self._differentiate, setup_context=self._keep)
         self.function = self._function(gradient)
@@ -124,6 +129,20 @@ class Operation:
         """Gradients of what gets one, empty where not wanted, through the dispatcher."""
         return self.gradient_op(list(wanted), *grads, *results, *self.flat(*args))
 
+    def _several(self, results: Any) -> Any:
+        """The results of an operator as a tuple, also a single one."""
+        return (results,) if isinstance(results, torch.Tensor) else results
+
+    def _keep_results(self, ctx: Any, output: Any, args_of: Callable[[], tuple[Any, ...]]) -> Sequence[Any]:
+        """The results that the gradient reads, None for others."""
+        gradient, results = self.gradient, self._several(output)
+        assert isinstance(gradient, Gradient)
+        ctx.set_materialize_grads(False)
+        if gradient.still:
+            ctx.mark_non_differentiable(*(results[i] for i in gradient.still))
+        unread = gradient.unread(*args_of()) if gradient.unread else ()
+        return [None if i in unread else t for i, t in enumerate(results)] if unread else results
+
     def _refuse_unserved(self, named: dict[str, Any]) -> None:
         """Unsupported for a tensor that requires a gradient and gets none."""
         served = self.gradient.served  # type: ignore[union-attr]
@@ -144,8 +163,8 @@ class Operation:
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.bare = inputs[0]
-            ctx.save_for_backward(*output, *inputs[1:])
-            ctx.set_materialize_grads(False)
+            kept = self._keep_results(ctx, output, lambda: arguments.joined(inputs[0], inputs[1:]))
+            ctx.save_for_backward(*kept, *inputs[1:])
 
         def backward(ctx: Any, *grads: Any) -> Any:
             back: list[Any] = [None] * len(ctx.needs_input_grad)
@@ -180,16 +199,22 @@ class Operation:
             grads, results, inputs = parts(flat)
             found = gradient.make(arguments.whole(inputs), results, grads, tuple(wanted))
             made = zip(found, wanted, strict=True)
-            return tuple(results[0].new_empty(0) if t is None or not asked else t for t, asked in made)
+            return one_or_all([inputs[0].new_empty(0) if t is None or not asked else t for t, asked in made])
 
         def fake(wanted: Sequence[bool], *flat: Any) -> Any:
-            _, results, inputs = parts(flat)
+            inputs = parts(flat)[2]
             made = zip((inputs[at] for at in self.served), wanted, strict=True)
-            return tuple(t.new_empty(t.shape) if t is not None and w else results[0].new_empty(0) for t, w in made)
+            return one_or_all(
+                [t.new_empty(t.shape if w else 0) if t is not None else inputs[0].new_empty(0) for t, w in made]
+            )
 
-        kinds = [("wanted", Sequence[bool])]
+        def one_or_all(made: list[Any]) -> Any:
+            return made[0] if len(made) == 1 else tuple(made)
+
+        kinds: list[tuple[str, Any]] = [("wanted", Sequence[bool])]
         kinds += [(f"grad_{i}", torch.Tensor | None) for i in range(count)]
-        kinds += [(f"result_{i}", torch.Tensor) for i in range(count)]
+        kept: Any = torch.Tensor | None if gradient.unread else torch.Tensor
+        kinds += [(f"result_{i}", kept) for i in range(count)]
         op = _custom_op(f"{self.name}_backward", launch, [*kinds, *arguments.parameters()], len(self.served))
         op.register_fake(fake)
         op.register_autograd(self._refuse_second)
@@ -198,9 +223,9 @@ class Operation:
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count = len(self.arguments.tensors)
         more = inputs[count] if self.arguments.open else ()
-        ctx.save_for_backward(*output, *inputs[:count], *more)
+        kept = self._keep_results(ctx, output, lambda: self.arguments.whole(inputs))
+        ctx.save_for_backward(*kept, *inputs[:count], *more)
         ctx.rest = inputs[count + self.arguments.open :]
-        ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         count = len(self.arguments.tensors)
@@ -213,12 +238,13 @@ class Operation:
         back: list[Any] = [None] * count
         if any(grad is not None for grad in grads):
             wanted = [bool(ctx.needs_input_grad[at]) for at in self.served]
-            found = self.gradient_op(wanted, *grads, *results, *flat)
+            found = self._several(self.gradient_op(wanted, *grads, *results, *flat))
             for at, one, asked in zip(self.served, found, wanted, strict=True):
                 back[at] = one if asked else None
-        # torch takes an empty list for a list and wants one back.
+        # beside a list of tensors torch takes an empty list for another and wants one back
         lists: list[Any] = [
-            [] if isinstance(one, Sequence) and len(one) == 0 and one != "" else None for one in ctx.rest
+            [] if self.arguments.open and isinstance(one, Sequence) and len(one) == 0 and one != "" else None
+            for one in ctx.rest
         ]
         return *back, *([[None] * len(more)] if self.arguments.open else []), *lists
 

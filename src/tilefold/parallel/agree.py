@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from .exchange import arrived, gather_flat, guarded
 from .group import Ranks, carried_by
 
-__all__ = ["agree", "forget", "keep", "known", "number_of", "real_of", "text_of"]
+__all__ = ["agree", "forget", "keep", "known", "number_of", "text_of"]
 
 _AGREED: dict[
     int, tuple[Any, set[tuple[int, ...]]]
@@ -25,11 +25,6 @@ WIDTH = 24  # of what travels, whichever function was called: ranks in different
 def number_of(value: float) -> int:
     """The bits of a float as an int, so that it travels exactly."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def real_of(bits: int) -> float:
-    """Back."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def text_of(value: object) -> int:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tilefold.errors import PlanError, Unsupported
-from tilefold.plan import serialise
+from tilefold.errors import Unsupported
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_hopper import (
     hopper_few,
@@ -17,6 +16,7 @@ from tilefold.plan.attention_hopper import (
     hopper_unmeasured,
     hopper_violation,
 )
+from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.device import Device
 from tilefold.plan.explain import explain
@@ -55,7 +55,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionPlan(Plan):
     """The decision for one problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
@@ -96,36 +96,16 @@ class AttentionPlan:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        expected = _derived(self.problem, Choice(self.kernel, self.tile), self.options)
-        for field, value in expected.items():
-            if getattr(self, field) != value:
-                raise PlanError(
-                    f"plan field {field} must be {value!r} for this problem and tile, got {getattr(self, field)!r}"
-                )
+        require_fit(_violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options))
+        require_derived(self, _derived(self.problem, Choice(self.kernel, self.tile), self.options))
 
     def __str__(self) -> str:
         return explain(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
 
     @property
     def tile(self) -> Tile:
         """The tile as one value."""
         return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages, self.maxnreg)
-
-    def to_json(self) -> str:
-        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "AttentionPlan":
-        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
-        return serialise.from_json(cls, text)
 
     def with_tile(
         self,
@@ -140,20 +120,13 @@ class AttentionPlan:
     ) -> "AttentionPlan":
         """The plan with a chosen tile, kernel or versions of it (None keeps the field); PlanError names the field that does not
         fit."""
-        given = {
-            "block_m": block_m,
-            "block_n": block_n,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "maxnreg": maxnreg,
-        }
-        tile = replace(self.tile, **{name: value for name, value in given.items() if value is not None})
+        tile = changed(
+            self.tile, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg
+        )
         chosen = Choice(self.kernel if kernel is None else kernel, tile)
         if options is None:
             options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen)
-        fault = _violation(self.problem, self.device, chosen, options)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_fit(_violation(self.problem, self.device, chosen, options))
         replaced = Rejected(
             f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
         )
@@ -167,13 +140,8 @@ class AttentionPlan:
         device matches if its backend and architecture do and the tile is within its limits.
         """
         self.problem.require_same(problem)
-        for field in ("backend", "arch"):
-            made, asked = getattr(self.device, field), getattr(device, field)
-            if made != asked:
-                raise PlanError(f"plan was made for a device with {field}={made!r}, this device has {field}={asked!r}")
-        fault = _violation(problem, device, Choice(self.kernel, self.tile), self.options)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, Choice(self.kernel, self.tile), self.options))
 
 
 @lru_cache(maxsize=4096)

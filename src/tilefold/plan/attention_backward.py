@@ -8,11 +8,11 @@ from tilefold.plan import attention_backward_hopper as dense
 from tilefold.plan import attention_backward_packed as packed
 from tilefold.plan import attention_backward_reduce as reduced
 from tilefold.plan import attention_backward_spans as spans
-from tilefold.plan import serialise
 from tilefold.plan.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
@@ -28,7 +28,7 @@ GRID_Y = 65535
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBackwardPlan:
+class AttentionBackwardPlan(Plan):
     """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel:
@@ -61,9 +61,7 @@ class AttentionBackwardPlan:
     queries_at_once: int = 0
 
     def __post_init__(self) -> None:
-        fault = _violation(self)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_fit(_violation(self))
 
     @property
     def spans(self) -> tuple[spans.Span, ...]:
@@ -135,15 +133,6 @@ class AttentionBackwardPlan:
             f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
         )
 
-    def to_json(self) -> str:
-        """The plan as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "AttentionBackwardPlan":
-        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
-        return serialise.from_json(cls, text)
-
     def with_tiles(
         self,
         queries: Tile | None = None,
@@ -166,20 +155,12 @@ class AttentionBackwardPlan:
         if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
             batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
             base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
-        return replace(
+        return changed(
             base,
-            queries=queries or base.queries,
-            keys=keys or base.keys,
-            scores=scores or base.scores,
-            kernel=kernel or base.kernel,
-            bias_shares=base.bias_shares if bias_shares is None else bias_shares,
-            heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
-            keys_at_once=base.keys_at_once if keys_at_once is None else keys_at_once,
-            options=base.options if options is None else options,
-            queries_at_once=base.queries_at_once if queries_at_once is None else queries_at_once,
-            rule="override",
-            reason="The caller chose these fields.",
-        )
+            queries=queries, keys=keys, scores=scores, kernel=kernel, bias_shares=bias_shares, heads_at_once=heads_at_once,
+            keys_at_once=keys_at_once, options=options, queries_at_once=queries_at_once,
+            rule="override", reason="The caller chose these fields.",
+        )  # fmt: skip
 
     def check(self, problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> None:
         """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
@@ -188,8 +169,7 @@ class AttentionBackwardPlan:
         self.problem.require_same(problem)
         if self.bias != bias:
             raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
-        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
-            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
+        require_device(self.device, device)
         replace(self, problem=problem, device=device)  # which looks at every limit
 
 
@@ -247,8 +227,7 @@ def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) 
 
 def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
     tile = dense.hopper_backward_tile(problem)
-    if fault := _hopper_fault(problem, device, tile):
-        raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+    require_fit(_hopper_fault(problem, device, tile))
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
     queries = 0 if problem.varlen else spans.queries_at_once(problem, device)
     if queries:

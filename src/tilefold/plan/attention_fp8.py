@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from tilefold.errors import PlanError
-from tilefold.plan import serialise
 from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
+from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys
 from tilefold.plan.device import Device
 from tilefold.plan.fp8_hopper import (
@@ -30,7 +28,7 @@ EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in doc
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFp8Plan:
+class AttentionFp8Plan(Plan):
     """The decision for one problem with e4m3 inputs on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     problem: sizes and mask; its dtype, bfloat16, is the output's, its descriptors are those of the e4m3 tensors.
@@ -61,22 +59,13 @@ class AttentionFp8Plan:
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        if fault := _violation(self.problem, self.device, self.kernel, self.tile, self.options):
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        for field, value in _derived(self.problem, self.kernel, self.tile).items():
-            if getattr(self, field) != value:
-                raise PlanError(
-                    f"plan field {field} must be {value!r} for this problem and tile, got {getattr(self, field)!r}"
-                )
+        require_fit(_violation(self.problem, self.device, self.kernel, self.tile, self.options))
+        require_derived(self, _derived(self.problem, self.kernel, self.tile))
 
     def __str__(self) -> str:
-        from tilefold.plan.explain_fp8 import explain_fp8
+        from tilefold.plan.explain import explain_fp8
 
         return explain_fp8(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
 
     @property
     def tile(self) -> Tile:
@@ -90,15 +79,6 @@ class AttentionFp8Plan:
         aligned = n.dim_qk % 8 == 0
         plain = replace(n, descriptors=aligned and n.dim_v % 8 == 0 and n.seq_k > 0, query_descriptors=aligned)
         return plan_attention(plain, self.device)
-
-    def to_json(self) -> str:
-        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "AttentionFp8Plan":
-        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
-        return serialise.from_json(cls, text)
 
     def with_tile(
         self,
@@ -114,12 +94,10 @@ class AttentionFp8Plan:
         names the field that does not fit."""
         chosen = self.kernel if kernel is None else kernel
         base = self.tile if chosen == self.kernel else _tile(self.problem, chosen)
-        given = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
-        tile = replace(base, **{name: value for name, value in given.items() if value is not None})
+        tile = changed(base, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
         if options is None:
             options = self.options if chosen == self.kernel else _options(self.problem, chosen, tile)
-        if fault := _violation(self.problem, self.device, chosen, tile, options):
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_fit(_violation(self.problem, self.device, chosen, tile, options))
         replaced = Rejected(self.kernel, f"Replaced by the caller; rule {self.rule} had chosen it.")
         why = (
             "override",
@@ -131,12 +109,8 @@ class AttentionFp8Plan:
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device`; as of an AttentionPlan."""
         self.problem.require_same(problem)
-        for field in ("backend", "arch"):
-            made, asked = getattr(self.device, field), getattr(device, field)
-            if made != asked:
-                raise PlanError(f"plan was made for a device with {field}={made!r}, this device has {field}={asked!r}")
-        if fault := _violation(problem, device, self.kernel, self.tile, self.options):
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.tile, self.options))
 
 
 @lru_cache(maxsize=4096)

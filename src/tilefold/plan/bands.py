@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefold.plan.sharding import Spans
 
-__all__ = ["Chain", "Piece", "chains_of", "pieces_of", "turns_of", "work_of"]
+__all__ = ["Chain", "Piece", "chains_of", "pieces_of", "turns_of"]
 
 Window = tuple[int, int]  # (left, right), -1 for unbounded
 
@@ -200,17 +200,3 @@ def turns_of(
         if any(pieces_of(queries[r], keys[(r - step) % ranks], q_starts, k_starts, window) for r in range(ranks)):
             return step + 1
     return 1
-
-
-def work_of(pieces: Sequence[Piece]) -> int:
-    """(query, key) pairs that the masks leave, for the cost model and for tests."""
-    total = 0
-    for q_low, q_high, k_low, k_high, left, right in pieces:
-        n, m = q_high - q_low, k_high - k_low
-        for i in range(n) if left >= 0 or right >= 0 else ():
-            high = m - 1 if right < 0 else min(m - 1, i + m - n + right)
-            low = 0 if left < 0 else max(0, i + m - n - left)
-            total += max(0, high - low + 1)
-        if left < 0 and right < 0:
-            total += n * m
-    return total

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
-from tilefold.plan import serialise
 from tilefold.plan.attention import Rejected
+from tilefold.plan.base import Plan, require_device, require_equal
 from tilefold.plan.cached import MAX_SPLITS
 from tilefold.plan.cost import Bound, Cost, bound, live_keys
 from tilefold.plan.device import Device
@@ -62,10 +62,7 @@ class DecodeProblem:
     def require_same(self, asked: "DecodeProblem") -> None:
         """PlanError, naming the field, unless a plan of this problem serves `asked`; `equal` changes the speed alone."""
         self.attention.require_same(asked.attention)
-        for name in ("storage", "page_size", "shared"):
-            mine, wanted = getattr(self, name), getattr(asked, name)
-            if mine != wanted:
-                raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={wanted!r}")
+        require_equal(self, asked, ("storage", "page_size", "shared"))
 
     @property
     def rows(self) -> int:
@@ -109,7 +106,7 @@ class DecodeProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class DecodePlan(Plan):
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
     block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages,
@@ -192,24 +189,12 @@ class DecodePlan:
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
         self.problem.require_same(DecodeProblem(problem))
-        for name in ("backend", "arch"):
-            mine, here = getattr(self.device, name), getattr(device, name)
-            if mine != here:
-                raise PlanError(f"plan was made for a device with {name}={mine!r}, this device has {name}={here!r}")
+        require_device(self.device, device)
 
     def _merges(self) -> str:
         if self.splits == 1:
             return "none: one share has all keys of an item"
         return "the last program to arrive" if self.merge == "last" else "decode_combine, a second kernel"
-
-    def to_json(self) -> str:
-        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "DecodePlan":
-        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
-        return serialise.from_json(cls, text)
 
     def __str__(self) -> str:
         a, p = self.problem.attention, self.problem

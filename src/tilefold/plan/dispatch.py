@@ -8,6 +8,7 @@ from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
 from tilefold.plan.attention import Rejected
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.base import Plan
 from tilefold.plan.cached import LEAST_TILES, MAX_SPLITS, plan_cached
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys, visited_tiles
 from tilefold.plan.decode import DecodePlan
@@ -42,7 +43,7 @@ POLICIES = ("flash-attn", "tilefold")
 
 
 @dataclass(frozen=True, slots=True)
-class SplitDecision:
+class SplitDecision(Plan):
     """The decision of one policy for one call on one device.  `print` it; keep it as JSON.
 
     problem: seq_k are the keys that are attended; capacity: rows of the cache, which is what decides with call "kvcache".
@@ -80,10 +81,6 @@ class SplitDecision:
     def __str__(self) -> str:
         return explain_decision(self)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
-
     @property
     def waves(self) -> float:
         """Programs a slot."""
@@ -98,10 +95,6 @@ class SplitDecision:
     def predicted_s(self) -> float:
         """Seconds by the roofline, if an SM draws no more than its even share of the device: the bound divided by `share`."""
         return self.bound.seconds / self.share if self.working else 0.0
-
-    def to_json(self) -> str:
-        """The decision, with its problem and device, as JSON; `from_json` gives an equal one."""
-        return serialise.to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "SplitDecision":

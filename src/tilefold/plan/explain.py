@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilefold.plan.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
+from tilefold.plan.fp8_hopper import KERNEL as FP8
+from tilefold.plan.fp8_hopper import fp8_consumers
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 from tilefold.plan.words import counted
 
 if TYPE_CHECKING:
-    from tilefold.plan.attention import AttentionPlan
+    from tilefold.plan.attention import AttentionPlan, Rejected
     from tilefold.plan.attention_fp8 import AttentionFp8Plan
-    from tilefold.plan.dispatch import SplitDecision
     from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["explain"]
+__all__ = ["explain", "explain_fp8", "laid_out", "problem_text", "scaled", "time_text"]
 
 LABEL, WIDTH = 11, 110
 
@@ -26,22 +28,24 @@ def explain(plan: AttentionPlan) -> str:
     """The plan in aligned lines of at most 110 characters."""
     device = plan.device
     sms = "" if device.backend == "interpreter" else f", {device.sms} {'CUs' if device.backend == 'hip' else 'SMs'}"
-    lines = [f"Attention plan for {device.title} ({device.target}{sms})"]
+    title = f"Attention plan for {device.title} ({device.target}{sms})"
     rows = [
-        ("problem", _problem(plan.problem)),
+        ("problem", problem_text(plan.problem)),
         ("kernel", f"{plan.kernel} ({_loads(plan)}), tile {plan.tile}"),
         ("rule", f"{plan.rule}. {plan.reason}"),
         ("evidence", plan.evidence),
         ("grid", _grid(plan)),
         ("tiles", _tiles(plan)),
         ("resources", _resources(plan)),
-        ("cost", _cost(plan)),
-        ("bound", _bound(plan)),
+        ("cost", cost_text(plan)),
+        ("bound", bound_text(plan)),
     ]
-    for label, text in rows:
-        lines += _row(label, text)
-    lines += _rejected(plan)
-    return "\n".join(lines)
+    return laid_out(title, rows, plan.rejected)
+
+
+def laid_out(title: str, rows: Sequence[tuple[str, str]], rejected: Sequence[Rejected]) -> str:
+    """A title, labelled sentences, and what was rejected and why, in aligned lines of at most 110 characters."""
+    return "\n".join([title, *(line for label, text in rows for line in _row(label, text)), *_rejected(rejected)])
 
 
 def _row(label: str, text: str, indent: str = "  ") -> list[str]:
@@ -49,18 +53,18 @@ def _row(label: str, text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _rejected(plan: AttentionPlan | AttentionFp8Plan | SplitDecision) -> list[str]:
-    if not plan.rejected:
+def _rejected(rejected: Sequence[Rejected]) -> list[str]:
+    if not rejected:
         return _row("rejected", "nothing")
-    lines, width = ["  rejected"], max(len(entry.what) for entry in plan.rejected) + 2
-    for entry in plan.rejected:
+    lines, width = ["  rejected"], max(len(entry.what) for entry in rejected) + 2
+    for entry in rejected:
         head = f"    {entry.what:<{width}}"
         hang = " " * min(len(head), 40)
         lines += textwrap.wrap(entry.why, WIDTH, initial_indent=head, subsequent_indent=hang, break_on_hyphens=False)
     return lines
 
 
-def _scaled(value: float, unit: str) -> str:
+def scaled(value: float, unit: str) -> str:
     """Three significant digits with a decimal prefix: 4.27 TB/s."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
@@ -73,14 +77,14 @@ def _digits(value: float) -> str:
     return f"{value:.{places}f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Two or three digits; 100% only if it is all."""
     if share < 1 and share > 0.9995:
         return "over 99.9%"
     return f"{share:.0%}" if share == 1 or 0.1 <= share < 0.995 else f"{share:.1%}"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """Three significant digits in us, ms or s."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
@@ -88,7 +92,7 @@ def _time(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} us" if seconds >= 1e-8 or not seconds else "under 0.01 us"
 
 
-def _problem(problem: AttentionProblem) -> str:
+def problem_text(problem: AttentionProblem) -> str:
     heads = counted(problem.heads, "head")
     if problem.group > 1:
         heads += f" on {counted(problem.kv_heads, 'KV head')}"
@@ -116,10 +120,15 @@ def _mask(problem: AttentionProblem) -> list[str]:
 
 def _loads(plan: AttentionPlan) -> str:
     if plan.kernel == HOPPER:
-        number = ("one warpgroup folds", "two warpgroups fold", "three warpgroups fold")[consumers_of(plan.tile) - 1]
-        versions = f" ({', '.join(plan.options)})" if plan.options else ""
-        return f"Q, K and V by descriptor boxes; {number}{versions}, one warp loads"
+        return f"Q, K and V by descriptor boxes; {folders(consumers_of(plan.tile), plan.options)}"
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
+
+
+def folders(consumers: int, options: tuple[str, ...]) -> str:
+    """Which warps of a program for sm_90 do what."""
+    number = ("one warpgroup folds", "two warpgroups fold", "three warpgroups fold")[consumers - 1]
+    versions = f" ({', '.join(options)})" if options else ""
+    return f"{number}{versions}, one warp loads"
 
 
 def _grid(plan: AttentionPlan) -> str:
@@ -153,16 +162,22 @@ def _grid(plan: AttentionPlan) -> str:
 def _tiles(plan: AttentionPlan) -> str:
     problem = plan.problem
     rows = plan.block_m // packed_heads(problem, plan.options)  # queries of a block
-    visited = visited_tiles(problem, rows, plan.block_n)
-    if not visited:
-        return "No key is live, so no tile is visited."
-    all_tiles = -(-problem.seq_q // rows) * -(-problem.seq_k // plan.block_n)
-    use = live_pairs(problem) / (visited * rows * plan.block_n)
     hopper = plan.kernel == HOPPER
     padded = (width_of(problem.dim_qk), width_of(problem.dim_v)) if hopper else (plan.block_qk, plan.block_v)
     dims = (problem.dim_qk + problem.dim_v) / sum(padded)
-    text = f"{visited} of {counted(all_tiles, 'score tile')} per head visited; {_percent(use)} of their scores are live"
-    return f"{text}, {_percent(dims)} of the padded head dims." if dims < 1 else f"{text}."
+    return visited_text(problem, rows, plan.block_n, dims)
+
+
+def visited_text(problem: AttentionProblem, rows: int, columns: int, dims: float = 1.0) -> str:
+    """Of the tiles of so many rows and columns, those that the mask leaves something of; dims: what share of a tile's width is of
+    head dims."""
+    visited = visited_tiles(problem, rows, columns)
+    if not visited:
+        return "No key is live, so no tile is visited."
+    every = -(-problem.seq_q // rows) * -(-problem.seq_k // columns)
+    use = live_pairs(problem) / (visited * rows * columns)
+    padded = f", {percent(dims)} of the padded head dims" if dims < 1 else ""
+    return f"{visited} of {counted(every, 'score tile')} per head visited; {percent(use)} of their scores are live{padded}."
 
 
 def _resources(plan: AttentionPlan) -> str:
@@ -188,20 +203,70 @@ def _resources(plan: AttentionPlan) -> str:
     )
 
 
-def _cost(plan: AttentionPlan | AttentionFp8Plan) -> str:
+def cost_text(plan: AttentionPlan | AttentionFp8Plan) -> str:
     cost = plan.cost
-    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')} of DRAM, {_scaled(cost.exps, 'exp')}"
+    text = f"{scaled(cost.flops, 'FLOP')}, {scaled(cost.bytes, 'B')} of DRAM, {scaled(cost.exps, 'exp')}"
     upto = "at most " if plan.problem.varlen else ""
     return f"{upto}{text}, {_digits(cost.flops / cost.bytes)} FLOP per byte." if cost.bytes else f"{upto}{text}."
 
 
-def _bound(plan: AttentionPlan | AttentionFp8Plan) -> str:
+def bound_text(plan: AttentionPlan | AttentionFp8Plan) -> str:
     bound, cost = plan.bound, plan.cost
     if not bound.seconds:
         return "none: there is no work."
     if plan.device.backend == "interpreter":
-        return f"interpreter: about {_time(bound.seconds)}, at the rate that was measured for long tiles."
-    rates = f"{_scaled(cost.flops / bound.seconds, 'FLOP/s')}, {_scaled(cost.bytes / bound.seconds, 'B/s')}"
-    others = ", ".join(f"{name} {_time(seconds)}" for name, seconds in bound.times if name != bound.resource)
-    least = _time(bound.seconds)
+        return f"interpreter: about {time_text(bound.seconds)}, at the rate that was measured for long tiles."
+    rates = f"{scaled(cost.flops / bound.seconds, 'FLOP/s')}, {scaled(cost.bytes / bound.seconds, 'B/s')}"
+    others = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in bound.times if name != bound.resource)
+    least = time_text(bound.seconds)
     return f"{bound.resource}: {'' if least.startswith('under') else 'at least '}{least} ({rates}); {others}."
+
+
+# ---------------------------------------------------------------- inputs in e4m3
+
+
+def explain_fp8(plan: AttentionFp8Plan) -> str:
+    """The plan in aligned lines of at most 110 characters."""
+    device = plan.device
+    title = f"Attention plan, e4m3 to bfloat16, for {device.title} ({device.target})"
+    rows = [
+        ("problem", problem_text(plan.problem).replace("bfloat16", "float8_e4m3fn to bfloat16")),
+        ("kernel", _fp8_kernel(plan)),
+        ("rule", f"{plan.rule}. {plan.reason}"),
+        ("evidence", plan.evidence),
+        *(_launched(plan) if plan.kernel == FP8 else ()),
+        ("cost", cost_text(plan)),
+        ("bound", bound_text(plan)),
+    ]
+    return laid_out(title, rows, plan.rejected)
+
+
+def _fp8_kernel(plan: AttentionFp8Plan) -> str:
+    if plan.kernel != FP8:
+        portable = plan.portable
+        return f"{plan.kernel} q, k and v to bfloat16, then {portable.kernel}, tile {portable.tile}"
+    sums = "by the tensor cores" if "direct" in plan.options else "in fp32"
+    return (
+        f"transpose_values, then {plan.kernel} (Q, K and V^T by descriptor boxes; "
+        f"{folders(fp8_consumers(plan.tile), plan.options)}; tiles summed {sums}), tile {plan.tile}"
+    )
+
+
+def _fp8_grid(plan: AttentionFp8Plan) -> str:
+    n, blocks = plan.problem, plan.grid[0]
+    if not blocks:
+        return "0 programs: there is nothing to compute, so nothing is launched."
+    drawing = counted(min(plan.device.sms, blocks), "program")
+    tiles = counted(-(-n.seq_q // plan.block_m), "query tile")
+    batch = "" if n.batch == 1 else f" x {n.batch} sequences"
+    made = f"{counted(blocks, 'block')} = {tiles}{batch} x {counted(n.heads, 'head')}"
+    return f"{drawing}, one per SM, draw from a counter: {made}."
+
+
+def _launched(plan: AttentionFp8Plan) -> tuple[tuple[str, str], ...]:
+    have = plan.device.smem_per_block / 1024
+    return (
+        ("grid", _fp8_grid(plan)),
+        ("tiles", visited_text(plan.problem, plan.block_m, plan.block_n)),
+        ("resources", f"{plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, 1 program per SM."),
+    )

@@ -5,12 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from tilefold.plan.explain import LABEL, WIDTH
-from tilefold.plan.explain import _problem as problem_text
-from tilefold.plan.explain import _rejected as rejected_rows
-from tilefold.plan.explain import _row as row
-from tilefold.plan.explain import _scaled as scaled
-from tilefold.plan.explain import _time as time_text
+from tilefold.plan.explain import LABEL, WIDTH, laid_out, problem_text, scaled, time_text
 from tilefold.plan.flash_split import FUNCTIONS
 from tilefold.plan.words import counted as count
 
@@ -40,7 +35,7 @@ def explain_decision(made: SplitDecision) -> str:
     """The decision in aligned lines of at most 110 characters."""
     device, one = made.device, made.splits == 1
     unit = "CUs" if device.backend == "hip" else "SMs"
-    lines = [f"Split decision of {made.policy} on {device.title} ({device.target}, {device.sms} {unit})"]
+    title = f"Split decision of {made.policy} on {device.title} ({device.target}, {device.sms} {unit})"
     combine = f", then {made.combine}" if made.combine else ""
     times = "" if one else f" x {made.splits} splits"
     idle = f"; {made.working} of them have keys" if made.working < made.programs else ""
@@ -57,9 +52,7 @@ def explain_decision(made: SplitDecision) -> str:
         ("bound", f"{made.bound.resource}: at least {time_text(made.bound.seconds)}; {time_text(made.predicted_s)} if an SM "
                   "draws its even share of the device."),
     ]  # fmt: skip
-    for label, text in rows:
-        lines += row(label, text)
-    return "\n".join(lines + rejected_rows(made))
+    return laid_out(title, rows, made.rejected)
 
 
 def _tiles(made: SplitDecision, times: str) -> str:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from tilefold.errors import DtypeError, PlanError, ShapeError, ValueRangeError
+from tilefold.errors import DtypeError, ShapeError, ValueRangeError
+from tilefold.plan.base import require_equal
 
 __all__ = [
     "DTYPE_BYTES",
@@ -127,10 +128,9 @@ class AttentionProblem:
     def require_same(self, other: "AttentionProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`; what descriptors can read may differ,
         and is for the kernel's own limits."""
-        for name in self.__dataclass_fields__:
-            made, asked = getattr(self, name), getattr(other, name)
-            if made != asked and not name.endswith("descriptors"):
-                raise PlanError(f"plan was made for {name}={made!r}, the call has {name}={asked!r}")
+        require_equal(
+            self, other, tuple(name for name in self.__dataclass_fields__ if not name.endswith("descriptors"))
+        )
 
     @property
     def group(self) -> int:

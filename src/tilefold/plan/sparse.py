@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
-from tilefold.plan import serialise
+from tilefold.errors import ShapeError, Unsupported, ValueRangeError
+from tilefold.plan.base import Plan, require_device, require_equal, require_fit
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -74,15 +74,12 @@ class SparseProblem:
 
     def require_same(self, other: "SparseProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`."""
-        for field in ("block_q", "block_k", "capacity", "masked", "page_size"):
-            made, asked = getattr(self, field), getattr(other, field)
-            if made != asked:
-                raise PlanError(f"plan was made for {field}={made!r}, the call has {field}={asked!r}")
+        require_equal(self, other, ("block_q", "block_k", "capacity", "masked", "page_size"))
         self.attention.require_same(other.attention)
 
 
 @dataclass(frozen=True, slots=True)
-class SparsePlan:
+class SparsePlan(Plan):
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
@@ -109,8 +106,7 @@ class SparsePlan:
         fault = _violation(self.problem, self.device, self.kernel, self.tile, self.splits)
         if not fault and (self.programs < 0 or (self.programs and self.kernel != HOPPER_KERNEL)):
             fault = "programs", f"must be 0, or positive with {HOPPER_KERNEL}, got {self.programs} with {self.kernel}"
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_fit(fault)
 
     @property
     def tile(self) -> Tile:
@@ -136,15 +132,6 @@ class SparsePlan:
             f"  rule      {self.rule}. {self.reason}"
         )
 
-    def to_json(self) -> str:
-        """The plan as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "SparsePlan":
-        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
-        return serialise.from_json(cls, text)
-
     def with_tile(self, **fields: int | str) -> "SparsePlan":
         """The plan with other tile fields, kernel, splits or programs; PlanError names the field that does not fit.
         Another kernel brings its own tile, where the fields do not say otherwise."""
@@ -158,11 +145,8 @@ class SparsePlan:
     def check(self, problem: SparseProblem, device: Device) -> None:
         """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
         self.problem.require_same(problem)
-        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
-            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
-        fault = _violation(problem, device, self.kernel, self.tile, self.splits)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.tile, self.splits))
 
 
 @lru_cache(maxsize=4096)

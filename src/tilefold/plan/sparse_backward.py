@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from tilefold.errors import PlanError
-from tilefold.plan import serialise
 from tilefold.plan.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile, require_supported
 from tilefold.plan.sparse import SparseProblem
@@ -26,7 +25,7 @@ KERNELS = (POINTERS, BOX, HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
-class SparseBackwardPlan:
+class SparseBackwardPlan(Plan):
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
@@ -47,9 +46,7 @@ class SparseBackwardPlan:
     heads_at_once: int = 0
 
     def __post_init__(self) -> None:
-        fault = _violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_fit(_violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once))
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -78,15 +75,6 @@ class SparseBackwardPlan:
             f"  rule      {self.rule}. {self.reason}"
         )
 
-    def to_json(self) -> str:
-        """The plan as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "SparseBackwardPlan":
-        """The plan that `to_json` wrote; PlanError names a field that is missing, unknown, mistyped or contradictory."""
-        return serialise.from_json(cls, text)
-
     def with_tiles(
         self,
         queries: Tile | None = None,
@@ -99,24 +87,16 @@ class SparseBackwardPlan:
         base = self
         if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
             base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
-        return replace(
-            base,
-            queries=queries or base.queries,
-            keys=keys or base.keys,
-            kernel=kernel or base.kernel,
-            heads_at_once=base.heads_at_once if heads_at_once is None else heads_at_once,
-            rule="override",
-            reason="The caller chose these fields.",
-        )
+        return changed(
+            base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once,
+            rule="override", reason="The caller chose these fields.",
+        )  # fmt: skip
 
     def check(self, problem: SparseProblem, device: Device) -> None:
         """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
         self.problem.require_same(problem)
-        if (self.device.backend, self.device.arch) != (device.backend, device.arch):
-            raise PlanError(f"plan was made for {self.device.title}, this device is {device.title}")
-        fault = _violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once)
-        if fault:
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once))
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from tilefold.plan import serialise
+from tilefold.plan.base import Plan
 from tilefold.plan.device import Device
 from tilefold.plan.dispatch import SplitDecision, plan_splits
 from tilefold.plan.explain_dispatch import explain_trace
@@ -95,7 +95,7 @@ class TraceRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Plan):
     """A generation under a policy on a device.  `print` it."""
 
     generation: Generation
@@ -122,10 +122,6 @@ class Trace:
             if part.first_step <= step <= part.last_step:
                 return part
         raise ValueRangeError(f"step must be 1 to {self.generation.new}, got {step}")
-
-    def to_json(self) -> str:
-        """The trace as JSON, with the decisions at both ends of every range."""
-        return serialise.to_json(self)
 
 
 def trace_generation(generation: Generation, device: Device, policy: str = "tilefold") -> Trace:

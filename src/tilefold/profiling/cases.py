@@ -10,10 +10,9 @@ from tilefold.errors import ValueRangeError
 
 __all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
 
-# Family -> where it lies; the first two are families of attention and have a runner of their own.
-FAMILIES: dict[str, str] = {
-    "dense": "",
-    "sparse": "",
+FAMILIES: dict[str, str] = {  # -> where it lies
+    "dense": "bench.attention.peers.DENSE",
+    "sparse": "bench.attention.peers.SPARSE",
     "decode": "bench.decode.serving.DECODE",
     "gemm": "bench.matrix.gemm.GEMM",
     "conv": "bench.matrix.conv.CONV",
@@ -42,13 +41,12 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
     ValueRangeError for an unknown family or size, and for a direction that the family has not."""
     if family not in FAMILIES:
         raise ValueRangeError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    if not FAMILIES[family]:
-        from tilefold.bench.attention.cases import cases_of
-
-        return cases_of(family, size, direction=direction)
+    found = _family(family)
+    if found.attention:
+        return tuple(found.cases(size, direction=direction))
     if direction != "forward":
         raise ValueRangeError(f"direction of family {family!r} must be 'forward', got {direction!r}")
-    return tuple(_family(family).cases(size))
+    return tuple(found.cases(size))
 
 
 def _family(name: str) -> Any:
@@ -58,13 +56,7 @@ def _family(name: str) -> Any:
 
 def prepare_case(family: str, case: Any, device: str) -> Chosen:
     """Inputs and call of one case by tilefold, as its benchmark makes them. Unsupported where tilefold refuses it."""
-    if FAMILIES[family]:
-        found = _family(family)
-        calls = found.peers["tilefold"].prepare([found.inputs(case, device, 0)])
-        drawn = getattr(case, "l2_bytes", None)
-        return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype, drawn)
-    from tilefold.bench.attention.own import prepare_tilefold
-    from tilefold.bench.implementation import make_inputs
-
-    made = prepare_tilefold(make_inputs(case, device))
-    return Chosen(case.name, made.call, made.context, case.flops, case.bytes, case.problem.dtype)
+    found = _family(family)
+    calls = found.prepare(found.peers["tilefold"], [found.inputs(case, device, 0)])
+    drawn = getattr(case, "l2_bytes", None)
+    return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype, drawn)

@@ -1,10 +1,11 @@
 """A profile as a record, a table, Markdown and JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilefold.bench.records.record import table_lines
 from tilefold.profiling.evidence import Evidence, Region
 from tilefold.profiling.verdict import Verdict
 
@@ -76,10 +77,10 @@ class Profile:
 
     def markdown(self) -> str:
         """Tables and verdicts for a document; that of hardware counters where some were read."""
-        tables = [_markdown(HEAD, self.table())]
+        lines = [*table_lines(HEAD, self.table()), ""]
         if counters := self.counters():
-            tables.append(_markdown(("kernel", *COUNTED, "waits for"), counters))
-        return "\n\n".join(tables) + "\n\n" + "\n".join(f"* {line}" for line in self.lines()) + f"\n\n{self.device}.\n"
+            lines += [*table_lines(("kernel", *COUNTED, "waits for"), counters), ""]
+        return "\n".join([*lines, *(f"* {line}" for line in self.lines()), "", f"{self.device}.", ""])
 
     def counters(self) -> tuple[tuple[str, ...], ...]:
         """Cells of hardware counters, a row a kernel that has some: percent of the machine's peak, of `warps` of the most that
@@ -119,12 +120,6 @@ def _point(row: Row) -> dict[str, Any] | None:
         "name": e.kernel, "flops": e.flops, "bytes": moved, "seconds": e.seconds, "verdict": row.verdict.resource,
         "detail": row.verdict.sentence,
     }  # fmt: skip
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first and last columns are words."""
-    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 2)} --- |"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)])
 
 
 def _short(name: str) -> str:

@@ -13,7 +13,7 @@ from tilefold.errors import ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.profiling.roofs import scaled
 
-__all__ = ["Picture", "Point", "Run", "read_run", "save_png", "to_html"]
+__all__ = ["Picture", "Point", "Run", "figure_of", "read_run", "to_html"]
 
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#0a7a83", "#d4359a", "#57606a")
 GREY = "#57606a"
@@ -138,8 +138,8 @@ def _point(row: Mapping[str, Any]) -> Point | None:
     return Point(str(name), flops / moved, flops / seconds, float(seconds), verdict, str(row.get("dtype") or ""))
 
 
-def save_png(picture: Picture, path: Path) -> None:
-    """Draw it. Unsupported if matplotlib is not installed."""
+def figure_of(picture: Picture) -> Any:
+    """It drawn by matplotlib. Unsupported if matplotlib is not installed."""
     from tilefold.bench import page
 
     width, height = 10.5, 6.5
@@ -176,7 +176,7 @@ def save_png(picture: Picture, path: Path) -> None:
     axes.set_title(_title(picture), fontsize=10)
     if picture.runs:
         axes.legend(loc="lower right", fontsize=8)
-    page.save_png(figure, path)
+    return figure
 
 
 def spread(places: list[float], apart: float) -> list[float]:

@@ -36,7 +36,8 @@ TINY = 1e-290
 class Comparison:
     """How far `got` is from the oracle.
 
-    max_error, max_limit: of the element whose error is the largest part of its limit.  l2: of all.  largest_limit: of any."""
+    max_error, max_limit: of the element whose error is the largest part of its limit.  l2: of all.  largest_limit: of any.
+    finite: False where a result that was compared in part has NaN or an infinity anywhere, which is wrong."""
 
     max_error: float
     max_limit: float
@@ -44,18 +45,31 @@ class Comparison:
     l2_limit: float
     same_specials: bool
     largest_limit: float = 0.0
+    finite: bool = True
 
     @property
     def ok(self) -> bool:
-        return self.same_specials and self.max_error <= self.max_limit and self.l2_error <= self.l2_limit
+        within = self.max_error <= self.max_limit and self.l2_error <= self.l2_limit
+        return self.same_specials and self.finite and within
+
+    @property
+    def strain(self) -> float:
+        """How far it is into its limits: above 1 it is beyond one; NaN counts as infinitely far."""
+        pairs = ((self.max_error, self.max_limit), (self.l2_error, self.l2_limit))
+        strains = [error / limit if limit > 0 else float("inf") if error > 0 else 0.0 for error, limit in pairs]
+        return float("inf") if not self.same_specials or any(s != s for s in strains) else max(strains)
+
+    @property
+    def words(self) -> str:
+        """The figures, and what else is wrong."""
+        specials = "" if self.same_specials else "; NaN, infinity or shape differs from the oracle"
+        return (
+            f"{'' if self.finite else 'output is not finite; '}max error {self.max_error:.2e} (limit {self.max_limit:.2e}), "
+            f"relative L2 {self.l2_error:.2e} (limit {self.l2_limit:.2e}){specials}"
+        )
 
     def __str__(self) -> str:
-        specials = "" if self.same_specials else "; NaN, infinity or shape differs from the oracle"
-        verdict = "ok" if self.ok else "WRONG"
-        return (
-            f"{verdict}: max error {self.max_error:.3e} (limit {self.max_limit:.3e}), relative L2 {self.l2_error:.3e} "
-            f"(limit {self.l2_limit:.3e}){specials}"
-        )
+        return f"{'ok' if self.ok else 'WRONG'}: {self.words}"
 
 
 def compare(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, unit: float = 0.0) -> Comparison:

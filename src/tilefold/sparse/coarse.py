@@ -8,8 +8,8 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
 from ..ops.call import SPECS, check_heads
 from ..ops.records import recorded
-from ..ops.sparse.coarse import attend_op
-from ..ops.sparse.project import KINDS, NAMES, check_block, check_layout, project_op, spread_op
+from ..ops.sparse.coarse import COARSE, CoarseCall
+from ..ops.sparse.project import KINDS, NAMES, PROJECT, SPREAD, check_block, check_layout
 from ..ops.watch import is_watched
 from ..types import Layout
 
@@ -75,9 +75,7 @@ def project(
         return _project_dense(x, weight, block_sizes, block, layout, "weight")
     if kind != "block":
         raise ValueRangeError(f"kind must be 'block' or 'dense', got {kind!r}")
-    result: torch.Tensor = project_op(
-        x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, NAMES
-    )
+    result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, NAMES)
     return result
 
 
@@ -145,15 +143,15 @@ def coarse(
         for x, weight, name in ((k, weight_k, "weight_k"), (v, weight_v, "weight_v"))
     )
     if kind != "pooled":
-        out, scores, lse = attend_op(
-            q, rows_k, rows_v, block_sizes, query_sizes, block, scale, reduction, layout, True, "k v"
+        out, scores, lse = COARSE(
+            q, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, True, "k v")
         )
         return CoarseResult(out, scores, lse if return_lse else None)
-    pooled = project_op(q, None, query_sizes, block, MEAN, layout, "q weight query_sizes")
-    rows, scores, lse = attend_op(
-        pooled, rows_k, rows_v, block_sizes, query_sizes, block, scale, "each", layout, True, "k v"
+    pooled = PROJECT(q, None, query_sizes, block, MEAN, layout, "q weight query_sizes")
+    rows, scores, lse = COARSE(
+        pooled, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, "each", layout, True, "k v")
     )
-    out = spread_op(rows, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout)
+    out = SPREAD(rows, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout)
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
@@ -188,8 +186,11 @@ def attend_rows(
     if scale is not None:
         check_number("scale", scale, above=0.0)
     finite = block_sizes is None
-    out, scores, lse = attend_op(
-        q, rows_k, rows_v, block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"
+    out, scores, lse = COARSE(
+        q,
+        rows_k,
+        rows_v,
+        CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"),
     )
     return CoarseResult(out, scores, lse if return_lse else None)
 
@@ -215,9 +216,7 @@ def _rows(
     if kind == "dense":
         return _project_dense(x, weight, block_sizes, block, layout, name)
     names = f"{name[-1]} {name} block_sizes"
-    result: torch.Tensor = project_op(
-        x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, names
-    )
+    result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, names)
     return result
 
 

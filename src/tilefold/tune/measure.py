@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import timers
-from tilefold.bench.family_run import TIMES_L2
 from tilefold.bench.loop import FAILED, MEMORY, OK, checked, first_line, gpu_lost
+from tilefold.bench.run import TIMES_L2
 from tilefold.errors import DeviceError, PlanError, TilefoldError
 from tilefold.plan.table import Entry, Table, key_of
 from tilefold.tune.candidates import Changes, Plan, applied, fields_of, groups_of, rules_plan

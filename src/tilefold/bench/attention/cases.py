@@ -121,6 +121,10 @@ class Case:
         return name + ("_backward" if self.backward else "")
 
     @property
+    def dtype(self) -> str:
+        return self.problem.dtype
+
+    @property
     def direction(self) -> str:
         return "backward" if self.backward else "forward"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.attention.run import Cell
+from tilefold.bench.run import Cell
 
 __all__ = [
     "OURS",

@@ -7,11 +7,11 @@ lists of blocks alone are in `block_peers`.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.attention.block_peers import BLOCK_PEERS
-from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.attention.own import (
     any_order_refuses,
     portable_refuses,
@@ -20,8 +20,9 @@ from tilefold.bench.attention.own import (
     prepare_tilefold,
     tilefold_refuses,
 )
-from tilefold.bench.choice import chosen
-from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, prepared
+from tilefold.bench.family import Calls, Family
+from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, make_inputs, prepared
+from tilefold.bench.judge import Judge
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from tilefold.sparse import BlockIndex
 
-__all__ = ["DEFAULT_PEERS", "IMPLEMENTATIONS", "implementations_named"]
+__all__ = ["DEFAULT_PEERS", "DENSE", "IMPLEMENTATIONS", "SPARSE"]
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
 
@@ -348,6 +349,24 @@ DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def implementations_named(names: tuple[str, ...]) -> tuple[Implementation, ...]:
-    """tilefold, then the named peers in the order given; "none" alone names no peer. ValueRangeError: unknown name."""
-    return chosen(IMPLEMENTATIONS, names)
+def _calls(one: Implementation, sets: Sequence[Inputs]) -> Calls:
+    """One that does not follow a case's lists computes every pair, and is judged by that."""
+    ready = [one.prepare(inputs) for inputs in sets]
+    every_pair = not one.lists and sets[0].index is not None
+    return Calls([each.call for each in ready], ready[0].context, Judge(sets[0], lists=False) if every_pair else None)
+
+
+DENSE, SPARSE = (
+    Family(
+        name,
+        functools.partial(cases_of, name),
+        make_inputs,
+        Judge,
+        IMPLEMENTATIONS,
+        DEFAULT_PEERS[name],
+        prepare=_calls,
+        replayed=lambda case: case.replayed,
+        attention=True,
+    )
+    for name in ("dense", "sparse")
+)

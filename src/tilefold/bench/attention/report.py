@@ -16,8 +16,7 @@ from tilefold.bench.attention.grid import (
     title_of,
 )
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.attention.run import Cell
-from tilefold.bench.loop import OK, WRONG
+from tilefold.bench.loop import OK
 from tilefold.bench.page import grouped_tables
 from tilefold.bench.records.record import (
     LABELS,
@@ -30,12 +29,12 @@ from tilefold.bench.records.record import (
     times,
     version_in,
 )
+from tilefold.bench.run import Cell
 from tilefold.bench.setting import Setting
 from tilefold.bench.video import reported
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 __all__ = [
     "crossing_lines",
@@ -43,17 +42,12 @@ __all__ = [
     "directions",
     "findings",
     "geometric_means",
-    "heading_of",
     "notes_of",
     "ratio",
     "reported_sheet",
     "rows_of",
     "sheets_of",
-    "speed_tables",
 ]
-
-# Columns of a speed table in characters, with the gap behind each: our time and rate, one peer's, the best peer's ratio.
-GAP, OWN_WIDTH, PEER_WIDTH, BEST_WIDTH = 2, 18, 14, 7
 
 
 def directions(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -90,61 +84,8 @@ def what_of(cell: Cell) -> str:
         if p.window != (-1, -1):
             return "window {}, {}".format(*p.window)
         return "causal" if p.causal else "full"
-    title = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
+    title: str = pattern.title + (f" {100 * (1 - cell.case.density):.1f} %" if pattern.kind == "uneven" else "")
     return title + {"bfloat16": "", "float16": " fp16", "float32": " fp32"}[p.dtype]
-
-
-# --- terminal ---------------------------------------------------------------------------------------------------------------
-
-
-def coloured(value: float) -> str:
-    """A ratio with its colour: green from 1, yellow from 0.9, red below."""
-    colour = "green" if value >= 1 else "yellow" if value >= 0.9 else "red"
-    return f"[{colour}]{times(value)}[/]"
-
-
-def speed_cell(cell: Cell, scale: float) -> str:
-    """The rate of a cell, or its status."""
-    if cell.status != OK or cell.flops_per_s is None:
-        colour = "bold red" if cell.status in (WRONG, "failed") else "dim"
-        return f"[{colour}]{LABELS.get(cell.status, cell.status)}[/]"
-    return digits(cell.flops_per_s / scale)
-
-
-def peer_cell(ours: Cell, peer: Cell, scale: float) -> str:
-    """A peer's rate, and how many times as fast as it we are."""
-    relative = ratio(ours, peer)
-    return speed_cell(peer, scale) + (f" {coloured(relative)}" if relative is not None else "")
-
-
-def heading_of(cells: Sequence[Cell], setting: Setting) -> str:
-    """What the speed tables show: "dense attention, forward, bfloat16, TFLOP/s, on NVIDIA H200"."""
-    case = cells[0].case
-    dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
-    unit = unit_of(cells)[1] + (" on the listed blocks" if case.pattern else "")
-    return f"{case.family} attention, {case.direction}, {dtypes}, {unit}, on {setting.device}"
-
-
-def speed_tables(cells: Sequence[Cell], width: int = 100) -> "list[Table]":
-    """One row per case: our time and rate, each peer's rate and how many times as fast as it we are; geometric means below.
-
-    Peers that refused every case are left out (`notes_of` says why). More peers than fit `width` columns go into further tables.
-    """
-    grid = Grid(tuple(cells))
-    peers = [
-        name
-        for name in grid.implementations
-        if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
-    ]
-    keys = sum(max(map(len, column)) + GAP for column in zip(*(shape_of(cell) for cell in cells), strict=True))
-    own = OWN_WIDTH + (BEST_WIDTH if best_ratios(grid) else 0)
-    own += max(len(cell.case.kept) + GAP for cell in cells) if kept_heading(grid) else 0
-    room = width + GAP - keys
-    beside = max(0, (room - own) // PEER_WIDTH)
-    # Where no peer fits beside our own figures, those of others follow without ours.
-    fit = beside or max(1, room // PEER_WIDTH)
-    groups = [peers[:beside], *(peers[start : start + fit] for start in range(beside, len(peers), fit))]
-    return [_speed_table(grid, group, unit_of(cells)[0], bool(beside) or not n) for n, group in enumerate(groups)]
 
 
 def best_ratios(grid: Grid) -> dict[str, float]:
@@ -156,46 +97,6 @@ def best_ratios(grid: Grid) -> dict[str, float]:
         if relative is not None:
             found[case] = relative
     return found
-
-
-def _speed_table(grid: Grid, peers: list[str], scale: float, own: bool) -> "Table":
-    """own: with our own figures."""
-    from rich.table import Table
-
-    means, best = geometric_means(grid.cells), best_ratios(grid)
-    table = Table(pad_edge=False, box=None)
-    table.add_column("D, H", no_wrap=True)
-    third, kept = third_heading(grid), kept_heading(grid) if own else []
-    best = best if own else {}
-    middle = [*kept, "ms", "tilefold", *(["best"] if best else [])] if own else []
-    for heading in ("N x B", third, *middle, *(title_of(name) for name in peers)):
-        style = "bold" if heading == "tilefold" else ""
-        table.add_column(heading, justify="left" if heading == third else "right", no_wrap=True, style=style)
-    shown = ("", "")
-    for case in grid.cases:
-        ours = grid.at(case, OURS)
-        dims, tokens, mask = shape_of(ours)
-        if shown[0] not in ("", dims):
-            table.add_row()
-        row = [dims if shown[0] != dims else "", tokens if shown != (dims, tokens) else "", mask]
-        row += [ours.case.kept] if kept else []
-        row += [digits(ours.timing.ms) if ours.timing else "", speed_cell(ours, scale)] if own else []
-        row += [coloured(best[case]) if case in best else ""] if best else []
-        table.add_row(*row, *(peer_cell(ours, grid.at(case, name), scale) for name in peers))
-        shown = (dims, tokens)
-    if any(name in means for name in peers):
-        table.add_row()
-        middle = [coloured(mean_of(list(best.values())))] if best else []
-        table.add_row(
-            "mean",
-            "(geom.)",
-            "",
-            *([""] if kept else []),
-            *(["", ""] if own else []),
-            *middle,
-            *(coloured(means[n][0]) if n in means else "" for n in peers),
-        )
-    return table
 
 
 def third_heading(grid: Grid) -> str:
@@ -327,37 +228,37 @@ def reported_sheet(cells: Sequence[Cell]) -> Sheet | None:
 
 
 def _sheet(cells: Sequence[Cell]) -> Sheet:
+    """A row a case: our time and rate, each peer's rate and how many times as fast as it we are; geometric means below.
+
+    Peers that refused every case are left out (`notes_of` says why)."""
     grid = Grid(tuple(cells))
-    best = best_ratios(grid)
+    best, means, kept = best_ratios(grid), geometric_means(cells), kept_heading(grid)
     scale, unit = unit_of(cells)
-    means = geometric_means(cells)
-    peers = [name for name in grid.implementations if name != OURS]
+    peers = [
+        name
+        for name in grid.implementations
+        if name != OURS and any(grid.at(case, name).status != "refused" for case in grid.cases)
+    ]
     middle = ["best peer"] if best else []
-    kept = kept_heading(grid)
-    heads = ("D, H", "N x B", third_heading(grid), *kept, "tilefold ms", "tilefold", *middle, *map(title_of, peers))
+    heads = ("D, H", "N x B", third_heading(grid), *kept, "ms", "tilefold", *middle, *map(title_of, peers))
+
+    def bracketed(cell: str, relative: float | None) -> str:
+        return cell if relative is None else f"{cell} ({times(relative)})".strip()
+
     rows: list[tuple[str, ...]] = []
     for case in grid.cases:
         ours = grid.at(case, OURS)
-        row = [
-            *shape_of(ours),
-            *([ours.case.kept] if kept else []),
-            digits(ours.timing.ms) if ours.timing else "",
-            plain_cell(ours, scale),
-        ]
-        row += [f"({times(best[case])})" if case in best else ""] if best else []
-        for name in peers:
-            relative = ratio(ours, grid.at(case, name))
-            row.append(
-                plain_cell(grid.at(case, name), scale) + (f" ({times(relative)})" if relative is not None else "")
-            )
+        row = [*shape_of(ours), *([ours.case.kept] if kept else []), digits(ours.timing.ms) if ours.timing else ""]
+        row += [plain_cell(ours, scale), *([bracketed("", best.get(case))] if best else [])]
+        row += [bracketed(plain_cell(peer, scale), ratio(ours, peer)) for peer in (grid.at(case, n) for n in peers)]
         rows.append(tuple(row))
     if means:
-        middle = [f"({times(mean_of(list(best.values())))})"] if best else []
-        figures = (f"({times(means[n][0])})" if n in means else "" for n in peers)
-        rows.append(("geometric mean", "", "", *([""] if kept else []), "", "", *middle, *figures))
+        whole = [bracketed("", mean_of(list(best.values())))] if best else []
+        figures = (bracketed("", means[n][0]) if n in means else "" for n in peers)
+        rows.append(("mean", "(geom.)", "", *([""] if kept else []), "", "", *whole, *figures))
     dtypes = ", ".join(dict.fromkeys(cell.case.problem.dtype for cell in cells))
     listed = " on the listed blocks" if cells[0].case.pattern else ""
-    title = f"{cells[0].case.family} attention, {cells[0].case.direction}, {unit}{listed}, {dtypes}"
+    title = f"{cells[0].case.family} attention, {cells[0].case.direction}, {dtypes}, {unit}{listed}"
     return Sheet(title, heads, tuple(rows), left=3)
 
 

@@ -5,11 +5,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tilefold.bench.decode.cases import DecodeCase
-from tilefold.bench.judge import Verdict
+from tilefold.bench.judge import verdict_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tilefold.reference import Comparison
 
 __all__ = ["DecodeInputs", "DecodeJudge", "make_decode_inputs"]
 
@@ -135,11 +137,6 @@ class DecodeJudge:
             outs.append(reference.attention(i.q[b : b + 1], k, v, causal=i.case.causal, dtype=dtype)[0])
         return torch.cat(outs)
 
-    def verdict(self, out: "Tensor") -> Verdict:
+    def verdict(self, out: "Tensor") -> "Comparison":
         """Judge an output [B, Sq, H, Dv]."""
-        from tilefold import reference
-
-        found = reference.compare(out, self.want, self.plain)
-        finite = bool(out.isfinite().all())
-        errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
-        return Verdict(found.ok and finite, *errors, finite=finite)
+        return verdict_of((out,), [(out, self.want, self.plain)])

@@ -10,8 +10,8 @@ from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.peers import OWN, TORCH_AND_FA4
 from tilefold.bench.family import Calls, Family, Peer
-from tilefold.bench.family_run import METHODS, Row
 from tilefold.bench.implementation import importable
+from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _beside(uneven: Row, balanced: Row) -> list[str]:
     for name in (cell.implementation for cell in uneven.cells):
         cells = uneven.at(name), balanced.at(name)
         for method in METHODS:
-            mine, other = (cell.timing(method) if cell else None for cell in cells)
+            mine, other = (cell.by(method) if cell else None for cell in cells)
             if mine and other and other.ms:
                 title = DECODE_PEERS[name].title
                 found.append(

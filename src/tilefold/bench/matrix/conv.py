@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.family import Calls, Family, Peer, each
 from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, roof_of
-from tilefold.errors import ShapeError, ValueRangeError
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,7 @@ METHODS = ("auto", "implicit", "im2col")
 class ConvCase:
     """x [batch, channels, size, size] with weight [out, channels / groups, kernel, kernel], and a bias.
 
-    last: both in torch's channels_last layout.  method: of `ops.conv2d`.  Raises ShapeError, ValueRangeError."""
+    last: both in torch's channels_last layout.  method: of `ops.conv2d`."""
 
     batch: int
     channels: int
@@ -36,12 +35,6 @@ class ConvCase:
     last: bool = False
     method: str = "auto"
     dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.channels % self.groups or self.out % self.groups or self.side < 1:
-            raise ShapeError(f"groups must divide channels and out, and the kernel must fit, got {self}")
-        if self.method not in METHODS or self.dtype not in BYTES:
-            raise ValueRangeError(f"method must be one of {METHODS} and dtype one of {tuple(BYTES)}, got {self}")
 
     @property
     def side(self) -> int:

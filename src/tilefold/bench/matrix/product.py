@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.attention.cases import SIZES
-from tilefold.bench.judge import Verdict
+from tilefold.bench.judge import verdict_of
 from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tilefold.reference import Comparison
 
 __all__ = ["BYTES", "WholeJudge", "activated", "of_size", "ours", "product_of", "roof_of"]
 
@@ -27,7 +29,7 @@ class WholeJudge:
     compute: "Callable[[torch.dtype], Tensor]"
     dtype: "torch.dtype"
 
-    def verdict(self, out: "Tensor") -> Verdict:
+    def verdict(self, out: "Tensor") -> "Comparison":
         import torch
 
         from tilefold import reference
@@ -35,10 +37,7 @@ class WholeJudge:
         def exact() -> "Tensor":
             return self.compute(torch.float64)
 
-        found = reference.compare(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))
-        finite = bool(out.isfinite().all())
-        errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
-        return Verdict(found.ok and finite, *errors, finite=finite)
+        return verdict_of((out,), [(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))])
 
 
 def product_of(x: "Tensor", weight: "Callable[[torch.dtype], Tensor]") -> WholeJudge:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.rates import Rates
+from tilefold.bench.records.record import table_lines
 
 __all__ = ["HEAD", "Line", "cells_of", "rows_of", "to_json", "to_markdown"]
 
@@ -83,5 +84,4 @@ def to_json(lines: Sequence[Line], setting: dict[str, Any], work: Work) -> str:
 
 
 def to_markdown(lines: Sequence[Line]) -> str:
-    rows = [HEAD, tuple("---" for _ in HEAD), *rows_of(lines)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "\n".join([*table_lines(HEAD, rows_of(lines), left=3), ""])

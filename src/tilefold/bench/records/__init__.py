@@ -1,1 +1,1 @@
-"""What runs leave: records, documents that show them, two runs compared, and their history."""
+"""What runs leave: records, documents that show them, and two runs compared."""

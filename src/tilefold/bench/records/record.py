@@ -17,9 +17,9 @@ from tilefold.bench.implementation import version_of
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
 
 if TYPE_CHECKING:
-    from tilefold.bench.judge import Verdict
     from tilefold.bench.setting import Setting
     from tilefold.bench.timers import Timing
+    from tilefold.reference import Comparison
 
 __all__ = [
     "LABELS",
@@ -67,7 +67,7 @@ def head(setting: "Setting", family: str, case: str, direction: str) -> dict[str
     }
 
 
-def tail(setting: "Setting", verdict: "Verdict | None", note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
+def tail(setting: "Setting", verdict: "Comparison | None", note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
     """What the check found, every round's time, and the versions: a record's last columns."""
     return {
         "max_abs_error": finite(verdict.max_error) if verdict else None,
@@ -158,7 +158,7 @@ def markdown_text(sheets: Sequence[Sheet], setting: "Setting", notes: Sequence[s
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """A table's lines in markdown; left: columns that are aligned to the left."""
     dashes = ["---"] * left + ["---:"] * (len(head) - left)
-    return [f"| {' | '.join(cells)} |" for cells in (head, dashes, *rows)]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in (head, dashes, *rows)]
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -1,1 +1,1 @@
-"""The video pipeline by stages and in sweeps, and what its selection keeps of rendered video."""
+"""The video pipeline by stages and in sweeps."""

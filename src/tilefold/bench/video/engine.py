@@ -79,12 +79,14 @@ class VideoEngine:
         return run_each(cases, one, failed, finished, options.budget_s)
 
     def records(self, result: "SweepRow", setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.video.report import records_of
+        from tilefold.bench.video.report import record_of
 
-        return records_of([result], setting)
+        return [record_of(result, setting)]
 
     def findings(self, results: "Sequence[SweepRow]") -> dict[str, Any]:
-        return {"lines": self.notes(results)}
+        from tilefold.bench.video.report import findings
+
+        return findings(results)
 
     def sheets(self, results: "Sequence[SweepRow]", setting: "Setting") -> "list[Sheet]":
         from tilefold.bench.records.record import Sheet
@@ -94,8 +96,12 @@ class VideoEngine:
         for some in sweeps_of(results):
             table = table_of(some)
             gains = "fine and total of a peer how many times as fast as it these are"
-            sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, brackets=False))
+            left = 2 if "line" in table.head else 1
+            sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, left, brackets=False))
         return sheets
+
+    def details(self, results: "Sequence[SweepRow]", width: int, asked: bool) -> list[Any]:
+        return []
 
     def notes(self, results: "Sequence[SweepRow]") -> list[str]:
         from tilefold.bench.video.report import lines_of

@@ -1,29 +1,29 @@
-"""Sweeps of the video pipeline as one table, as records, as markdown and as a drawing."""
+"""Sweeps of the video pipeline as one table, as records and as a drawing."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import page
 from tilefold.bench.attention.report import version_named
-from tilefold.bench.judge import Verdict
-from tilefold.bench.records.record import digits, finite, times
+from tilefold.bench.records.record import digits, finite, head, times
 from tilefold.bench.setting import Setting
 from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
-from tilefold.bench.video.sweep import FINE, SWEEPS, Point, SweepRow
+from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
+
+if TYPE_CHECKING:
+    from tilefold.reference import Comparison
 
 __all__ = [
+    "findings",
     "lines_of",
     "picture_of",
-    "records_of",
+    "record_of",
     "sweeps_of",
     "table_of",
     "title_of",
     "to_html",
-    "to_json",
-    "to_markdown",
 ]
 
 
@@ -53,13 +53,22 @@ def table_of(rows: Sequence[SweepRow]) -> page.Rows:
     dense = list(dict.fromkeys(name for row in rows for name in row.dense))
     series = list(dict.fromkeys(row.point.series for row in rows))
     unit = SWEEPS[rows[0].point.sweep]
-    head = [unit, *(["line"] if len(series) > 1 else []), "kept", "fine ms", "stages ms", "total ms", "TFLOP/s", "TB/s"]
+    titles = [
+        unit,
+        *(["line"] if len(series) > 1 else []),
+        "kept",
+        "fine ms",
+        "stages ms",
+        "total ms",
+        "TFLOP/s",
+        "TB/s",
+    ]
     for name in dense:
-        head += [f"{name} ms", "fine", "total"]
+        titles += [f"{name} ms", "fine", "total"]
     others = list(dict.fromkeys(name for row in rows for name in row.listed_peers))
     for name in others:
-        head += [f"{name} ms", "fine"]
-    return page.Rows((*head, "max error"), tuple(_cells(row, dense, others, len(series) > 1) for row in rows))
+        titles += [f"{name} ms", "fine"]
+    return page.Rows((*titles, "max error"), tuple(_cells(row, dense, others, len(series) > 1) for row in rows))
 
 
 def _cells(row: SweepRow, dense: list[str], others: list[str], several: bool) -> tuple[str, ...]:
@@ -87,37 +96,25 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
-def lines_of(rows: Sequence[SweepRow], left: Sequence[Point] = ()) -> list[str]:
-    """Sentences below the tables: the crossovers, what is missing and why, what was left out."""
+def lines_of(rows: Sequence[SweepRow]) -> list[str]:
+    """Sentences below the tables: the crossovers, what is missing and why."""
     found = [str(each) for each in overtakes(rows)]
-    found += dict.fromkeys(note for row in rows for note in row.notes)
-    if left:
-        found.append(f"left out, the budget was spent: {', '.join(point.name for point in left)}")
-    return found
+    return [*found, *dict.fromkeys(note for row in rows for note in row.notes)]
 
 
 # ---------------------------------------------------------------- documents and data
 
 
-def records_of(rows: Sequence[SweepRow], setting: Setting) -> list[dict[str, Any]]:
-    """One record a point, of ours and the peers together: setting, point, times in ms, rates of the fine stage, errors beside
-    their limits."""
-    return [_record(row, setting) for row in rows]
-
-
-def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
+def record_of(row: SweepRow, setting: Setting) -> dict[str, Any]:
+    """A point, of ours and the peers together: setting, point, times in ms, rates of the fine stage, errors beside their
+    limits."""
     point, fine = row.point, row.ms(FINE)
     shape = asdict(point.shape)
     timed = [
         one for one in implementations().values() if {f"dense {one.title}", f"lists {one.title}"} & row.timings.keys()
     ]
     return {
-        "commit": setting.commit,
-        "device": setting.device,
-        "date": setting.date,
-        "family": "video",
-        "case": point.name,
-        "direction": "forward",
+        **head(setting, "video", point.name, "forward"),
         "implementation": "tilefold",
         "status": row.status,
         "note": row.notes[0] if row.failure and row.notes else "",
@@ -148,7 +145,7 @@ def _record(row: SweepRow, setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error(verdict: Verdict) -> dict[str, Any]:
+def _error(verdict: "Comparison") -> dict[str, Any]:
     return {
         "ok": verdict.ok,
         "max_abs": finite(verdict.max_error),
@@ -157,15 +154,9 @@ def _error(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def to_json(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
-    """{"setting", "overtakes", "left_out", "rows"} as JSON."""
-    document = {
-        "setting": asdict(setting),
-        "overtakes": [_overtake(each) for each in overtakes(rows)],
-        "left_out": [point.name for point in left],
-        "rows": records_of(rows, setting),
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+def findings(rows: Sequence[SweepRow]) -> dict[str, Any]:
+    """{"lines", "overtakes"}: what a document says of all rows together."""
+    return {"lines": lines_of(rows), "overtakes": [_overtake(each) for each in overtakes(rows)]}
 
 
 def _overtake(each: Overtake) -> dict[str, Any]:
@@ -182,24 +173,12 @@ def _overtake(each: Overtake) -> dict[str, Any]:
     }
 
 
-def to_markdown(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
-    """The tables for a document, with the sentences that say where they were measured."""
-    parts = []
-    for some in sweeps_of(rows):
-        table = table_of(some)
-        parts.append(f"{title_of(some, setting)}\n")
-        parts += [f"| {' | '.join(cells)} |" for cells in (table.head, ("---:",) * len(table.head), *table.rows)]
-        parts.append("")
-    where = f"{setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
-    return "\n".join([*parts, where, *(f"\n{line}." for line in lines_of(rows, left))]) + "\n"
-
-
-def to_html(rows: Sequence[SweepRow], left: Sequence[Point], setting: Setting) -> str:
+def to_html(rows: Sequence[SweepRow], setting: Setting) -> str:
     """Tables, sentences and the drawing as one document."""
     parts: list[page.Words | page.Rows | page.Picture] = []
     for some in sweeps_of(rows):
         parts += [page.Words(title_of(some, setting)), table_of(some)]
-    parts += [page.Words(line) for line in lines_of(rows, left)]
+    parts += [page.Words(line) for line in lines_of(rows)]
     where = f"{setting.date}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}"
     return page.to_html("sparse video attention", [*parts, page.Words(where), picture_of(rows)])
 

@@ -1,14 +1,13 @@
 """The video pipeline over a range of sparsities, lengths and cached tokens, checked and timed beside dense peers."""
 
 import copy
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.implementation import Inputs
-from tilefold.bench.judge import Judge, Verdict
-from tilefold.bench.loop import MEMORY, OK, WRONG, complaint, first_line
+from tilefold.bench.judge import Judge, verdict_of
+from tilefold.bench.loop import MEMORY, OK, WRONG, first_line
 from tilefold.bench.timers import Timing
 from tilefold.bench.video.stages import (
     LISTED,
@@ -31,6 +30,7 @@ from tilefold.plan.video import STAGES, VideoShape, stage_costs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilefold.reference import Comparison
     from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "SweepRow",
     "measure_point",
     "points_of",
-    "run_points",
 ]
 
 # What is swept -> its unit.
@@ -107,7 +106,7 @@ class SweepRow:
     point: Point
     listed: int = 0
     timings: dict[str, Timing] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: "dict[str, Comparison]" = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     failure: str = ""
 
@@ -193,25 +192,6 @@ def points_of(
     )
 
 
-def run_points(
-    points: Iterable[Point],
-    measure: Callable[[Point], SweepRow],
-    budget_s: float | None = None,
-    finished: Callable[[SweepRow], None] = lambda row: None,
-) -> tuple[list[SweepRow], list[Point]]:
-    """(rows, points that were left out): no point is begun after budget_s seconds; finished(row) after each."""
-    rows: list[SweepRow] = []
-    left: list[Point] = []
-    begin = time.perf_counter()
-    for point in points:
-        if budget_s is not None and time.perf_counter() - begin >= budget_s:
-            left.append(point)
-            continue
-        rows.append(measure(point))
-        finished(rows[-1])
-    return rows, left
-
-
 def measure_point(
     point: Point, where: str, peers: tuple[str, ...] = (), rounds: int = 3, graph: bool = False, seed: int = 0
 ) -> SweepRow:
@@ -253,7 +233,7 @@ def _measured(
     verdicts |= {name: judge.verdict(call()) for name, call in listed.items()}
     for name, verdict in verdicts.items():
         if not verdict.ok:
-            notes.append(f"{name} at {point.name}: WRONG: {complaint(verdict)}")
+            notes.append(f"{name} at {point.name}: WRONG: {verdict.words}")
     calls = {
         name: call for name, call in (made.calls | dense | listed).items() if name not in verdicts or verdicts[name].ok
     }
@@ -342,7 +322,7 @@ def _captured(calls: dict[str, Callable[[], object]]) -> tuple[dict[str, Callabl
 # ---------------------------------------------------------------- checks
 
 
-def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -> dict[str, Verdict]:
+def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -> "dict[str, Comparison]":
     """The fine stage over its lists, which judge knows, and the whole as both branches times their gates, on sampled rows against
     fp64."""
     import torch
@@ -360,13 +340,10 @@ def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -
 
     fine: Any = made.calls[FINE]()
     want, plain = mixed(judge.want[0], torch.float64), mixed(judge.plain[0], q.dtype)
-    found = reference.compare(made.out[:, rows], want, plain)
-    finite = bool(made.out.isfinite().all())
-    errors = found.max_error, found.max_limit, found.l2_error, found.l2_limit
-    return {FINE: judge.verdict(fine), TOTAL: Verdict(found.ok and finite, *errors, finite=finite)}
+    return {FINE: judge.verdict(fine), TOTAL: verdict_of((made.out,), [(made.out[:, rows], want, plain)])}
 
 
-def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable[[], Any]]) -> dict[str, Verdict]:
+def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable[[], Any]]) -> "dict[str, Comparison]":
     if not dense:
         return {}
     judge = Judge(Inputs(dense_case(point.shape, point.queries), inputs.q, inputs.k, inputs.v))

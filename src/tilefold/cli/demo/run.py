@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tilefold import reference
-from tilefold.cli.demo import judge, page, picture, show
+from tilefold.cli.demo import judge, show
 from tilefold.cli.demo.capture import LayerCall
 from tilefold.cli.demo.model import Batch, Encoder, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.options import Check, DemoOptions, DemoResult, Stage
@@ -86,9 +86,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             tokens = tokenize(tokenizer, [sentence.text for sentence in sentences])
         report = examine(encoder, tokens, sentences, options, clock)
         with clock.stage("write the page and the picture"):
-            files = (options.out / "demo.html", options.out / "demo.png")
-            picture.write(report, files[1])
-            files[0].write_text(page.render(report), encoding="utf-8")
+            files = show.write(report, options.out)
     show.report(report, files, clock.stages, console)
     return DemoResult(report.checks, tuple(clock.stages), files)
 

@@ -1,126 +1,173 @@
-"""The report on a terminal."""
+"""The report, said once: its parts, which a terminal prints and a page holds, and its two heat maps as one picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
+from tilefold.bench.page import Heading, Picture, Rows, Words, new_figure, save_png, to_html
 from tilefold.cli.demo import judge
 from tilefold.cli.demo.options import Check, Stage
-from tilefold.cli.demo.report import Report, Variant, links, shape_of
+from tilefold.cli.demo.report import Head, Report, Variant, links, shape_of
+from tilefold.cli.runtime import table_of
 
-__all__ = ["heading", "report"]
+__all__ = ["figure_of", "heading", "page", "report", "write"]
+
+MODEL = "A trained sentence encoder embeds real sentences; its attention layers run through tilefold."
+LIMIT = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
+GREY, BLUES = "#e4e4e4", "Blues"
+
+Part = Heading | Words | Rows
 
 
 def heading() -> Panel:
     """What will happen, before anything runs."""
-    return Panel(
-        "A trained sentence encoder embeds real sentences. Its attention layers run through tilefold; every layer is "
-        "compared with fp64, the embeddings and the nearest-sentence ranking with PyTorch.",
-        title="tilefold demo",
-        title_align="left",
-        border_style="blue",
-    )
+    text = f"{MODEL} Every layer is compared with fp64, the embeddings and the nearest-sentence ranking with PyTorch."
+    return Panel(text, title="tilefold demo", title_align="left", border_style="blue")
+
+
+def _parts(found: Report, stages: Sequence[Stage]) -> list[Part]:
+    """Everything but the verdict, which comes last on a terminal and first on a page."""
+    head, nearest = found.head, judge.nearest(found.ranking)
+    same = sum(found.sentences[j].topic == s.topic for s, (j, _) in zip(found.sentences, nearest, strict=True))
+    alike = [
+        (short(s.text, 34), short(found.sentences[j].text, 34), f"{cosine:.3f}")
+        for s, (j, cosine) in zip(found.sentences, nearest, strict=True)
+    ]
+    said = [(query, key, f"{p:.0%}") for query, key, p in links(head, 4)]
+    return [
+        Heading("Environment"),
+        Rows(("", ""), found.environment),
+        Words(
+            f"{len(found.sentences)} sentences, {min(found.lengths)} to {max(found.lengths)} tokens, "
+            f"{sum(found.lengths)} in all."
+        ),
+        *(part for variant in found.variants for part in _variant(variant)),
+        Heading("Nearest sentences"),
+        Rows(("sentence", "nearest", "cosine"), tuple(alike)),
+        Words(f"{same} of {len(alike)} have their nearest neighbour in their own topic."),
+        Heading(f"Layer {head.layer}, head {head.head}: what its words look at"),
+        Words(head.sentence),
+        Rows(("word", "looks at", "p"), tuple(said)),
+        Heading("Time"),
+        Rows(("", ""), tuple((stage.name, f"{stage.seconds:.2f} s") for stage in stages)),
+        Heading("Checks"),
+        Rows(("", "", ""), tuple(("ok" if c.ok else "FAILED", c.name, c.detail) for c in found.checks)),
+    ]
+
+
+def short(text: str, limit: int) -> str:
+    """The text, cut at `limit` characters with an ellipsis."""
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def _variant(variant: Variant) -> list[Part]:
+    """Its plan, and every layer's error against fp64 beside its limit."""
+    head = ("layer", "max err", "limit", "rel. L2", "limit", "lse err", "limit", "ms", "")
+    rows = []
+    for layer in variant.layers:
+        out, lse = layer.out, layer.lse
+        figures = (out.max_error, out.max_limit, out.l2_error, out.l2_limit, lse.max_error, lse.max_limit)
+        took = f"{layer.seconds * 1e3:.{0 if layer.seconds >= 0.1 else 2}f}"
+        rows.append((str(layer.layer), *(f"{x:.1e}" for x in figures), took, "ok" if layer.ok else "WRONG"))
+    return [
+        Heading(f"tilefold.{variant.function}: {variant.note} ({shape_of(variant.plans)})"),
+        Words(str(variant.plans[-1])),
+        Rows(head, tuple(rows)),
+        Words(LIMIT),
+    ]
+
+
+def _verdict(checks: Sequence[Check], seconds: float) -> str:
+    wrong = sum(not check.ok for check in checks)
+    what = f"{wrong} of {len(checks)} checks FAILED" if wrong else f"All {len(checks)} checks hold"
+    return f"{what}. {seconds:.0f} s."
 
 
 def report(found: Report, files: Sequence[Path], stages: Sequence[Stage], console: Console) -> None:
     """Print everything, the verdict last."""
-    console.print(_section("Environment"), _pairs(found.environment))
-    tokens = sum(found.lengths)
-    console.print(
-        f"\n{len(found.sentences)} sentences, {min(found.lengths)} to {max(found.lengths)} tokens, {tokens} in all"
-    )
-    for variant in found.variants:
-        console.print(_section(f"tilefold.{variant.function}: {variant.note} ({shape_of(variant.plans)})"))
-        console.print(Text(str(variant.plans[-1]), style="dim"), soft_wrap=True)
-        console.print(_layers(variant))
-    console.print(_section("Nearest sentences"), _nearest(found))
-    console.print(_section(f"Layer {found.head.layer}, head {found.head.head}: what its words look at"), _links(found))
-    console.print(_section("Time"), _times(stages))
-    console.print(_section("Checks"), _checks(found.checks))
+    for part in _parts(found, stages):
+        if isinstance(part, Rows):
+            table = table_of(part.head, part.rows, left=len(part.head) if not any(part.head) else 1)
+            table.show_header = any(part.head)
+            console.print(table)
+        elif isinstance(part, Heading):
+            console.print(Text(f"\n{part.text}", style="bold blue"))
+        else:
+            console.print(Text(part.text, style="dim"), soft_wrap=True)
     console.print()
     for path in files:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
-    total = sum(stage.seconds for stage in stages)
-    if found.ok:
-        console.print(Text(f"All {len(found.checks)} checks hold. {total:.0f} s.", style="bold green"))
-    else:
-        wrong = sum(not check.ok for check in found.checks)
-        console.print(Text(f"{wrong} of {len(found.checks)} checks FAILED. {total:.0f} s.", style="bold red"))
+    text = _verdict(found.checks, sum(stage.seconds for stage in stages))
+    console.print(Text(text, style="bold green" if found.ok else "bold red"))
 
 
-def _section(title: str) -> Text:
-    return Text(f"\n{title}", style="bold blue")
+def page(found: Report, figure: Any) -> str:
+    """One HTML file that needs nothing else: the parts, and the picture inside."""
+    caption = (
+        "Left: a row for each token, which shows how it spreads its attention over the tokens of the sentence; a dark first "
+        "column is usual: a head with nothing to do for a word rests on [CLS]. The kernel never writes these probabilities: "
+        "they are computed from the lse it returns, p = exp(q k scale - lse). Right: cosines of the embeddings of all "
+        "sentences; lines part the topics."
+    )
+    verdict = Words(_verdict(found.checks, sum(stage.seconds for stage in found.stages)))
+    return to_html("tilefold demo", [Words(MODEL), verdict, Picture(figure, caption), *_parts(found, found.stages)])
 
 
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
+def write(found: Report, out: Path) -> tuple[Path, Path]:
+    """The page and the picture in a folder. Unsupported if matplotlib is not installed."""
+    files, figure = (out / "demo.html", out / "demo.png"), figure_of(found)
+    save_png(figure, files[1])
+    files[0].write_text(page(found, figure), encoding="utf-8")
+    return files
 
 
-def _layers(variant: Variant) -> Group:
-    """Every layer's error against fp64 beside its limit."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("layer", "max err", "limit", "rel. L2", "limit", "lse err", "limit", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for layer in variant.layers:
-        figures = (
-            layer.out.max_error,
-            layer.out.max_limit,
-            layer.out.l2_error,
-            layer.out.l2_limit,
-            layer.lse.max_error,
-            layer.lse.max_limit,
-        )
-        verdict = Text("ok", style="green") if layer.ok else Text("WRONG", style="bold red")
-        table.add_row(str(layer.layer), *(f"{x:.1e}" for x in figures), _ms(layer.seconds), verdict)
-    note = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
-    return Group(Text(), table, Text(note, style="dim"))
+# --- the picture ------------------------------------------------------------------------------------------------------------
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.2f}"
+def figure_of(found: Report) -> Any:
+    """Both heat maps side by side."""
+    figure: Any = new_figure(17, 7.4)
+    left, right = figure.subplots(1, 2, width_ratios=(0.9, 1.1))
+    _draw_head(left, found.head)
+    _draw_similarity(right, found)
+    figure.suptitle("Attention by tilefold in a trained sentence encoder (all-MiniLM-L6-v2)", fontsize=15)
+    return figure
 
 
-def _nearest(found: Report) -> Table:
-    table = Table(box=None, pad_edge=False, expand=True)
-    table.add_column("sentence", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("nearest", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("cosine", justify="right", min_width=6)
-    for sentence, (j, cosine) in zip(found.sentences, judge.nearest(found.ranking), strict=True):
-        other = found.sentences[j]
-        style = "" if other.topic == sentence.topic else "yellow"
-        table.add_row(Text(sentence.text), Text(other.text, style=style), f"{cosine:.3f}")
-    return table
+def _draw_head(axes: Any, head: Head) -> None:
+    """One head's probabilities, tokens on both sides."""
+    _heat(axes, head.probabilities.numpy(), head.tokens, head.tokens, "probability", 0.0)
+    axes.set_xlabel("key token it looks at")
+    axes.set_ylabel("query token")
+    said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in links(head, 2))
+    axes.set_title(f"Layer {head.layer}, head {head.head}: {said}", fontsize=13)
 
 
-def _links(found: Report) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for query, key, p in links(found.head, 4):
-        table.add_row(Text(query), "->", Text(key), f"{p:.0%}", Text("█" * round(20 * p), style="blue"))
-    return table
+def _draw_similarity(axes: Any, found: Report) -> None:
+    """Cosines of all pairs of sentences; a sentence with itself stays grey; lines between topics."""
+    topics = [sentence.topic for sentence in found.sentences]
+    cosine = found.ranking.similarity.clone().fill_diagonal_(float("nan")).numpy()
+    rows = [f"{short(s.text, 44)}  {i}" for i, s in enumerate(found.sentences)]
+    columns = [f"{i}  {topic}" for i, topic in enumerate(topics)]
+    others = cosine[cosine == cosine]
+    _heat(axes, cosine, rows, columns, "cosine", min(0.0, float(others.min())))
+    for at in (i for i in range(1, len(topics)) if topics[i] != topics[i - 1]):
+        axes.axhline(at - 0.5, color="#333", linewidth=0.8)
+        axes.axvline(at - 0.5, color="#333", linewidth=0.8)
+    axes.set_title("Cosine of sentence embeddings (lines part the topics)", fontsize=13)
 
 
-def _times(stages: Sequence[Stage]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    for stage in stages:
-        table.add_row(stage.name, f"{stage.seconds:.2f} s")
-    return table
+def _heat(axes: Any, values: Any, rows: Sequence[str], columns: Sequence[str], unit: str, low: float) -> None:
+    from matplotlib import colormaps
 
-
-def _checks(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for check in checks:
-        verdict = Text("ok", style="green") if check.ok else Text("FAILED", style="bold red")
-        table.add_row(verdict, Group(Text(check.name), Text(check.detail, style="dim")))
-    return table
+    image = axes.imshow(values, cmap=colormaps[BLUES].with_extremes(bad=GREY), vmin=low)
+    axes.set_xticks(range(len(columns)), columns, rotation=90)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.figure.colorbar(image, ax=axes, shrink=0.6, label=unit)

@@ -11,8 +11,8 @@ from ..call import Call, facts_of, window_of
 from ..dense import attention
 from ..dense.attention_parts import kind_of, option_values
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
-from ..startup import uncollected
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 
@@ -159,7 +159,7 @@ def _bound(
         from ...plan.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
-        with uncollected():
+        with without_collector():
             if plan.kernel in (HOPPER, REDUCE):
                 found = _bind_gluon(scale, tensors, dout, call, plan)
                 plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)

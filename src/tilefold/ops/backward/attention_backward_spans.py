@@ -12,7 +12,7 @@ import torch
 from ...types import Layout
 from ..bound import Bound
 from ..call import Call
-from ..startup import beside
+from ..first_call import in_background
 from .attention_backward_hopper import GIVEN, Sizes, main_bound, rooms_of
 from .hopper_backward import STATISTICS, UNIT, Room, gradients_of, statistics_bound
 
@@ -86,7 +86,7 @@ class SpansBound:
         """Compile for a call; raises what the compiler raises."""
         made = self.scratch("meta")
         given = (*tensors, dout, torch.empty(made[0].shape, device="meta"), None, call, *made)
-        beside(lambda: self.first.compile(given))
+        in_background(lambda: self.first.compile(given))
         kinds = {tuple(one.main.launch.keywords.items()): one for one in self.launches}
         for one in kinds.values():
             one.main.compile(self.given(one, tensors, dout, call, made))

@@ -62,11 +62,14 @@ class Prepared(NamedTuple):
 
 def cache_append(call: Append, check: bool | Watch = False) -> torch.Tensor | None:
     """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
-    k, v, q = (t.detach() if isinstance(t, torch.Tensor) else t for t in (call.k, call.v, call.q))
-    call = call._replace(k=k, v=v, q=q, operation=check.operation if isinstance(check, Watch) else 0)
+    for name, t in (("k", call.k), ("v", call.v), ("q", call.q)):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            call = call._replace(**{name: t.detach()})  # type: ignore[arg-type]
+    if isinstance(check, Watch):
+        call = call._replace(operation=check.operation)
     traced = torch.compiler.is_compiling() or is_watched(call)
     turned: torch.Tensor = cache_append_op(*call) if traced else _launch(call, check is True)
-    return None if q is None else turned
+    return None if call.q is None else turned
 
 
 def _launch(call: Append, check: bool = False) -> torch.Tensor:

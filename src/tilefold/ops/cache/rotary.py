@@ -226,10 +226,8 @@ def _forward(
     return turn(x, out, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, conjugate)
 
 
-def _fake(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
-    cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
-) -> torch.Tensor:  # fmt: skip
+def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any) -> torch.Tensor:
+    offsets, offset, step, cu_seqlens, max_seqlen, *_ = others
     _check_offset(offset, offsets, step, _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen))
     return x.new_empty(x.shape)
 

@@ -30,9 +30,9 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
-from ..startup import uncollected
 from .attention_parts import (
     GIVEN,
     Prepared,
@@ -146,7 +146,7 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 # ---------------------------------------------------------------- the first time
 
 
-@uncollected()
+@without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
     from ..hopper import bound_or_none, disabled

@@ -9,7 +9,7 @@ from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, method_named, plan_conv
 from ..call import check_integer
 from ..device import device_of
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..watch import wants_gradient
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
@@ -49,7 +49,7 @@ def conv2d(
     batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
     call = _call(batched, weight, bias, stride, padding, dilation, groups, method, activation, tf32, plan)
     keep = call.activation in NAMES[2:] and torch.is_grad_enabled() and wants_gradient((x, weight, bias))
-    out, _ = conv_op(batched, weight, bias, *map(list, call[:4]), *call[4:8], keep, list(call.settings))
+    out, _ = CONV(batched, weight, bias, *map(list, call[:4]), *call[4:8], keep, list(call.settings))
     return out[0] if x.dim() == 3 else out  # type: ignore[no-any-return]
 
 
@@ -222,7 +222,7 @@ def gradients(
     weight: torch.Tensor,
     saved: torch.Tensor,
     call: Call,
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Of x, weight and bias; saved: the result (relu) or what was there before the activation."""
     dy = slope(dout, saved, call.activation)
@@ -259,7 +259,7 @@ def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Ten
 
 @recorded("conv2d backward")
 def _prepare_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool, bool]
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, ...]
 ) -> tuple[Any, Any, Any, Any]:
     """-> run(dy, weight, dx), run(x, dy, dw), and copy(x), copy(dy) that the plan has made first, each None where it is not."""
     if x.shape[0] == 0:
@@ -301,56 +301,25 @@ def _call_of(stride: Any, pad: Any, size: Any, dilation: Any, *rest: Any) -> Cal
     return Call(tuple(stride), tuple(pad), tuple(size), tuple(dilation), *options, tuple(settings))  # type: ignore[call-arg]
 
 
-def _forward_fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], pad: list[int], size: list[int],
-    dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    out = dense((x.shape[0], weight.shape[0], *size), result_last(x, weight), x)
-    return out, torch.empty_like(out) if keep else out.new_empty(0)
+def _forward_fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call_of(*rest)
+    out = dense((x.shape[0], weight.shape[0], *call.out), result_last(x, weight), x)
+    return out, torch.empty_like(out) if call.keep else out.new_empty(0)
 
 
-def _gradient(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, saved: torch.Tensor, stride: list[int], pad: list[int],
-    size: list[int], dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
-    want_x: bool, want_weight: bool, want_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Of x, weight and bias; empty where not wanted."""
-    call = _call_of(stride, pad, size, dilation, groups, method, activation, tf32, keep, settings)
-    found = gradients(dout, x, weight, saved, call, (want_x, want_weight, want_bias))
-    a, b, c = (dout.new_empty(0) if g is None else g for g in found)
-    return a, b, c
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    x, weight, _, *rest = args
+    call = _call_of(*rest)
+    return gradients(grads[0], x, weight, results[0 if call.activation == "relu" else 1], call, wanted)
 
 
-def _gradient_fake(dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    want_x, want_weight, want_bias = rest[-3:]
-    empty = dout.new_empty(0)
-    dx = dense(tuple(x.shape), lies_channels_last(x), x) if want_x else empty
-    dw = dense(tuple(weight.shape), lies_channels_last(weight), weight) if want_weight else dout.new_empty(0)
-    return dx, dw, dout.new_empty(weight.shape[0] if want_bias else 0)
+def _unread(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[int, ...]:
+    return (1,) if _call_of(*rest).activation == "relu" else (0,)
 
 
-def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _, *ctx.rest = inputs
-    activation = ctx.rest[6]
-    saved = output[0] if activation == "relu" else output[1]
-    ctx.save_for_backward(x, weight, saved if activation != "none" else None)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _arguments(ctx: Any, dout: torch.Tensor | None, _: Any = None) -> tuple[Any, ...] | None:
-    if dout is None:
-        return None
-    x, weight, saved = ctx.saved_tensors
-    return dout, x, weight, dout.new_empty(0) if saved is None else saved, *ctx.rest, *ctx.needs_input_grad[:3]
-
-
-def _give(ctx: Any, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    given = (g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False))
-    return (*given, *(None,) * 10)
-
-
-conv_op = Operator("conv2d", _forward, _forward_fake, _gradient, _gradient_fake, _keep_context, _arguments, _give)
+CONV = Operation(
+    "conv2d", _forward, _forward_fake, Gradient(("x", "weight", "bias"), _gradients, unread=_unread, still=(1,))
+)
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -9,14 +9,15 @@ from ...errors import DtypeError, ShapeError, Unsupported
 from ..bound import Bound, meta
 from ..cache.decode_counters import counters
 from ..device import device_of, interpreting
+from ..operator import Operation
 from ..records import recorded
-from ..watch import is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..watch import refuse_tangents, wants_gradient
 from .eight_hopper import GIVEN
 
 if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
 
-__all__ = ["bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_op", "matmul_w8a8_plan"]
+__all__ = ["EIGHT", "bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_plan"]
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -51,11 +52,8 @@ def matmul_w8a8(
                 raise Unsupported(
                     f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()"
                 )
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(named.values()):
-        check(x, weight, weight_scale, bias)
-        made: torch.Tensor = matmul_w8a8_op(x, weight, weight_scale, bias)
-        return made
-    return _call(x, weight, weight_scale, bias)
+    made: torch.Tensor = EIGHT(x, weight, weight_scale, bias)
+    return made
 
 
 def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
@@ -243,14 +241,8 @@ def example_launch(
     return bound.example((codes, weight, scales, scale, bias, x.new_empty(p.m, p.n), *_meta_parts(plan)))
 
 
-@torch.library.custom_op("tilefold::matmul_w8a8", mutates_args=())
-def matmul_w8a8_op(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`matmul_w8a8` for those who trace or watch."""
-    return _call(x, weight, weight_scale, bias)
-
-
-@matmul_w8a8_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+EIGHT = Operation("matmul_w8a8", _call, _fake, "matmul_w8a8 passes no gradient", check)

@@ -6,8 +6,7 @@ import torch
 
 from ..bound import Bound, Slot, meta, strides_named
 from ..hopper import require
-from . import product
-from .operands import BIAS
+from .operands import BIAS, GIVEN_TO_PRODUCTS, Scales, values_of
 from .options import CODES
 
 if TYPE_CHECKING:
@@ -140,8 +139,8 @@ def _bind_large(
     return Bound(launch, GIVEN, values)
 
 
-def bind_product(x: "Operands", plan: "MatmulPlan", scales: product.Scales, device: torch.device) -> Bound:
-    """The launch of a product of `ops.matmul` in e4m3, of what product.GIVEN names; Unsupported without Gluon."""
+def bind_product(x: "Operands", plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
+    """The launch of a product of `ops.matmul` in e4m3, of what GIVEN_TO_PRODUCTS names; Unsupported without Gluon."""
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
     from ..launch import Launch
@@ -157,7 +156,7 @@ def bind_product(x: "Operands", plan: "MatmulPlan", scales: product.Scales, devi
         "EARLY": False,
     }
     values = {
-        **product.values_of(x, plan, scales, (-(-m // tile.block_m), -(-n // tile.block_n))),
+        **values_of(x, plan, scales, (-(-m // tile.block_m), -(-n // tile.block_n))),
         "a_desc": Slot("A", panel_box(x.a[0], 64).over),
         "b_desc": Slot("B", panel_box(x.b[0].t(), tile.block_n).over),
         "o_desc": Slot("Out", box_of_result((1, m, n), getattr(torch, problem.out_dtype)).over) if stored else None,
@@ -167,4 +166,6 @@ def bind_product(x: "Operands", plan: "MatmulPlan", scales: product.Scales, devi
         "work": tile.tiles(problem) * plan.splits,
     }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Bound(Launch(matmul_eight_hopper, plan.grid, constants, options, device.index or 0), product.GIVEN, values)
+    return Bound(
+        Launch(matmul_eight_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values
+    )

@@ -109,11 +109,8 @@ def _forward(
     return call(x, weight, bias, deterministic, LowbitPlan.from_json(plan) if plan else None)
 
 
-def _fake(
-    x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor,
-    zeros: torch.Tensor | None, table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
-    deterministic: bool, plan: str,
-) -> torch.Tensor:  # fmt: skip
+def _fake(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    *_, n, _, _, _ = given
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -129,11 +126,8 @@ def _gradient(
     return torch.zeros_like(stored).index_copy_(stored.dim() - 1, perm.long(), stored)
 
 
-def _gradient_fake(
-    g: torch.Tensor, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None,
-    table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
-) -> torch.Tensor:  # fmt: skip
-    return g.new_empty((*g.shape[:-1], k))
+def _gradient_fake(g: torch.Tensor, *given: Any) -> torch.Tensor:
+    return g.new_empty((*g.shape[:-1], given[-1]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -8,10 +8,10 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from ...types import Constant, constant
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..watch import is_transformed, is_watched, wants_gradient
-from .matmul_gradient import gradient, gradient_fake
+from .matmul_gradient import gradient
 from .options import check_activation, check_tf32
 from .product import Epilogue, product
 
@@ -98,7 +98,7 @@ def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: An
         _refuse_gradients({"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
     saved = wanted and activation not in (None, "relu")
     name = plan_name(plan)
-    made = matmul_op(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
+    made = MATMUL(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
     out: torch.Tensor = made[0]
     return out
 
@@ -239,23 +239,17 @@ def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, t
     return out, out.new_empty(out.shape if saved else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    a, b, bias, _, _, activation, order, tf32, _, _, _ = inputs
-    ctx.rest = activation, order, tf32
-    ctx.save_for_backward(a, b, bias, output[0] if activation == "relu" else output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    a, b, bias, _, _, activation, order, tf32, *_ = args
+    saved = results[0 if activation == "relu" else 1]
+    return gradient(grads[0], a, b, bias, saved, activation, order, tf32, wanted)
 
 
-def _arguments(ctx: Any, dout: torch.Tensor | None, dpre: None) -> tuple[Any, ...] | None:
-    return None if dout is None else (dout, *ctx.saved_tensors, *ctx.rest, *ctx.needs_input_grad[:3])
+def _unread(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: str, *others: Any) -> tuple[int, ...]:
+    return (1,) if activation == "relu" else (0,)
 
 
-def _give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), *(None,) * 8
-
-
-matmul_op = Operator("matmul", _forward, _fake, gradient, gradient_fake, _keep, _arguments, _give)
+MATMUL = Operation("matmul", _forward, _fake, Gradient(("a", "b", "bias"), _gradients, unread=_unread, still=(1,)))
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -8,20 +8,20 @@ The gradient of an operand that serves a whole batch is one product that is summ
 longer k would is one, any other is gone through inside the kernel, so nothing is copied and the sum stays in fp32.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from .product import Epilogue, activation_gradient, product
 
-__all__ = ["gradient", "gradient_fake"]
+__all__ = ["gradient"]
 
 
 def gradient(
     dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
-    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(da, db, dbias), empty where not wanted."""
+    order: str, tf32: bool, wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """(da, db, dbias), None where not wanted."""
     if activation == "none":
         dz = readable(dout if dout.dtype == a.dtype else dout.to(a.dtype))
     else:
@@ -30,25 +30,16 @@ def gradient(
             saved = product(a, b, bias, None, None, made)[0]
         dz = activation_gradient(dout, saved, activation, a.dtype)
     plain = Epilogue("none", order, tf32, a.dtype)
-    da = db = dbias = a.new_empty(0)
-    if want_a:
+    da = db = dbias = None
+    if wanted[0]:
         summed = a.dim() == 2 and dz.dim() == 3
         da = product(dz, b.mT, None, None, None, plain._replace(fold=summed))[0]
-    if want_b:
+    if wanted[1]:
         summed = b.dim() == 2 and dz.dim() == 3
         db = product(a.mT, dz, None, None, None, plain._replace(fold=summed))[0]
-    if want_bias and bias is not None:
+    if wanted[2] and bias is not None:
         dbias = summed_to(dout if activation == "none" else dz, bias)
     return da, db, dbias
-
-
-def gradient_fake(
-    dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,
-    order: str, tf32: bool, want_a: bool, want_b: bool, want_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Tensors as `gradient` gives them, without values."""
-    dbias: Any = a.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
-    return a.new_empty(a.shape if want_a else 0), b.new_empty(b.shape if want_b else 0), dbias
 
 
 def readable(t: torch.Tensor) -> torch.Tensor:

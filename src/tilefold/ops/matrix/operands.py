@@ -1,13 +1,33 @@
 """The tensors of a product as its kernels see them: batches and layouts as strides, and what the copy engine can read."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["BIAS", "TOO_LONG", "Operands", "bias_strides", "boxable", "major", "operands"]
+from ..bound import strides_named
+
+if TYPE_CHECKING:
+    from ...plan.matrix.matmul import MatmulPlan
+
+__all__ = [
+    "BIAS",
+    "GIVEN_TO_PRODUCTS",
+    "TOO_LONG",
+    "Operands",
+    "Scales",
+    "bias_strides",
+    "boxable",
+    "major",
+    "operands",
+    "values_of",
+]
 
 BIAS = {"none": 0, "columns": 1, "rows": 2, "full": 3}  # of device.epilogue
 TOO_LONG = 1 << 31  # elements of a dimension, for the copy engine and for 32-bit offsets
+GIVEN_TO_PRODUCTS = ("A", "B", "Out", "Pre", "Bias", "ScaleA", "ScaleB")
+"""What a call gives to every kernel of products."""
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -77,3 +97,19 @@ def boxable(t: torch.Tensor) -> bool:
     strides = [t.stride(d) for d in (0, across) if t.shape[d] > 1]
     fits = all(s > 0 and s % step == 0 and s * t.element_size() < 1 << 40 for s in strides)
     return t.data_ptr() % 16 == 0 and fits and t.numel() > 0 and max(t.shape) < TOO_LONG
+
+
+def values_of(x: Operands, plan: "MatmulPlan", scales: Scales, tiles: tuple[int, int]) -> dict[str, Any]:
+    """Lengths and strides by the names that all kernels of products share; tiles: of the result, along m and n."""
+    m, n, k = x.sizes
+    return {
+        "m": m,
+        "n": n,
+        "k": k,
+        "tiles_m": tiles[0],
+        "tiles_n": tiles[1],
+        "splits": plan.splits,
+        **strides_named("o", (m * n, n, plan.problem.results * m * n), "bms"),
+        **strides_named("c", x.bias or (0, 0, 0), "bmn"),
+        **strides_named("s", tuple(0 if s is None or s.numel() == 1 else s.stride(0) for s in scales), "ab"),
+    }

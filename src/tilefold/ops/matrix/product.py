@@ -9,7 +9,7 @@ from ...types import Constant
 from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
 from ..records import recorded
-from .operands import BIAS, TOO_LONG, Operands, boxable, major, operands
+from .operands import BIAS, GIVEN_TO_PRODUCTS, TOO_LONG, Operands, Scales, boxable, major, operands, values_of
 from .options import CODES
 
 if TYPE_CHECKING:
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Epilogue",
     "activation_gradient",
-    "facts",
     "problem_of",
     "product",
 ]
 
-Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 FINISH = 16, 128  # rows and columns that a program of the second launches has
 
 
@@ -50,12 +48,8 @@ class Prepared(NamedTuple):
     finish: Bound | None = None  # which adds them up
 
 
-GIVEN = ("A", "B", "Out", "Pre", "Bias", "ScaleA", "ScaleB")
-"""What a call gives to every kernel of products."""
-
-
 def facts(t: torch.Tensor | None) -> Any:
-    """What of a tensor decides checks, plan and launch."""
+    """What of a checked tensor decides plan and launch."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15 == 0)
 
 
@@ -174,22 +168,6 @@ def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: t
     return bound_or_none("matrix product", lambda: bind(x, plan, a.device, (scales[0], scales[1])), compile)
 
 
-def values_of(x: Operands, plan: "MatmulPlan", scales: Scales, tiles: tuple[int, int]) -> dict[str, Any]:
-    """Lengths and strides by the names that all kernels of products share; tiles: of the result, along m and n."""
-    m, n, k = x.sizes
-    return {
-        "m": m,
-        "n": n,
-        "k": k,
-        "tiles_m": tiles[0],
-        "tiles_n": tiles[1],
-        "splits": plan.splits,
-        **strides_named("o", (m * n, n, plan.problem.results * m * n), "bms"),
-        **strides_named("c", x.bias or (0, 0, 0), "bmn"),
-        **strides_named("s", tuple(0 if s is None or s.numel() == 1 else s.stride(0) for s in scales), "ab"),
-    }
-
-
 def bind_portable(x: Operands, plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
     """The launch of kernels.matrix.matmul."""
     from ...kernels.matrix.matmul import matmul
@@ -222,7 +200,7 @@ def bind_portable(x: Operands, plan: "MatmulPlan", scales: Scales, device: torch
         **strides_named("b", (0 if b.shape[0] == 1 else b.stride(0), *b.stride()[1:]), "bkn"),
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Bound(Launch(matmul, plan.grid, constants, options, device.index or 0), GIVEN, values)
+    return Bound(Launch(matmul, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
 
 
 def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> Bound:

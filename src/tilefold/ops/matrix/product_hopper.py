@@ -7,9 +7,8 @@ import torch
 from ..bound import Bound, Slot, meta
 from ..hopper import require
 from .eight_hopper import bind_product
-from .operands import BIAS, Operands
+from .operands import BIAS, GIVEN_TO_PRODUCTS, Operands, Scales, values_of
 from .options import CODES
-from .product import GIVEN, Scales, values_of
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
@@ -21,7 +20,7 @@ REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of th
 
 
 def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales = (None, None)) -> Bound:
-    """The launch of a product, of what product.GIVEN names; scales: of products in e4m3.  Unsupported without Gluon."""
+    """The launch of a product, of what GIVEN_TO_PRODUCTS names; scales: of products in e4m3.  Unsupported without Gluon."""
     if x.a.element_size() == 1:
         return bind_product(x, plan, scales, device)
     require("plan.kernel", plan.kernel)
@@ -60,7 +59,7 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
         "step_b": int(x.b.shape[0] > 1),
     }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Bound(Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), GIVEN, values)
+    return Bound(Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
 
 
 def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":

@@ -13,7 +13,7 @@ from ..bound import Bound, meta
 from ..call import SPECS, check_heads
 from ..dense.attention_parts import boxable
 from ..device import device_of
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import facts_of_values, recorded
 from . import coarse_backward
 from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
@@ -22,7 +22,7 @@ from .project import SIZES
 if TYPE_CHECKING:
     from ...plan.coarse import CoarsePlan, CoarseProblem
 
-__all__ = ["REDUCTIONS", "CoarseCall", "Prepared", "attend_op", "forward", "prepare"]
+__all__ = ["COARSE", "REDUCTIONS", "CoarseCall", "Prepared", "forward", "prepare"]
 
 REDUCTIONS = ("mean", "max", "each")
 GIVEN = ("Q", "K", "V", "Out", "Lse", "Scores", "Sizes", "QuerySizes")
@@ -131,62 +131,26 @@ def bind_forward(
 # ---------------------------------------------------------------- the operator
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None,
-    block: int, scale: float | None, reduction: str, layout: str, finite: bool, names: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, scores, lse)."""
-    return forward(q, k, v, CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite, names))
-
-
-def _attend_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> Results:
-    given = CoarseCall(*call)
-    out, scores, lse = shapes_of(check(q, k, v, given), given.layout)
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -> Results:
+    out, scores, lse = shapes_of(check(q, k, v, call), call.layout)
     return q.new_empty(out), q.new_empty(scores, dtype=torch.float32), q.new_empty(lse, dtype=torch.float32)
 
 
-def _gradient(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None, block: int, scale: float | None,
-    reduction: str, layout: str, finite: bool, want_q: bool, want_rows: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq, dk, dv), empty where not wanted."""
-    call = CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite)
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    q, k, v, call = args
+    (out, _, lse), (dout, _, dlse) = results, grads
     p = prepare(q, k, v, call)
     if p.plan is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return coarse_backward.backward(p, (q, k, v, out, lse), dout, dlse, call, want_q, want_rows)
+        return tuple(map(torch.zeros_like, (q, k, v)))
+    dout = torch.zeros_like(out) if dout is None else dout
+    found = coarse_backward.backward(p, (q, k, v, out, lse), dout, dlse, call, wanted[0], wanted[1] or wanted[2])
+    return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
 
-def _gradient_fake(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                   *rest: Any) -> Results:  # fmt: skip
-    want_q, want_rows = rest[-2:]
-    dq = q.new_empty(q.shape if want_q else 0)
-    return dq, k.new_empty(k.shape if want_rows else 0), v.new_empty(v.shape if want_rows else 0)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    out, scores, lse = output
-    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5])
-    ctx.rest = inputs[5:10]
-    ctx.mark_non_differentiable(scores)
-    ctx.set_materialize_grads(False)
-
-
-def _arguments(ctx: Any, dout: torch.Tensor | None, dscores: None, dlse: torch.Tensor | None) -> tuple[Any, ...] | None:
-    if dout is None and dlse is None:
-        return None
-    wanted = ctx.needs_input_grad
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout
-    return dout, dlse, *saved, *ctx.rest, wanted[0], wanted[1] or wanted[2]
-
-
-def _give(ctx: Any, results: Results) -> tuple[Any, ...]:
-    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), *(None,) * 8
-
-
-attend_op = Operator("attend_rows", _attend, _attend_fake, _gradient, _gradient_fake, _keep, _arguments, _give)
+COARSE = Operation(
+    "attend_rows", forward, _fake, Gradient(("q", "k", "v"), _gradients, unread=lambda *args: (1,), still=(1,))
+)
+"""(out, scores, lse); no gradient passes through the scores."""
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -43,7 +43,7 @@ def backward(
     if want_q:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         bound.queries((q, k, v, dout, lse2, delta, dq, None, None, *sizes))
-    if want_rows:
+    if want_rows and bound.keys is not None:
         parts = shares(plan, q.device)
         bound.keys((q, k, v, dout, lse2, delta, None, *parts, *sizes))
         dk, dv = (_added(part, call.layout, t.dtype) for part, t in zip(parts, (k, v), strict=True))

@@ -200,10 +200,7 @@ def _fuse(
     return forward((coarse, fine), (gate_coarse, gate_fine), layout)
 
 
-def _fuse_fake(
-    coarse: torch.Tensor | None, fine: torch.Tensor | None, gate_coarse: torch.Tensor | None, gate_fine: torch.Tensor | None,
-    layout: str,
-) -> torch.Tensor:  # fmt: skip
+def _fuse_fake(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str) -> torch.Tensor:
     shape = check(coarse, fine, gate_coarse, gate_fine, layout)
     return _like((coarse, fine)).new_empty(shape)
 

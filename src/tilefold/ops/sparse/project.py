@@ -1,6 +1,6 @@
 """Rows for blocks: weighted sums over the valid tokens of each block, the map back, and their gradients."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -10,20 +10,20 @@ from ..bound import Bound, Prepared, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
 from ..device import device_of, interpreting
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 
 __all__ = [
     "KINDS",
     "NAMES",
+    "PROJECT",
     "SIZES",
+    "SPREAD",
     "check_block",
     "check_layout",
     "gather",
-    "project_op",
     "size_strides",
     "spread",
-    "spread_op",
 ]
 
 MEAN, WEIGHTED, SUM = KINDS = (0, 1, 2)
@@ -89,7 +89,7 @@ def gather(
     block: int,
     kind: int,
     layout: str,
-    names: str = NAMES,
+    names: str,
 ) -> torch.Tensor:
     """Rows [B, blocks, H, D] of x [B, seq, H, D] (or both with H before): see kernels.project."""
     p = _bind_gather(x, weight, sizes, block, kind, layout, names)
@@ -213,64 +213,18 @@ def readable(gradient: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _project(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    sizes: torch.Tensor | None,
-    block: int,
-    kind: int,
-    layout: str,
-    names: str,
-) -> torch.Tensor:
-    """Rows of the blocks of x; kind: MEAN, WEIGHTED or SUM; names: of x, weight and sizes, for errors."""
-    return gather(x, weight, sizes, block, kind, layout, names)
-
-
 def _project_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    sizes: torch.Tensor | None,
-    block: int,
-    kind: int,
-    layout: str,
-    names: str,
+    x: torch.Tensor, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str
 ) -> torch.Tensor:
     return x.new_empty(_result_shape(_check(x, weight, sizes, block, layout, names), "blocks", layout))
 
 
-def _project_gradient(
-    drows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, sizes: torch.Tensor | None, block: int, kind: int,
-    layout: str, want_x: bool, want_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dweight), empty where not wanted."""
-    drows = readable(drows)
+def _project_gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    x, weight, sizes, block, kind, layout, _ = args
+    drows = readable(grads[0])
     length = x.shape[1 if layout == "bshd" else 2]
-    dx = spread(drows, weight, sizes, length, block, kind, layout) if want_x else x.new_empty(0)
-    if weight is None or not want_weight:
-        return dx, x.new_empty(0)
-    return dx, weight_gradient(x, drows, weight, sizes, block, layout)
-
-
-def _project_gradient_fake(drows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, sizes: torch.Tensor | None,
-                           block: int, kind: int, layout: str, want_x: bool, want_weight: bool,
-                           ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    dx = x.new_empty(x.shape if want_x else 0)
-    return dx, (x.new_empty(0) if weight is None or not want_weight else weight.new_empty(weight.shape))
-
-
-def _project_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, sizes, *rest = inputs
-    ctx.rest = rest[:3]
-    ctx.save_for_backward(x, weight, sizes)
-    ctx.set_materialize_grads(False)
-
-
-def _project_arguments(ctx: Any, drows: torch.Tensor | None) -> tuple[Any, ...] | None:
-    return None if drows is None else (drows, *ctx.saved_tensors, *ctx.rest, *ctx.needs_input_grad[:2])
-
-
-def _project_give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), *(None,) * 5
+    dx = spread(drows, weight, sizes, length, block, kind, layout) if wanted[0] else None
+    return dx, weight_gradient(x, drows, weight, sizes, block, layout) if weight is not None and wanted[1] else None
 
 
 def _spread(rows: torch.Tensor, sizes: torch.Tensor | None, length: int, block: int, layout: str) -> torch.Tensor:
@@ -279,38 +233,23 @@ def _spread(rows: torch.Tensor, sizes: torch.Tensor | None, length: int, block: 
 
 
 def _spread_fake(rows: torch.Tensor, sizes: torch.Tensor | None, length: int, block: int, layout: str) -> torch.Tensor:
-    return rows.new_empty(
-        _result_shape(_check(rows, None, sizes, block, layout, "rows weight block_sizes", length), "seq", layout)
-    )
+    n = _check(rows, None, sizes, block, layout, "rows weight block_sizes", length)
+    return rows.new_empty(_result_shape(n, "seq", layout))
 
 
-def _spread_gradient(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:
+def _spread_gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
     """The sum over each block's valid tokens."""
-    return gather(readable(dx), None, sizes, block, SUM, layout)
+    _, sizes, _, block, layout = args
+    return (gather(readable(grads[0]), None, sizes, block, SUM, layout, NAMES),)
 
 
-def _spread_gradient_fake(dx: torch.Tensor, sizes: torch.Tensor | None, block: int, layout: str) -> torch.Tensor:
-    return _project_fake(dx, None, sizes, block, SUM, layout, NAMES)
-
-
-def _spread_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, sizes, _, *ctx.rest = inputs
-    ctx.save_for_backward(sizes)
-    ctx.set_materialize_grads(False)
-
-
-def _spread_arguments(ctx: Any, dx: torch.Tensor | None) -> tuple[Any, ...] | None:
-    return None if dx is None else (dx, *ctx.saved_tensors, *ctx.rest)
-
-
-def _spread_give(ctx: Any, drows: torch.Tensor) -> tuple[Any, ...]:
-    return cast("tuple[Any, ...]", (drows, None, None, None, None))
-
-
-project_op = Operator("project_blocks", _project, _project_fake, _project_gradient, _project_gradient_fake, _project_keep,
-                      _project_arguments, _project_give)  # fmt: skip
-spread_op = Operator("spread_blocks", _spread, _spread_fake, _spread_gradient, _spread_gradient_fake, _spread_keep,
-                     _spread_arguments, _spread_give)  # fmt: skip
+PROJECT = Operation(
+    "project_blocks", gather, _project_fake, Gradient(("x", "weight"), _project_gradients, unread=lambda *args: (0,))
+)
+"""Rows of the blocks of x; kind: MEAN, WEIGHTED or SUM; names: of x, weight and sizes, for errors."""
+SPREAD = Operation(
+    "spread_blocks", _spread, _spread_fake, Gradient(("rows",), _spread_gradients, unread=lambda *args: (0,))
+)
 
 
 # ---------------------------------------------------------------- without a GPU

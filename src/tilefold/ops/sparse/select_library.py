@@ -28,7 +28,8 @@ def _call(
     force: Any, block_sizes: Any, method: str, settings: ModArgs, capacity: int, geometry: Any, *others: int
 ) -> SelectCall:
     *amount, least, most = cast("tuple[Setting, ...]", settings)
-    return SelectCall(method, tuple(amount), least, most, capacity, tuple(geometry), *others, force, block_sizes)
+    first, reach = others
+    return SelectCall(method, tuple(amount), least, most, capacity, tuple(geometry), first, reach, force, block_sizes)
 
 
 def _fake(scores: torch.Tensor, *given: Any) -> Five:

@@ -10,9 +10,9 @@ from ..bound import Bound, Slot, attribute, meta, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
 from ..device import device_of, interpreting
+from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
-from ..startup import uncollected
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
@@ -62,7 +62,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
 
 
 @recorded("sparse_attention", key_of)
-@uncollected()
+@without_collector()
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse import SparseProblem, plan_sparse

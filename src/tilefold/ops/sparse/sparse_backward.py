@@ -10,7 +10,7 @@ from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, requir
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
 from ..device import device_of, interpreting
-from ..startup import uncollected
+from ..first_call import without_collector
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
@@ -68,19 +68,8 @@ class SparseGradient(torch.autograd.Function):
     """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        call: "SparseCall",
-        transposed: "Lists",
-        wanted: tuple[bool, ...],
-    ) -> Gradients:
-        return backward((q, k, v, out, lse), dout, dlse, call, transposed, wanted)
+    def forward(*given: Any) -> Gradients:
+        return backward(given[:5], *given[5:])  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -174,7 +163,7 @@ def _bound(
     key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
     found: Launches | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        with uncollected():
+        with without_collector():
             plan = _plan(prepared, call, saved[0])
             if plan.kernel == HOPPER_KERNEL:
                 found = sparse_backward_hopper.bind(prepared.scale, saved, dout, call, transposed, plan)

@@ -46,9 +46,10 @@ def _gradients(
 
     q, k, v, call, turned = args
     lists = call.lists
-    sizes = (lists.query_sizes, lists.block_sizes, lists.block_k, lists.block_q, lists.seq_k, lists.seq_q)
+    back = Lists(turned.indices, turned.counts, lists.query_sizes, lists.block_sizes, lists.block_k, lists.block_q, lists.seq_k,
+                 lists.seq_q)  # fmt: skip
     dout = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
-    return backward((q, k, v, *results), dout, grads[1], call, Lists(*turned, *sizes), wanted)
+    return backward((q, k, v, *results), dout, grads[1], call, back, wanted)
 
 
 def _require(q: Any, k: Any, v: Any, call: SparseCall, turned: Turned | None) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import PlanError, ValueRangeError
+from tilefold.plan.base import Plan
 from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
-from tilefold.plan.serialise import from_json, to_json
 
 __all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
 
@@ -89,7 +89,7 @@ class LowbitProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class LowbitPlan:
+class LowbitPlan(Plan):
     """The decision for one product on one device; `print` it.
 
     path: "rows": few rows of x, each warp a part of K, weights from memory to registers;
@@ -173,15 +173,6 @@ class LowbitPlan:
         )
         resource, seconds = max(times, key=lambda t: t[1])
         return Bound(resource, seconds, times)
-
-    def to_json(self) -> str:
-        """The plan as text, every field by value."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "LowbitPlan":
-        """The plan that `to_json` wrote; PlanError for anything else."""
-        return from_json(cls, text)
 
     def __str__(self) -> str:
         p, bound = self.problem, self.bound

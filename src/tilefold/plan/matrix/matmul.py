@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan import serialise
 from tilefold.plan.attention import Rejected
+from tilefold.plan.base import Plan, changed, require_derived, require_device, require_equal, require_fit
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
@@ -30,7 +30,7 @@ ORDERS = ("grouped", "plain")
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulPlan:
+class MatmulPlan(Plan):
     """The decision for one product on one device.  `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "matmul" (portable) or "matmul_hopper" (sm_90: one warp loads by the copy engine, two warpgroups multiply).
@@ -64,11 +64,8 @@ class MatmulPlan:
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        if fault := _violation(self.problem, self.device, self.kernel, self.tile, self.order):
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
-        grid = _grid(self.problem, self.device, self.kernel, self.tile)
-        if self.grid != grid:
-            raise PlanError(f"plan field grid must be {grid!r} for this problem and tile, got {self.grid!r}")
+        require_fit(_violation(self.problem, self.device, self.kernel, self.tile, self.order))
+        require_derived(self, {"grid": _grid(self.problem, self.device, self.kernel, self.tile)})
 
     def __str__(self) -> str:
         n, tile = self.problem, self.tile
@@ -83,25 +80,12 @@ class MatmulPlan:
         ]
         return "\n".join([*lines, *(f"  not {other.what}: {other.why}" for other in self.rejected)])
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
-
     @property
     def tile(self) -> MatmulTile:
         """The tile as one value."""
         return MatmulTile(
             self.block_m, self.block_n, self.block_k, self.num_warps, self.num_stages, self.group, self.splits
         )
-
-    def to_json(self) -> str:
-        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
-        return serialise.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "MatmulPlan":
-        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
-        return serialise.from_json(cls, text)
 
     def with_tile(
         self,
@@ -121,18 +105,11 @@ class MatmulPlan:
         base = self.tile
         if chosen != self.kernel:
             base = (choose_hopper if chosen == HOPPER else choose_portable)(self.problem, self.device, self.order)
-        given = {
-            "block_m": block_m,
-            "block_n": block_n,
-            "block_k": block_k,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "group": group,
-            "splits": splits,
-        }
-        tile = replace(base, **{name: value for name, value in given.items() if value is not None})
-        if fault := _violation(self.problem, self.device, chosen, tile, self.order):
-            raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+        tile = changed(
+            base, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages, group=group,
+            splits=splits,
+        )  # fmt: skip
+        require_fit(_violation(self.problem, self.device, chosen, tile, self.order))
         replaced = Rejected(self.kernel, f"Replaced by the caller; rule {self.rule} had chosen it.")
         return _plan(
             self.problem, self.device, chosen, tile, self.order, "override", "The caller chose this.", (replaced,)
@@ -140,14 +117,8 @@ class MatmulPlan:
 
     def check(self, problem: MatmulProblem, device: Device, order: str) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device` in this order."""
-        for name in MatmulProblem.__slots__:
-            made, asked = getattr(self.problem, name), getattr(problem, name)
-            if made != asked:
-                raise PlanError(f"plan was made for {name}={made!r}, this call has {name}={asked!r}")
-        for name in ("backend", "arch"):
-            made, asked = getattr(self.device, name), getattr(device, name)
-            if made != asked:
-                raise PlanError(f"plan was made for a device with {name}={made!r}, this device has {name}={asked!r}")
+        require_equal(self.problem, problem)
+        require_device(self.device, device)
         if self.order != order:
             raise PlanError(f"plan was made for order={self.order!r}, this call has order={order!r}")
 

@@ -1,0 +1,74 @@
+"""What every plan has: its text in a notebook, JSON, and how it refuses what it does not serve."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tilefold.errors import PlanError
+from tilefold.plan import serialise
+
+if TYPE_CHECKING:
+    from tilefold.plan.device import Device
+
+__all__ = ["Fault", "Plan", "changed", "require_derived", "require_device", "require_equal", "require_fit"]
+
+Own = TypeVar("Own", bound="Plan")
+Record = TypeVar("Record")
+Fault = tuple[str, str] | None
+"""(field, sentence) of the first limit that is broken, or None."""
+
+
+class Plan:
+    """A frozen record: `print` it, keep it as JSON."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
+    def to_json(self) -> str:
+        """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
+        return serialise.to_json(self)
+
+    @classmethod
+    def from_json(cls: type[Own], text: str) -> Own:
+        """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
+        return serialise.from_json(cls, text)
+
+
+def require_fit(fault: Fault) -> None:
+    """PlanError, naming the field, if there is a fault."""
+    if fault:
+        raise PlanError(f"plan field {fault[0]}: {fault[1]}")
+
+
+def require_derived(plan: Plan, expected: Mapping[str, object]) -> None:
+    """PlanError, naming the field, unless the fields that follow from a plan's problem and tile do."""
+    for name, value in expected.items():
+        if getattr(plan, name) != value:
+            raise PlanError(
+                f"plan field {name} must be {value!r} for this problem and tile, got {getattr(plan, name)!r}"
+            )
+
+
+def require_device(made: "Device", asked: "Device") -> None:
+    """PlanError unless backend and architecture are the same."""
+    for name in ("backend", "arch"):
+        mine, here = getattr(made, name), getattr(asked, name)
+        if mine != here:
+            raise PlanError(f"plan was made for a device with {name}={mine!r}, this device has {name}={here!r}")
+
+
+def require_equal(made: Any, asked: Any, names: tuple[str, ...] = ()) -> None:
+    """PlanError, naming the field, unless those of a problem (all, if none are named) are what a call has."""
+    for name in names or tuple(field.name for field in fields(made)):
+        mine, wanted = getattr(made, name), getattr(asked, name)
+        if mine != wanted:
+            raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={wanted!r}")
+
+
+def changed(record: Record, **given: Any) -> Record:
+    """The record with the fields that are not None."""
+    found: Record = replace(record, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
+    return found

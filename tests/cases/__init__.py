@@ -1,0 +1,180 @@
+"""Shared by the tests of attention: random inputs, small tiles, the comparison with the oracle, and mods in both languages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from tilefold import reference
+from tilefold.plan import AttentionPlan, DecodePlan, plan_attention
+from tilefold.plan.attention_hopper import hopper_options, hopper_tile
+from tilefold.plan.limits import Tile
+from tilefold.reference.rounding import stored
+
+BOX = "attention_forward_box"
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Standard normal, drawn in fp32 on the CPU so that every dtype and device sees the same numbers."""
+    return torch.randn(*shape).to(device=device, dtype=dtype)
+
+
+def qkv(b, sq, sk, h, hk, d, dv=None, dtype=torch.float32, device="cpu"):
+    """q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
+    return (
+        rand(b, sq, h, d, dtype=dtype, device=device),
+        rand(b, sk, hk, d, dtype=dtype, device=device),
+        rand(b, sk, hk, dv or d, dtype=dtype, device=device),
+    )
+
+
+def packed(lengths_q, lengths_k, h=4, hk=2, d=32, dv=32, dtype=torch.float32, device="cpu"):
+    """(q [Tq, H, D], k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+
+    def offsets(lengths):
+        return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+    tq, tk = sum(lengths_q), sum(lengths_k)
+    q, k = rand(tq, h, d, dtype=dtype, device=device), rand(tk, hk, d, dtype=dtype, device=device)
+    v = rand(tk, hk, dv, dtype=dtype, device=device)
+    return (q, k, v), (offsets(lengths_q), offsets(lengths_k), max(lengths_q), max(lengths_k))
+
+
+def small_plan(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, **options: Any):
+    """The plan of this call with tiles so small that short sequences span several; None: the planner's own."""
+    plan = tilefold.attention_plan(q, k, v, **options)
+    if tile is None:
+        return plan
+    return plan.with_tile(block_m=tile[0], block_n=tile[1], num_warps=4, num_stages=2, kernel=kernel)
+
+
+def dense_plan(plan: AttentionPlan | DecodePlan) -> AttentionPlan:
+    """The dense kernels' plan of a problem, also where the decode kernel takes it from them."""
+    return plan_attention(plan.problem.attention, plan.device) if isinstance(plan, DecodePlan) else plan
+
+
+def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPlan:
+    """The plan for the dense kernel of sm_90, whether it would be taken or not.  changes: fields of its tile, and options,
+    which else are those of the tile."""
+    dense = dense_plan(plan)
+    chosen = hopper_tile(dense.problem, dense.device)
+    fields = {
+        name: changes.get(name, getattr(chosen, name)) for name in ("block_m", "block_n", "num_warps", "num_stages")
+    }
+    options = changes.get("options", hopper_options(dense.problem, Tile(**fields)))
+    return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
+
+
+def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """Whether all have the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:
+    """`what` begins with "lse" for logarithms; unit: of these, as of `reference.compare`."""
+    verdict = reference.compare(got, oracle, plain, unit=unit if what.startswith("lse") else 0.0)
+    assert verdict.ok, f"{what}: {verdict}"
+
+
+def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, **_: Any) -> float:
+    """What four fp32 roundings of a logarithm are roundings of in the dense kernel for sm_90, whose errors have one sign in all
+    keys: of 1; of a softcap's cap (1 - 2 / (1 + e^2x)); of ALiBi's distances, differences of slope times up to 128 keys, rounded
+    twice; and a polynomial is right to 1.0e-4."""
+    slope = 0.0 if alibi_slopes is None else float(alibi_slopes.abs().max())
+    polynomial = any(option.startswith("polynomial") for option in plan.options)
+    return 1 + softcap + slope * 64 + (1.0e-4 / (4 * 2.0**-24) if polynomial else 0)
+
+
+def in_two_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The causal oracle, one deviation off: as one call for the first keys makes it, one for the rest, and one that merges."""
+
+    def merged() -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (
+            reference.attention(q, k[:, :first], v[:, :first], **options),
+            reference.attention(q, k[:, first:], v[:, first:], causal=True, sinks=sinks, **options),
+        )
+        both = torch.logaddexp(parts[0][1], parts[1][1])
+        shares = [torch.exp(lse - both).transpose(1, 2)[..., None] * stored(out) for out, lse in parts]
+        return shares[0] + shares[1], both
+
+    made: tuple[torch.Tensor, torch.Tensor] = reference.deviating(merged, dtype)
+    return made
+
+
+def check(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, twins: dict[str, Any] | None = None,
+          varlen: tuple[Any, ...] | None = None, **options: Any):  # fmt: skip
+    """Run tilefold with small tiles and hold out and lse to the oracle.  twins: Python versions of score_mod and mask_mod."""
+    python = {**options, **(twins or {})}
+    if varlen is None:
+        plan = small_plan(q, k, v, tile, kernel, **options) if 0 not in q.shape else None
+        out, lse = tilefold.attention(q, k, v, return_lse=True, plan=plan, **options)
+        oracle = reference.attention(q, k, v, **python)
+        plain = reference.attention(q, k, v, dtype=q.dtype, **python)
+    else:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        plan = small_plan(q, k, v, tile, kernel, **dict(zip(names, varlen, strict=True)), **options)
+        out, lse = tilefold.attention_varlen(q, k, v, *varlen, return_lse=True, plan=plan, **options)
+        oracle = reference.attention_varlen(q, k, v, *varlen, **python)
+        plain = reference.attention_varlen(q, k, v, *varlen, dtype=q.dtype, **python)
+    note = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {sorted(options)}"
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    judge(out, oracle[0], plain[0], f"out {note}")
+    judge(lse, oracle[1], plain[1], f"lse {note}")
+    return out, lse
+
+
+# ---------------------------------------------------------------- mods, for the kernel and for the oracle
+
+
+@triton.jit
+def relative(score, batch, head, q_index, kv_index, args):
+    """A learned bias per head and clipped distance: args = (table [H, 2 * span + 1], span)."""
+    table, span, seq_q, seq_k = args
+    distance = tl.minimum(tl.maximum(kv_index - q_index, -span), span) + span
+    return score + tl.load(table + head * (2 * span + 1) + distance)
+
+
+def relative_twin(score, batch, head, q_index, kv_index, args):
+    table, span = args[:2]
+    distance = (kv_index - q_index).clamp(-span, span) + span
+    return score + table.to(score.dtype)[head, distance.expand(score.shape)]
+
+
+@triton.jit
+def dilated(score, batch, head, q_index, kv_index, args):
+    """Every args[0]-th key, shifted by the batch index."""
+    return (kv_index + batch) % args[0] == q_index % args[0]
+
+
+def dilated_twin(score, batch, head, q_index, kv_index, args):
+    return (kv_index + batch) % args[0] == q_index % args[0]
+
+
+@triton.jit
+def prefix(score, batch, head, q_index, kv_index, args):
+    """The first args[0] keys, or causal from the bottom right: uses the lengths that end every args."""
+    first, seq_q, seq_k = args
+    return (kv_index < first) | (kv_index <= q_index + seq_k - seq_q)
+
+
+def prefix_twin(score, batch, head, q_index, kv_index, args):
+    first, seq_q, seq_k = args
+    return (kv_index < first) | (kv_index <= q_index + seq_k - seq_q)
+
+
+@triton.jit
+def one(score, batch, head, q_index, kv_index, args):
+    """The slope of a mod that only adds."""
+    return tl.full(score.shape, 1.0, tl.float32)

@@ -1,0 +1,75 @@
+"""Shared by the tests on a GPU: bits that must be the same, calls that must not wait, memory, compilations, a step as a graph."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda")
+SM_90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+SPARE = 8192  # bytes by which the allocator may round what a call asks for
+
+
+def near(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], share: float = 1e-2) -> bool:
+    """Whether two kernels' results differ by no more than `share` of their norms."""
+    pairs = zip(first, second, strict=True)
+    return all((a.double() - b.double()).norm() <= share * b.double().norm() for a, b in pairs)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def repeated(run: Callable[[], Any], times: int) -> tuple[Any, list[Any]]:
+    """The result of a first run, and of `times` more that wait for nothing."""
+    first = run()
+    with no_waiting():
+        return first, [run() for _ in range(times)]
+
+
+def compilations(*kernels: Any) -> int:
+    """How many compiled kernels are kept of some."""
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+
+def memory_beside(run: Callable[[], Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], int]:
+    """The results of a second run, and the bytes that it takes at its peak beside them."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = run()
+    peak = torch.cuda.max_memory_allocated() - before
+    return made, peak - sum(t.numel() * t.element_size() for t in made)
+
+
+def take_kernels_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Gluon does not work: the kernels for sm_90 are refused, and that has not been said yet."""
+    from tilefold.kernels import hopper
+    from tilefold.ops import hopper as ops
+
+    monkeypatch.setattr(ops, "_WARNED", set())
+    monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
+
+
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(graph, what a replay fills) of a step that ran before, on a stream of its own, which waits for what made its inputs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    return graph, made

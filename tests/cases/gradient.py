@@ -1,0 +1,93 @@
+"""Shared by the tests of dense gradients: tilefold's, and those of the oracle by fp64 autograd."""
+
+from typing import Any
+
+import torch
+
+import tilefold
+from cases import judge, rand
+from tilefold import reference
+from tilefold.plan.limits import Tile
+
+BOX_BACKWARD = "attention_backward_box"
+WHERE = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OURS = ("score_grad", "backward_plan", "plan")  # what the reference has no use for
+LEARNED = ("bias", "sinks")
+
+
+def learned(tensors, options, dtype=None):
+    """q, k, v, bias and sinks as leaves that require a gradient, in dtype or as they are; and the options with them."""
+    names = [name for name in LEARNED if options.get(name) is not None]
+    inputs = [*tensors, *(options[name] for name in names)]
+    leaves = [(t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_() for t in inputs]
+    return leaves, {**options, **dict(zip(names, leaves[3:], strict=True))}
+
+
+def call(fn, leaves, varlen, options):
+    return fn(*leaves[:3], *(varlen or ()), **options)
+
+
+def gradients(tensors, dout, dlse, varlen=None, **options):
+    """Of q, k, v, and of bias and sinks where given."""
+    leaves, options = learned(tensors, options)
+    fn = tilefold.attention if varlen is None else tilefold.attention_varlen
+    out, lse = call(fn, leaves, varlen, {**options, "return_lse": True})
+    given = (dout,) if dlse is None else (dout, dlse)
+    return torch.autograd.grad((out, lse)[: len(given)], leaves, given)
+
+
+def oracle(tensors, dout, dlse, dtype, varlen=None, **options):
+    """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key, in fp64, as computed for `dtype`."""
+    leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, torch.float64)
+    fn = reference.attention if varlen is None else reference.attention_varlen
+    out, lse = call(fn, leaves, varlen, {**options, "dtype": dtype})
+    loss = (out * dout.to(out.dtype)).sum()
+    if dlse is not None:
+        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def upstream(q, v, layout="bshd", lse=True):
+    """Random gradients of out and, or None, of lse; of a packed call too."""
+    heads, rows = (q.shape[-3], q.shape[-2]) if layout == "bhsd" else (q.shape[-2], q.shape[-3])
+    dout = rand(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    return dout, rand(*q.shape[:-3], heads, rows, device=q.device) if lse else None
+
+
+def judged(got, want, plain, note, names=("dq", "dk", "dv")):
+    for name, *three in zip(names, got, want, plain, strict=True):
+        judge(*three, f"{name} {note}")
+
+
+def small_backward(tensors, tile, kernel, varlen, shares, options):
+    """The backward plan with tiles so small that short sequences span several; None: the planner's own."""
+    leaves, options = learned(tensors, options)
+    where = {} if varlen is None else dict(zip(WHERE, varlen, strict=True))
+    plan = tilefold.attention_backward_plan(*leaves[:3], **where, **options)
+    if tile is not None:
+        tile = Tile(*tile, 4, 1)
+        plan = plan.with_tiles(tile, tile, tile, kernel=kernel, bias_shares=shares)
+    return plan
+
+
+def check_gradients(
+    q, k, v, lse=True, tile: tuple[int, int] | None = (16, 16), kernel=None, varlen=None, shares=None,
+    twins: dict[str, Any] | None = None, unjudged: tuple[str, ...] = (), **options: Any,
+):  # fmt: skip
+    """Hold tilefold's gradients to the oracle's.  twins: Python versions of score_mod and mask_mod.  unjudged: gradients of so
+    few numbers that their errors make no statistic, only held to be finite."""
+    dout, dlse = upstream(q, v, options.get("layout", "bshd"), lse)
+    python = {**options, **(twins or {})}
+    if 0 not in q.shape:
+        options["backward_plan"] = small_backward((q, k, v), tile, kernel, varlen, shares, options)
+    got = gradients((q, k, v), dout, dlse, varlen, **options)
+    want = oracle((q, k, v), dout, dlse, torch.float64, varlen, **python)
+    plain = oracle((q, k, v), dout, dlse, q.dtype, varlen, **python)
+    names = ["dq", "dk", "dv", *(f"d{name}" for name in LEARNED if options.get(name) is not None)]
+    note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}"
+    for name, a, b, c in zip(names, got, want, plain, strict=True):
+        if name in unjudged:
+            assert a.isfinite().all(), name
+            continue
+        judge(a, b, c, f"{name} {note}")
+    return got

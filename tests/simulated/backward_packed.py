@@ -1,0 +1,162 @@
+"""One launch of the Gluon kernel of the backward pass for packed sequences, in the order that the kernel before it makes.
+
+Every sum is over the pairs of tiles of its own sequence that see each other, in order; what lies past the end of a sequence was
+zeroed wherever a product reads it; a line is not written before all who read it have done so."""
+
+import functools
+
+from packed_batch import Batch
+from simulated import Number
+from simulated.backward import (
+    CAUSAL,
+    DIM,
+    FULL,
+    GRADIENTS,
+    PANELS,
+    SLOTS,
+    TILES,
+    WINDOW,
+    ZEROS,
+    Backward,
+    Pointer,
+)
+from tilefold.kernels.hopper import attention_backward_packed, backward_parts, backward_ranges, parts
+
+LEFT, RIGHT = 90, 30
+MASKS = {FULL: {}, CAUSAL: {"causal": True}, WINDOW: {"window": (LEFT, RIGHT)}}
+
+
+@functools.cache
+def batch_of(kind, lengths_q, lengths_k, kv_heads, group, lines, rows):
+    """The batch and its order of work, which the interpreter makes."""
+    return Batch(lengths_q, lengths_k, kv_heads, group, lines, rows, (7, 20), **MASKS[kind])
+
+
+class Run(Backward):
+    """One launch over a batch."""
+
+    functions = (
+        (parts, ("load_panels",)),
+        (backward_parts, ("next_slot", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
+                          "finish_keys", "load_kept", "add_kept")),
+        (backward_ranges, ("keys_of_queries", "queries_of_keys", "whole_tiles")),
+        (attention_backward_packed, ("_read_entry", "_lengths_of", "_kept_row", "_keys_of_item", "_produce_keys", "_produce_sums",
+                                     "_produce", "_consume_keys", "_consume_sums", "_consume")),
+    )  # fmt: skip
+
+    def __init__(self, seed, kind, lengths_q, lengths_k, kv_heads, group, lines, sum_tiles=1, hold=False):
+        super().__init__(seed)
+        self.batch = batch_of(kind, tuple(lengths_q), tuple(lengths_k), kv_heads, group, lines, 64 * sum_tiles)
+        order = self.batch.order
+        self.kind, self.hold, self.order, self.group = kind, hold, order, group
+        self.sum_tiles, self.sum_slots = sum_tiles, TILES * PANELS // (PANELS + sum_tiles)
+        self.items, self.batches, self.rooms = order.keys + order.queries, order.blocks, 1
+        self.room_rows = order.lines * group * order.width * 64
+        self.entries = self.batch.entries.flatten().tolist()
+
+    def more(self):
+        return {"FIELDS": 12, "KEYS": 1, "QUERIES": 0, "clear_tile": self.clear}
+
+    def namespace(self):
+        return self.cast(super().namespace(), "_read_entry")
+
+    def clear(self, pool, tile, live, dim):
+        """Zero the rows from `live` on; of what is behind all sequences, which is zero, nothing changes."""
+        for panel in pool.items[tile * PANELS : (tile + 1) * PANELS]:
+            if panel.content is None:
+                self.memory.fail(f"{panel.name} is cleared before it is there")
+            if panel.content[3] < (self.batch.total_q if panel.content[0] in ("q", "do") else 1 << 30):
+                panel.fill(("cleared", panel.content, int(live)))
+
+    # ------------------------------------------------------------ what is wanted
+
+    def tile(self, side, i, h, t):
+        """The boxes of a tile of sequence i, as a product may read them."""
+        b = self.batch
+        cu, length = (b.cu_q, b.lengths_q[i]) if side in ("q", "do") else (b.cu_k, b.lengths_k[i])
+        boxes = ((side, 0, h, cu[i] + t * 64, p * 64) for p in range(PANELS))
+        live = length - t * 64
+        return frozenset(("cleared", box, live) if live < 64 else box for box in boxes)
+
+    def sees(self, i, q, k):
+        """Whether some query of tile q of a sequence sees some key of tile k: by looking at each."""
+        n_q, n_k = self.batch.lengths_q[i], self.batch.lengths_k[i]
+        last = min(k * 64 + 64, n_k) - 1
+        for query in range(q * 64, min(q * 64 + 64, n_q)):
+            own = query + n_k - n_q
+            for key in (k * 64, last, min(max(own, k * 64), last), min(max(own - LEFT, k * 64), last)):
+                if self.kind == FULL or (key <= own if self.kind == CAUSAL else own - LEFT <= key <= own + RIGHT):
+                    return True
+        return False
+
+    def pair(self, i, h, q, k):
+        """-> scores of a pair, dS of it, q and dout; q None: of keys that nobody sees, zeros from behind all sequences."""
+        sides, places = ("q", "do"), self.order.q_places
+        if q is None:
+            own = [frozenset((s, 0, h, self.batch.total_q, p * 64) for p in range(PANELS)) for s in sides]
+            at = self.batch.heads * places
+        else:
+            own = [self.tile(side, i, h, q) for side in sides]
+            at = h * places + self.batch.cu_q[i] // 64 + i + q
+        p = self.tile("k", i, h // self.group, k) | own[0] | {("stat", at * 128)}
+        return p, p | self.tile("v", i, h // self.group, k) | own[1], *own
+
+    def expected(self):
+        """{(output, sequence, head, tile): its products}"""
+        b, wanted = self.batch, {}
+        for i, (n_q, n_k) in enumerate(zip(b.lengths_q, b.lengths_k, strict=True)):
+            rows, columns = range(-(-n_q // 64)), range(-(-n_k // 64))
+            for h in range(b.heads):
+                for q in rows:
+                    seen = [k for k in columns if self.sees(i, q, k)]
+                    own = h // self.group
+                    wanted["dq", i, h, q] = tuple((self.pair(i, h, q, k)[1], self.tile("k", i, own, k)) for k in seen)
+            for own in range(b.kv_heads):
+                for k in columns:
+                    seen = [q for q in rows if self.sees(i, q, k)] or [None]
+                    heads = range(own * self.group, (own + 1) * self.group)
+                    pairs = [self.pair(i, h, q, k) for h in heads for q in seen]
+                    wanted["dv", i, own, k] = tuple((p, dout) for p, _, _, dout in pairs)
+                    wanted["dk", i, own, k] = tuple((ds, query) for _, ds, query, _ in pairs)
+        return wanted
+
+    def store(self, out, acc, rows, stride, dtype, columns=None):
+        if int(rows) <= 0:
+            return  # the second of two tiles of queries, past the end
+        entry = self.batch.work[self.local.item]
+        later = self.local.stored if out.name == "dq" else 0
+        self.local.stored += 1
+        key = out.name, entry["block"] // self.batch.kv_heads, entry["head"], entry["tile"] + later
+        self.record(key, tuple(pair for pair in acc.log if pair[0] != ZEROS))
+
+    # ------------------------------------------------------------ threads
+
+    def program(self, item):
+        """The two partitions of the program that has drawn an item."""
+        names = self.namespace()
+        pool, statistics, ds, bars = self.buffers(self.sum_slots)
+        entries = Pointer(self.entries)
+        room = self.group, self.order.lines, self.order.width
+        packed = self.batch.total_q, self.order.q_places, self.batches, self.batch.heads * self.order.q_places
+        band, nowhere, zero = (LEFT, RIGHT), self.room_rows, Number(0)
+
+        def produce():
+            names["_produce"](
+                "q", "do", "k", "v", "stat", "kept", None, entries, pool, statistics, *bars, band, room, packed, item, nowhere,
+                self.kind, DIM, SLOTS, self.sum_slots, self.sum_tiles)  # fmt: skip
+
+        def consume():
+            self.begin(item)
+            names["_consume"](
+                *GRADIENTS, entries, "keep", pool, statistics, ds, *bars, band, room, item, (zero, zero), (zero,) * 4, nowhere,
+                1.0, self.kind, DIM, TILES, SLOTS, self.sum_slots, self.sum_tiles, False, self.hold)  # fmt: skip
+
+        return produce, consume
+
+    def __call__(self, places):
+        self.run(places)
+        assert self.made == self.expected()
+        b = self.batch
+        keys = [-(-n // 64) for n in b.lengths_k for _ in range(b.kv_heads)]
+        queries = [self.group * -(-n // b.rows) for n in b.lengths_q for _ in range(b.kv_heads)]
+        assert self.progress[1:] == keys + queries

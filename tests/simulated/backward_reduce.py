@@ -1,0 +1,288 @@
+"""One launch of the backward kernel that adds dq in memory: who reads what when, and what is added where.
+
+A tile's value is the set of what went into it, an accumulator's the list of its products; dq in memory is a list of summands.
+The functions are the kernel's own, but for masks, views of buffers and addresses."""
+
+from collections import Counter
+
+from simulated import Anything, Number, Ring, Turn, barriers, run_threads
+from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
+from tilefold.kernels.hopper import (
+    attention_backward_reduce,
+    backward_items,
+    backward_parts,
+    backward_ranges,
+    backward_reduce_parts,
+    parts,
+)
+
+KEYS = 128
+BAND = (90, 30)  # of WINDOW
+
+
+class Statistics(Panel):
+    def load(self, layout):
+        return Value(self.content)
+
+
+class Sums(Panel):
+    """A part of a tile of dq, on its way to memory."""
+
+    def store(self, value):
+        self.fill(value)
+
+
+class Operand(View):
+    """Some panels, of which a product takes a part: the rows or columns that `part` names."""
+
+    dtype = Anything()
+
+    def __init__(self, panels, part=""):
+        super().__init__(panels)
+        self.part = part
+
+    def slice(self, begin, size, dim):
+        return Operand(self.panels, f"{self.part}{'rc'[dim]}{int(begin) // size}")
+
+    def tags(self):
+        content = super().tags()
+        return frozenset((self.part, one) for one in content) if self.part else content
+
+
+class Half(Operand):
+    """dS of a warpgroup's 64 keys, which it writes and may read."""
+
+    def store(self, value):
+        (panel,) = self.panels
+        panel.fill(value.tags)
+
+
+class Both(Operand):
+    """dS of both warpgroups: rows are keys."""
+
+    def slice(self, begin, size, dim):
+        return Half([self.panels[int(begin) // size]]) if dim == 0 else super().slice(begin, size, dim)
+
+
+class Product(Value):
+    """An accumulator, in whatever shape."""
+
+    def reshape(self, shape):
+        return self
+
+    permute = reshape
+
+
+class Place:
+    """An address among the sums, of which `part` is added."""
+
+    def __init__(self, part, at=0):
+        self.part, self.at = part, at
+
+    def __add__(self, offset):
+        return Place(self.part, self.at + int(offset))
+
+
+class Run(Backward):
+    """seq_q, seq_k; heads of queries, how many share a KV head; dim 64 or 128; sum_slots, order, stagger as in the kernel."""
+
+    functions = (
+        (backward_items, ("batch_of", "key_item")),
+        (backward_parts, ("next_slot",)),
+        (backward_ranges, ("queries_of_keys", "whole_tiles", "tiles_of_block")),
+        (parts, ("load_panels",)),
+        (backward_reduce_parts, ("walk_of_block", "next_tile", "load_block", "load_tile", "hand_over", "add_parts", "dq_product",
+                                 "reduce_tile")),
+        (attention_backward_reduce, ("_block_of_program", "_produce", "_add", "_consume")),
+    )  # fmt: skip
+    pairs = 2  # of barriers at which the warpgroups meet, in turns
+
+    def __init__(self, seed, kind, sizes, dim=128, sum_slots=1, order=0, stagger=2, batch_heads=1, slots=2):
+        super().__init__(seed)
+        self.kind, self.dim, self.sum_slots, self.order, self.stagger = kind, dim, sum_slots, order, stagger
+        self.seq_q, self.seq_k, self.heads, self.group = sizes
+        self.queries, self.slots, self.batch_heads = 8192 // dim, slots, batch_heads
+        self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
+        self.no_tile = self.heads * self.q_tiles
+        self.sums, self.adding = {}, 0
+
+    # ------------------------------------------------------------ the language
+
+    def more(self):
+        return {
+            "KEYS": KEYS, "SUM_ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
+            "narrowed": lambda x, dtype: x, "widened": lambda x: x,
+            "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "meet": self.meet,
+            "views": lambda q, do, k, v, *rest: (*map(self.tiles, (q, do)), Operand(k.items), Operand(v.items)),
+            "place_of_sum": lambda sums, part, layout: Place(part), "add_registers": self.add_registers,
+            "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
+        }  # fmt: skip
+
+    def namespace(self):
+        names = self.cast(super().namespace(), "key_item", "walk_of_block")
+        names["gl"].program_id = lambda axis: self.local.program
+        return names
+
+    def bytes_of(self, desc):
+        return {"stat": 8 * self.queries, "k": KEYS * 128, "v": KEYS * 128}.get(desc, self.queries * 128)
+
+    def tiles(self, buffers):
+        each = self.dim // 64
+        return Ring((Operand(buffers.items[i * each : (i + 1) * each]) for i in range(self.slots)), Anything())
+
+    def copy(self, desc, place, barrier, panel):
+        panel.fill(frozenset())
+
+        def arrive():
+            panel.fill(frozenset([(desc, *(int(p) for p in place))]))
+            barrier.arrive(copied=self.bytes_of(desc))
+
+        self.later(arrive, desc in self.late)
+
+    def product(self, a, b, acc, use_acc=True, is_async=True):
+        made = super().product(a, b, acc, use_acc)
+        return Product(made.tags, made.log)
+
+    def meet(self, own, turn):
+        first = 2 * (turn % self.pairs)
+        self.turns[first + 1 - own].arrive()
+        self.turns[first + own].sync()
+
+    # ------------------------------------------------------------ dq in memory
+
+    def added(self, row, part, log):
+        self.sums.setdefault((row, part), []).extend(log)
+
+    def add_registers(self, place, dq):
+        row, rest = divmod(place.at, self.queries * self.dim * 4)
+        assert rest == 0
+        self.added(row, place.part, dq.log)
+
+    def add_copy(self, desc, place, panel):
+        """A copy that reads its buffer some time, and adds it some time later."""
+        rows = self.queries * self.dim // 32
+        row, part = int(place[0]) // rows, int(place[0]) % rows // 128
+        state = {"read": False}
+        self.copies().append(state)
+        panel.readers += 1
+        self.adding += 1
+
+        def read():
+            value, panel.readers, state["read"] = panel.content, panel.readers - 1, True
+            self.memory.later(self.memory.random.random(), lambda: add(value))
+
+        def add(value):
+            self.added(row, part, value.log)
+            self.adding -= 1
+
+        self.later(read)
+
+    def wait_reads(self, pending):
+        """All but the last `pending` copies have read."""
+        copies = self.copies()
+        self.memory.until(lambda: all(c["read"] for c in copies[: len(copies) - pending]), "copies read")
+
+    # ------------------------------------------------------------ what is wanted
+
+    def sees(self, tile, block):
+        """Whether some query of a tile sees some key of a block: by looking at each."""
+        keys = range(block * KEYS, min(block * KEYS + KEYS, self.seq_k))
+        for i in range(tile * self.queries, min((tile + 1) * self.queries, self.seq_q)):
+            own = i + self.seq_k - self.seq_q
+            low = 0 if self.kind != WINDOW else own - BAND[0]
+            high = self.seq_k if self.kind == FULL else own + (BAND[1] if self.kind == WINDOW else 0)
+            if max(low, keys.start) <= min(high, keys.stop - 1):
+                return True
+        return False
+
+    def boxes(self, side, h, row, part=""):
+        found = frozenset((side, 0, h, row, column) for column in range(0, self.dim, 64))
+        return frozenset((part, one) for one in found) if part else found
+
+    def pair(self, h, tile, block, half, row):
+        """P of 64 keys, and dS of them."""
+        statistics = frozenset([("stat", row * 2 * self.queries)])
+        p = self.boxes("k", h // self.group, block * KEYS, f"r{half}") | statistics
+        p |= self.boxes("q", h, tile * self.queries)
+        ds = p | self.boxes("v", h // self.group, block * KEYS, f"r{half}") | self.boxes("do", h, tile * self.queries)
+        return p, ds
+
+    def expected(self):
+        """({output, KV head, block, half: products}, {row, part: summands}), each a Counter, without the row of no tile."""
+        made, sums = {}, {}
+        for hk in range(self.heads // self.group):
+            for block in range(self.blocks):
+                tiles = [t for t in range(self.q_tiles) if self.sees(t, block)]
+                logs = {(out, half): Counter() for out in ("dk", "dv") for half in (0, 1)}
+                for h in range(hk * self.group, (hk + 1) * self.group):
+                    for tile in tiles or [self.q_tiles]:
+                        row = h * self.q_tiles + tile if tiles else self.no_tile
+                        both = [self.pair(h, tile, block, half, row) for half in (0, 1)]
+                        for half, (p, ds) in enumerate(both):
+                            logs["dv", half][p, self.boxes("do", h, tile * self.queries)] += 1
+                            logs["dk", half][ds, self.boxes("q", h, tile * self.queries)] += 1
+                        for part in (0, 1) if tiles else ():
+                            ds = both[0][1] | both[1][1]
+                            columns = f"c{part}"
+                            left = ds if self.dim == 128 else frozenset((columns, one) for one in ds)
+                            right = self.boxes("k", hk, block * KEYS, columns if self.dim == 128 else "")
+                            sums.setdefault((row, part), Counter())[left, right] += 1
+                made |= {(out, hk, block, half): log for (out, half), log in logs.items()}
+        return made, sums
+
+    def store(self, out, acc, rows, stride, dtype, columns=None):
+        self.record((out.name, *self.local.place), Counter(acc.log))
+
+    # ------------------------------------------------------------ threads
+
+    def program(self, number):
+        """The partitions of one program."""
+        names, memory, each, slots = self.namespace(), self.memory, self.dim // 64, self.slots
+
+        def buffers(name, count, kind=Panel):
+            return Ring((kind(memory, f"{name} {i}", frozenset()) for i in range(count)), Anything())
+
+        q, do = (buffers(name, slots * each) for name in ("q", "dout"))
+        k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", slots, Statistics)
+        ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
+        bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
+        many = max(1, 2 * self.sum_slots)
+        sums = (
+            Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything()),
+            *barriers(memory, sum_full=(many, 1), sum_empty=(many, 1)),
+        )
+        self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
+        lengths = self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64)
+        work, order = (self.heads, self.group, self.q_tiles, self.no_tile), (self.blocks, self.batch_heads)
+        constants = self.kind, self.dim, self.queries
+
+        def begin():
+            self.local.program, self.local.open = number, []
+
+        def produce():
+            begin()
+            names["_produce"]("q", "do", "k", "v", "stat", q, do, k, v, statistics, *bars, lengths, BAND, work, order,
+                              *constants, slots, self.stagger)  # fmt: skip
+
+        def add():
+            begin()
+            names["_add"]("sums", *sums, lengths, BAND, work, order, *constants, self.sum_slots, self.stagger)
+
+        def consume(half):
+            begin()
+            block, _, head = names["_block_of_program"](self.heads, self.group, *order)
+            self.local.place = int(head), int(block), half
+            names["_consume"](
+                None, *GRADIENTS[1:], q, do, k, v, statistics, ds, sums, *bars, lengths, BAND, work, order, (Number(0),) * 6,
+                1.0, half, *constants, slots, self.sum_slots, self.order, self.stagger, True, True)  # fmt: skip
+
+        return [produce, lambda: consume(0), lambda: consume(1), *([add] if self.sum_slots else [])]
+
+    def __call__(self):
+        for number in range(self.blocks * (self.heads // self.group)):
+            run_threads(self.memory, self.program(number))
+        self.memory.until(lambda: self.adding == 0, "the last sums")
+        made, sums = self.expected()
+        assert self.made == made
+        found = {place: Counter(log) for place, log in self.sums.items() if place[0] != self.no_tile}
+        assert found == sums

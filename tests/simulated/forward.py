@@ -1,0 +1,340 @@
+"""The dense Gluon kernel for sm_90: its partitions over stand-ins of buffers, barriers and products.
+
+Q is read from shared memory by every product with K, so its buffer has to stay until the last of them has been waited for."""
+
+import types
+
+from simulated import Anything, Launch, Note, Number, Offsets, Panels, Tile, Turn, barriers, own_functions, tiles_of
+from tilefold.kernels.hopper import attention_forward, forward_loads, forward_mods, forward_parts, forward_work
+
+FULL, CAUSAL, WINDOW = 0, 1, 2
+STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
+FUNCTIONS = (
+    (attention_forward, ("_consume",)),
+    (forward_loads, ("_produce_block", "produce")),
+    (forward_parts, ("load_tile", "_load_panel", "multiply_keys", "multiply_values", "wait_values")),
+    (forward_work, ("write_note", "read_item", "read_place", "find_place", "block_of_item", "sequence_of_place",
+                    "range_of_block")),
+)  # fmt: skip
+MODS = ("load_tiles", "wait_tile", "release_tile", "add_bias", "drop_masked", "change_scores")
+
+
+def parts_of(dim):
+    """Widths of the tiles of a head dim."""
+    wide = 1 << (dim.bit_length() - 1)
+    return (wide,) if wide == dim else (wide, dim - wide)
+
+
+class Buffers(Panels):
+    """Panels of 64 columns of one part of a tensor; columns: where the panels of a tile begin."""
+
+    def __init__(self, memory, name, number, part, columns):
+        super().__init__(memory, name, number * len(columns), len(columns))
+        self.part, self.columns = part, columns
+
+
+class Product(int):
+    """S, and P made of it: the number of its key tile."""
+
+    def __eq__(self, other):
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+class Run(Launch):
+    """One launch over `heads` query heads in groups; P of a tile is its key tile's number.
+
+    lengths: of each sequence, (queries, keys); several make a packed batch."""
+
+    functions, bias, mask, tile_slots = FUNCTIONS, 0, 0, (0, 0)
+
+    def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
+                 pack=1, lazy=False):  # fmt: skip
+        super().__init__(seed)
+        self.kind, self.lengths, self.left, self.right = kind, lengths, 100, 30
+        self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
+        self.consumers, self.turns, self.fold_late, self.rows = consumers, turns, late, consumers * 64
+        self.varlen, self.pack = len(lengths) > 1, pack  # heads that make one; `heads` and `group` are what is left
+        self.first = [[sum(pair[side] for pair in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1)]
+        (self.seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
+        self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-self.seq_q * pack // self.rows)
+        self.items, self.order = self.q_blocks * heads, []
+        self.lazy, self.outgrown = lazy, set()  # items that have to be made again
+
+    def namespace(self, program, programs):
+        run = self
+        gl = self.language(
+            ("zeros", "zeros_like", "expand_dims"), program_id=lambda axis: Number(program), num_programs=lambda axis: programs,
+            sum=lambda x, axis: x, full=lambda shape, value, *rest: value, load=lambda pointer: pointer.values[pointer.i],
+            store=lambda pointer, value: setattr(run, "counter", value),
+        )  # fmt: skip
+        names = self.names(gl) | {
+            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "wide_of": lambda dim: parts_of(dim)[0],
+            "panel_of": lambda dim: 64, "tiles_of": lambda buffers, *shape: tuple(map(tiles_of, buffers)),
+            "tile_of": lambda tiles, i: tuple(t.index(i) for t in tiles), "draw_ticket": lambda tickets: run.draw(),
+            "read_ticket": lambda drawn: drawn, "place_of_item": lambda item, blocks, heads: (
+                Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
+            "turn_wait": lambda own: run.local.turns[own].sync(), "turn_pass": lambda c: run.local.turns[c].arrive(),
+            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "opaque": lambda x: x,
+            "thread_barrier": lambda: None,
+            "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
+            "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
+            "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
+            "clear_tail": run.clear, "finish_block": run.finish, "look": lambda s, m, scale: m,
+            "is_cut": lambda *args: False, "cut": lambda s, *args: s,
+            "fold_lazily": lambda s, m, m_next, l, *args: (s, m, l, Anything(), Anything()),
+            "follow": lambda *args: (Anything(), Anything()), "outgrown": run.judge, "tell": dict.__setitem__,
+            "read_told": lambda told, block, n: max(told.get(block * n + c, 0) for c in range(n)),
+            "write_care": lambda told, again: told.update(care=again), "read_care": run.care, "NOTHING": -2, "LEAVE": -1,
+        } | self.more()  # fmt: skip
+        own_functions(names, self.functions)
+        read, place = names["read_item"], names["read_place"]
+        names["read_item"] = lambda *args: run.begin(read(*args))
+        names["read_place"] = lambda *args: tuple(map(Number, place(*args)))  # scalars, which can be cast
+        self.range_of_block = names["range_of_block"]
+        return names
+
+    def more(self):
+        """Further names for the kernel's functions."""
+        return {}
+
+    def tile_rings(self):
+        """What the loading warp has of a bias and a mask, and their rings."""
+        return ((), ()), ((), ())
+
+    def place(self, item):
+        """-> sequence, head, query block of an item, or None: worked out in another way than the kernel's."""
+        head, place = item // self.q_blocks, self.q_blocks - 1 - item % self.q_blocks
+        if not self.varlen:
+            return 0, head, place
+        begins = [self.first[0][b] // self.rows + b for b in range(len(self.lengths))]
+        b = max(i for i, begin in enumerate(begins) if begin <= place)
+        block = place - begins[b]
+        return (b, head, block) if block * self.rows < self.lengths[b][0] else None
+
+    def begin(self, item):
+        self.local.item, self.local.open, self.local.tiles = item, [], {}
+        return item
+
+    def first_tile(self, sequence, block):
+        """The first tile of keys that a block of queries sees."""
+        lengths = self.lengths[sequence]
+        return self.range_of_block(block, *lengths, self.left, self.right, self.kind, self.rows, self.keys, self.pack)[
+            0
+        ]
+
+    def care(self, told):
+        self.local.care = told.get("care", 0)
+        return self.local.care
+
+    def judge(self, worst, item, dtype):
+        """Now and then a block that was made without care has to be made again."""
+        again = not self.local.care and self.memory.random.random() < 0.3
+        if again:
+            self.outgrown.add(int(item))
+        return item + 1 if again else 0
+
+    def bytes_of(self, desc):
+        return (64 if desc == "q" else self.keys) * 64 * 2
+
+    def wrong(self, what):
+        self.memory.fail(f"item {self.local.item}: {what}")
+
+    def clear(self, buffers, slot, live, keys, dim):
+        """Both consumers of a tile may, while the other reads: they write what is there."""
+        if live >= keys or any(held is None for part in buffers for held in Tile(part, slot).held()):
+            self.wrong(f"V is cleared from row {live} before it is there")
+
+    def finish(self, out, lse, acc, m, l, rows, strides, dtype, layout, columns, pack):
+        """Where the block's rows go, worked out in another way."""
+        sequence, head, block = self.place(self.local.item)
+        row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
+        query, total = row // self.pack, self.first[0][-1]
+        if self.varlen:
+            wanted = (self.first[0][sequence] + query) * STRIDES[1], head * total + self.first[0][sequence] + query
+        else:
+            wanted = query * STRIDES[1], head * self.pack * n_q + query
+        wanted = head * self.pack * STRIDES[2] + wanted[0], wanted[1], n_q * self.pack - row, (*STRIDES[1:], n_q)
+        if (out, lse, rows, strides) != wanted:
+            self.wrong(f"stored at {out, lse, rows, strides}, not {wanted}")
+        self.made.append((self.local.item, self.local.consumer))
+
+    def check(self, tile, desc, head, row):
+        packed = (row // self.pack, 0) if desc == "q" and self.pack > 1 else (row,)
+        wanted = [(desc, 0, head, *packed, column) for column in tile.buffers.columns]
+        if tile.held() != wanted:
+            self.wrong(f"{desc} holds {tile.held()}, not {wanted}")
+
+    def product(self, a, tile, acc, use_acc=True, is_async=True):
+        """Reads its buffers from now until it is waited for; they hold what the item names."""
+        side, part = tile.buffers.name, tile.buffers.part
+        sequence, head, block = self.place(self.local.item)
+        j = self.local.tiles.get((side, part), 0)
+        self.local.tiles[side, part] = j + 1
+        first = self.first_tile(sequence, block) + j
+        self.check(tile, side, head // self.group, self.first[1][sequence] + first * self.keys)
+        if side == "k":
+            self.check(a, "q", head, self.first[0][sequence] + block * self.rows + self.local.consumer * 64)
+            if part == 0:
+                self.order.append(self.local.consumer)
+        elif a != j:
+            self.wrong(f"P of tile {a} meets V of tile {j}")
+        self.read(*((tile, a) if side == "k" else (tile,)))
+        return Product(j) if side == "k" else acc
+
+    def buffers(self, name, number, dim):
+        begin, made = 0, []
+        for part, width in enumerate(parts_of(dim)):
+            made.append(Buffers(self.memory, name, number, part, range(begin, begin + width, 64)))
+            begin += width
+        return tuple(made)
+
+    def program(self, program, programs):
+        names, note, n, slots = self.namespace(program, programs), Note(), self.consumers, self.slots
+        turns = [Turn(self.memory, f"turn {c}") for c in range(n)]
+        rings = [
+            self.buffers("q", n, self.dims[0]),
+            *(self.buffers(s, slots, d) for s, d in zip("kv", self.dims, strict=True)),
+            *barriers(self.memory, q_full=(n, 1), q_empty=(n, 1), k_full=(slots, 1), k_empty=(slots, n), v_full=(slots, 1),
+                      v_empty=(slots, n)),
+        ]  # fmt: skip
+        sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
+        outs = (Number(0), Number(0), *map(Number, STRIDES))
+        tile, told = (self.keys, slots, n, self.pack), {}
+        (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, *self.tile_slots)
+
+        def consumer(c):
+            self.local.consumer, self.local.turns = c, turns
+            names["_consume"](note, told, rings, tile_rings, (), outs, sizes, 1.0, None, None, None, self.first[0][-1], c,
+                              self.kind, *self.dims, self.dims[1], *tile, self.varlen, 0, True, self.fold_late, self.turns, 0,
+                              False, self.lazy, *mods)  # fmt: skip
+            if self.turns and c == 0:
+                assert not any(turn.arrived for turn in turns)
+
+        offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
+        yield lambda: names["produce"]("q", "k", "v", None, *offsets, note, told, rings, tiles_in, tile_rings, sizes, self.group,
+                                       self.items, self.kind, *self.dims, *tile, self.varlen, self.lazy, *mods)  # fmt: skip
+        yield from (lambda c=c: consumer(c) for c in range(n))
+
+    def __call__(self, programs):
+        programs = min(programs, self.items)
+        self.launch(programs)
+        items = [item for item in range(self.items) if self.place(item) is not None]
+        made = {one: self.made.count(one) for one in self.made}
+        assert made == {(item, c): 1 + (item in self.outgrown) for item in items for c in range(self.consumers)}
+        blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
+        assert len(items) == blocks * self.heads
+        assert self.counter == 0
+        if self.turns and programs == 1:
+            assert self.order == [i % self.consumers for i in range(len(self.order))]
+
+
+# ---------------------------------------------------------------- with a bias and a mask
+
+
+class Descriptor:
+    """What boxes are cut from; 1, or 0 where one serves all batch entries or heads, leads to them."""
+
+    def __init__(self, name, bits, steps):
+        self.name, self.dtype, self.steps = name, types.SimpleNamespace(primitive_bitwidth=bits), steps
+
+
+class Changed(Run):
+    """A launch with a bias of rows of 16 bits and a mask of bytes; rows: of a tile of each, 64, 1 or 0 for none.  Every tile of
+    scores meets its own, which stays until every thread has read it; each folding warpgroup has rings of its own."""
+
+    functions = (*FUNCTIONS, (forward_mods, MODS))
+
+    def __init__(self, *args, rows=(64, 64), tile_slots=(2, 2), steps=((1, 1), (0, 1)), **options):
+        super().__init__(*args, **options)
+        (self.bias, self.mask), self.tile_slots = rows, tile_slots
+        self.sources = [Descriptor("bias", 16, steps[0]), Descriptor("mask", 8, steps[1])]
+
+    def more(self):
+        return {
+            "panel_of_tile": lambda dtype, rows, keys: 64,
+            "places_of_tile": lambda dtype, rows, keys: 1,
+            "tile_layout": lambda *shape: None,
+            "reinterpret": lambda panels, *view: types.SimpleNamespace(index=lambda i: Held(self, panels, i)),
+            "read_sequence": lambda note, i_b, varlen: i_b,
+            "fence_async_shared": self.fence,
+        }
+
+    def fence(self):
+        """What threads began to read before has arrived: without it the copy engine may write there first."""
+        for tile in self.local.held.values():
+            tile.reading(-1)
+        self.local.held = {}
+
+    def bytes_of(self, desc):
+        if not isinstance(desc, Descriptor):
+            return super().bytes_of(desc)
+        rows = self.bias if desc.name == "bias" else self.mask
+        return rows * 64 * desc.dtype.primitive_bitwidth // 8
+
+    def tile_rings(self):
+        sources, rings = [], []
+        for desc, rows, slots in zip(self.sources, (self.bias, self.mask), self.tile_slots, strict=True):
+            number = self.consumers * slots
+            panels = Buffers(self.memory, desc.name, number, 0, range(0, self.keys, 64))
+            panels.dtype, panels.shape = desc.dtype, (number * self.keys // 64, rows, 64)
+            bars = barriers(self.memory, **{f"{desc.name}_{what}": (number, 1) for what in ("full", "empty")})
+            sources.append((desc, *desc.steps) if rows else ())
+            rings.append((panels, *bars) if rows else ())
+        return tuple(sources), tuple(rings)
+
+    def product(self, a, tile, acc, use_acc=True, is_async=True):
+        made = super().product(a, tile, acc, use_acc, is_async)
+        return Scores(made) if isinstance(made, Product) else made
+
+    def begin(self, item):
+        self.local.held = {}
+        return super().begin(item)
+
+    def check_mod(self, tile):
+        """The tile in hand is the one of the scores that are made last, of this warpgroup's rows."""
+        sequence, head, block = self.place(self.local.item)
+        rows, desc = (self.bias, self.sources[0]) if tile.buffers.name == "bias" else (self.mask, self.sources[1])
+        row = block * self.rows + self.local.consumer * 64 if rows > 1 else 0
+        key = (self.first_tile(sequence, block) + self.local.tiles["k", 0] - 1) * self.keys
+        place = desc, sequence * desc.steps[0], head * desc.steps[1], row
+        wanted = [(*place, key + column) for column in tile.buffers.columns]
+        if tile.held() != wanted:
+            self.wrong(f"{desc.name} holds {[(held or [0])[1:] for held in tile.held()]}, not {wanted}")
+
+
+class Scores(Product):
+    """S, to which a tile is added."""
+
+    shape, type = (64, 128), Anything()
+
+    def __mul__(self, scale):
+        return self
+
+    def __add__(self, tile):
+        return self
+
+
+class Held(Tile):
+    """A tile of the bias or the mask: read from the load on until the next fence."""
+
+    def __init__(self, run, buffers, slot):
+        super().__init__(buffers, slot)
+        self.run = run
+
+    def load(self, layout):
+        self.run.check_mod(self)
+        self.reading(1)
+        self.run.local.held[self.buffers.name] = self
+        self.run.memory.linger()
+        return Kept()
+
+
+class Kept(Anything):
+    """What a tile of the mask holds: every key is seen."""
+
+    def __ne__(self, other):
+        return True
+
+    __hash__ = None
