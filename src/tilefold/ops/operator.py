@@ -66,7 +66,7 @@ class Operation:
         forward: Callable[..., Any],
         fake: Callable[..., Any],
         gradient: Gradient | str,
-        before: Callable[..., None] = lambda *args: None,
+        before: Callable[..., object] = lambda *args: None,
     ) -> None:
         self.name, self.forward, self.gradient, self.before = f"tilefold::{name}", forward, gradient, before
         self.arguments = arguments = Arguments(forward)

@@ -27,7 +27,7 @@ def facts_of_values(*values: Any) -> tuple[Any, ...]:
 
 
 def recorded(
-    operation: str, key_of: Callable[Arguments, Hashable] = facts_of_values
+    operation: str, key_of: Callable[..., Hashable] = facts_of_values
 ) -> Callable[[Callable[Arguments, Record]], Callable[Arguments, Record]]:
     """Of a function that checks, plans and binds a call: one that does so for the first call of a key, and looks its record up
     for all others.
@@ -39,7 +39,7 @@ def recorded(
         @functools.wraps(prepare)
         def record_of(*args: Any) -> Any:  # no keywords: each call would make a dict of them
             try:
-                key = operation, key_of(*args)  # type: ignore[call-arg]
+                key = operation, key_of(*args)
                 found = CACHE.get(key)
             except (AttributeError, RuntimeError, TypeError):
                 return prepare(*args)  # type: ignore[call-arg]

@@ -69,7 +69,7 @@ class SparseGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Any) -> Gradients:
-        return backward(given[:5], *given[5:])  # type: ignore[arg-type]
+        return backward(given[:5], *given[5:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
