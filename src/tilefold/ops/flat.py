@@ -243,7 +243,8 @@ class Arguments(Group):
 
     def given(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The tensors of a call, and None, in any order; and the args of mods.  Every call asks."""
-        found, more = self.plain(args), ()
+        found = self.plain(args)
+        more: tuple[Any, ...] = ()
         for at, tensors_of, record in self.records:
             value = args[at]
             if not isinstance(value, tuple):  # an optional record

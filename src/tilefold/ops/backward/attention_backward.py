@@ -70,8 +70,8 @@ def backward(
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
     if prepared.plan is None:
-        made = wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
-        targets = zip((q, k, v, call.bias, call.sinks), made, strict=True)
+        asked = wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
+        targets = zip((q, k, v, call.bias, call.sinks), asked, strict=True)
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
@@ -288,6 +288,6 @@ def example_launch(
             return one.main.example(bound.given(one, tensors, out, call, made))  # type: ignore[no-any-return]
         return getattr(bound, part).example(given)  # type: ignore[no-any-return]
     bound = _bind(1.0, tensors, out, call, backward_plan)
-    given = {"delta": (out, out, lse, lse, lse, lse), "weights": (q, k, lse, lse, call)}.get(part)
+    own = {"delta": (out, out, lse, lse, lse, lse), "weights": (q, k, lse, lse, call)}.get(part)
     chosen: Bound = getattr(bound, part)
-    return chosen.example(given or (q, k, v, out, lse, lse, q, k, v, call.bias, lse, call))
+    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call.bias, lse, call))

@@ -87,7 +87,7 @@ def main_bound(
     from ...plan import attention_backward_hopper as rules
     from ..launch import Launch
 
-    n, device = plan.problem, plan.device
+    n, device, (q, dout, k, v) = plan.problem, plan.device, sides
     heads, keys = plan.heads_at_once, plan.keys_at_once
     (q_units, kv_units), stripe_units = rules.tiles(n), keys // UNIT
     stripes = -(-kv_units // stripe_units)
@@ -100,7 +100,7 @@ def main_bound(
     left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
     gradients = {letter: meta(*t.shape) for letter, t in zip("gxy", tensors, strict=False)}
     values = {
-        **boxed_sides(side_boxes(*sides, call.layout)),
+        **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),
         "keep_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,

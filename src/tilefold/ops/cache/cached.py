@@ -10,7 +10,7 @@ from ...errors import Unsupported
 from .. import torch_cpu
 from ..bound import Bound, strides_named
 from ..call import Call, check_options, window_of
-from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
 from ..faults import Watch
 from ..operator import Operation
@@ -106,8 +106,7 @@ def _forward(
         check_room(p.sizes)
         cache = watched_cache(cache, p.sizes, check)
         p = _prepare(q, k, v, call, cache)
-    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.launch is None:
         return out, lse
     if check is True or (on_host(q) and not check):

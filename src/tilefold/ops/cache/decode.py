@@ -11,7 +11,7 @@ from ...errors import Unsupported
 from ...types import Layout
 from ..bound import Bound, Slot, strides_named
 from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..watch import in_forward_mode, is_transformed, is_watched
@@ -116,8 +116,7 @@ class Step:
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The call's out."""
-        out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        out, lse = new_results(q, self.out_shape, self.lse_shape)
         self.decoder.run(q, k, v, out, lse, self.call, self.cache, NO_SCALES)
         return out
 

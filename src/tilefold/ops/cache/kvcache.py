@@ -13,6 +13,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .. import torch_cpu
 from ..call import MAX_HEAD_DIM, Call, check_options
+from ..dense.attention_parts import new_results
 from ..device import device_of, on_host
 from ..faults import Watch
 from ..operator import Operation
@@ -96,8 +97,7 @@ def _forward(
         cache = watched_cache(cache, p.sizes, watch)
         watch = None
         p = _prepare(q, k, v, call, cache, scales, decode_plan, False)
-    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.decoder is None:
         return out, lse
     if not watched and (check or p.interpreted):

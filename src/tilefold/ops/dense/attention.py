@@ -42,6 +42,7 @@ from .attention_parts import (
     head_strides,
     hooks_of,
     kind_of,
+    new_results,
     option_values,
     problem_of,
     shared_values,
@@ -67,7 +68,7 @@ IN_PLACE = Cache()  # keys are k and v, all of them
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
     prepared = prepare(q, k, v, call)
-    out, lse = prepared.results(q)
+    out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
     if prepared.planned is not None:
         if call.packed is not None and interpreting():
             check_inside(call.packed, q.shape[0], k.shape[0])

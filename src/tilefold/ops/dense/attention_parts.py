@@ -1,5 +1,6 @@
 """What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Slot, attribute, strides_named
+from ..bound import Slot, attribute, meta, strides_named
 from ..call import UNBOUNDED, Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -29,6 +30,7 @@ __all__ = [
     "kind_of",
     "mask_mods_of",
     "mods_of",
+    "new_results",
     "option_values",
     "problem_of",
     "sequence_strides",
@@ -54,18 +56,6 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    strides: Any = None  # of out and lse, contiguous
-
-    def __post_init__(self) -> None:
-        self.strides = tuple(torch.empty(shape, device="meta").stride() for shape in (self.out_shape, self.lse_shape))
-
-    def results(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New memory for out and lse.  Shapes with strides: half the time of shapes alone."""
-        device, (out, lse) = q.device, self.strides
-        return (
-            torch.empty_strided(self.out_shape, out, dtype=q.dtype, device=device),
-            torch.empty_strided(self.lse_shape, lse, dtype=torch.float32, device=device),
-        )
 
     @property
     def plan(self) -> "AttentionPlan | DecodePlan | None":
@@ -79,6 +69,23 @@ class Prepared:
         """That of the call, where there is something to compute."""
         found: AttentionProblem | DecodeProblem = self.plan.problem  # type: ignore[union-attr]
         return found if self.decoder is None else found.attention  # type: ignore[union-attr, return-value]
+
+
+def new_results(
+    q: torch.Tensor, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out and lse.  Shapes with strides: half the time of shapes alone."""
+    device = q.device
+    return (
+        torch.empty_strided(out_shape, contiguous(out_shape), dtype=q.dtype, device=device),
+        torch.empty_strided(lse_shape, contiguous(lse_shape), dtype=torch.float32, device=device),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return meta(*shape).stride()
 
 
 def problem_of(
