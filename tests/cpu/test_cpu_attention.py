@@ -1,7 +1,10 @@
 """Dense and packed attention, forward and backward: the kernels' tests in plain torch."""
 
+import importlib
+
 import pytest
 
+import tilefold
 from torch_cpu import again, device, torch_cpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("torch_cpu")
@@ -43,3 +46,19 @@ globals().update(
         "fake_tensors_launch_nothing meta_tensors_give_shapes",
     )
 )
+globals().update(again("test_masks", "lengths_of_a_prefix a_mask_that_is_used_again"))
+test_masks = importlib.import_module("test_masks")  # `again` has found its folder
+
+
+@pytest.mark.parametrize(
+    "name", ["documents", "prefix of each", "keys", "tensors", "prefix in a window", "either", "not"]
+)
+def test_masks_of_rules(name, device):  # noqa: F811
+    """Rules that the library has in torch, too; a user's is a Triton function."""
+    test_masks.test_forward(name, device)
+    test_masks.test_gradients(name, device)
+
+
+def test_masks_of_a_users_rule_are_refused(device):  # noqa: F811
+    with pytest.raises(tilefold.Unsupported, match="mask_mod is not served by torch"):
+        test_masks.test_forward("nested", device)

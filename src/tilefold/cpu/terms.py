@@ -1,6 +1,6 @@
 """What changes the scores of a tile and which of them count: softcap, ALiBi, bias, band, mask, dropout."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,8 @@ class Terms(NamedTuple):
 
     scale: of q k^T.  left, right: the window, None where unbounded.  softcap: 0.0 for none.  slopes: [batch or 1, heads] fp32.
     bias, mask: [batch or 1, heads or 1, seq_q or 1, seq_k].  sinks: [heads].  drop: probability, and seed [1] int64.
-    first: the number of the first sequence, by which dropout goes."""
+    first: the number of the first sequence, by which dropout and rules go.  rules: pairs (function of `cpu.rules`, its args) that
+    have to hold."""
 
     scale: float
     left: int | None = None
@@ -28,6 +29,7 @@ class Terms(NamedTuple):
     drop: float = 0.0
     seed: torch.Tensor | None = None
     first: int = 0
+    rules: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     @property
     def bare(self) -> bool:
@@ -123,16 +125,28 @@ def hide(scores: torch.Tensor, terms: Terms, place: Place, band: tuple[int, int,
         scores[..., begin - keys.start :].masked_fill_(at > positions + terms.right, -torch.inf)
     if terms.mask is not None:
         scores.masked_fill_(place.cut(terms.mask).logical_not(), -torch.inf)
+    if terms.rules:
+        batch, heads = numbers_of(terms, place, scores.shape[0])
+        positions, at = place.numbers()
+        for rule, args in terms.rules:
+            seen = rule(None, batch, heads, positions - place.shift, at, (*args, 0, place.shift))
+            scores.masked_fill_(~seen, -torch.inf)
+
+
+def numbers_of(terms: Terms, place: Place, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the sequences and of the query heads of a tile, as they broadcast with it."""
+    first = terms.first + (place.batch.start or 0)
+    batch = torch.arange(first, first + sequences)[:, None, None, None, None]
+    heads = torch.arange(place.heads.start * place.group, place.heads.stop * place.group)
+    return batch, heads.view(1, -1, place.group, 1, 1)
 
 
 def factor_of(terms: Terms, place: Place, sequences: int) -> torch.Tensor | None:
     """What dropout multiplies the weights of a tile by: 0, or 1 / (1 - p); None without dropout."""
     if not terms.drop or terms.seed is None:
         return None
-    first = terms.first + (place.batch.start or 0)
-    batch = torch.arange(first, first + sequences)[:, None, None, None, None]
-    heads = torch.arange(place.heads.start * place.group, place.heads.stop * place.group)
+    batch, heads = numbers_of(terms, place, sequences)
     rows = torch.arange(place.rows.start, place.rows.stop)[:, None]
     keys = torch.arange(place.keys.start, place.keys.stop)[None, :]
-    number = uniform(int(terms.seed), rows, keys, batch, heads.view(1, -1, place.group, 1, 1))
+    number = uniform(int(terms.seed), rows, keys, batch, heads)
     return torch.where(number < terms.drop, 0.0, 1.0 / (1.0 - terms.drop))

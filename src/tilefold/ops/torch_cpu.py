@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PlanError
+from ..types import Rules
 from .call import Call, Packed, window_of
 from .places import check_inside
 
@@ -44,7 +45,11 @@ def planned(operation: str, problem: Any, call: Any, given: Any = None) -> Any:
     from ..plan.capabilities import refuse_arguments
     from ..plan.torch_cpu import TorchPlan, plan_torch
 
-    refuse_arguments(operation, CPU, call._asdict())
+    given_by = call._asdict()
+    if operation in ("attention", "attention_backward") and isinstance(call.mask_mod, Rules):
+        functions = (rule.function for rule in call.mask_mod.rules)
+        given_by["mask_mod"] = next((one for one in functions if not isinstance(one, str)), None)
+    refuse_arguments(operation, CPU, given_by)
     plan = plan_torch(operation, problem)
     if given is None:
         return plan
@@ -109,14 +114,16 @@ def _sequences(packed: Packed, total_q: int, total_k: int) -> Iterator[tuple[int
 
 def terms_of(call: Call, window: tuple[int, int], scale: float) -> Any:
     """The options of a call as `cpu.terms.Terms`."""
+    from ..cpu import rules
     from ..cpu.terms import Terms
 
     left, right = (None if side < 0 else side for side in window)
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dim() == 1:
         slopes = slopes[None]
+    seen = () if call.mask_mod is None else call.mask_mod.bound(rules, call.mask_args)
     return Terms(scale, left, right, float(call.softcap), slopes, call.bias, call.mask, call.sinks, float(call.dropout_p),
-                 call.dropout_seed)  # fmt: skip
+                 call.dropout_seed, rules=seen)  # fmt: skip
 
 
 def delta_of(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, turned: bool) -> torch.Tensor:
