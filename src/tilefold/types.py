@@ -72,7 +72,8 @@ def constant(value: Any) -> Constant:
 
 
 class Rule(NamedTuple):
-    """One rule of a mask: a name of tilefold.device.mods, a @triton.jit function or its `Constant`; and how many args it has."""
+    """One rule of a mask: a name of tilefold.device.mods and of tilefold.cpu.rules, a @triton.jit function or its `Constant`; and
+    how many args it has."""
 
     function: Any
     takes: int

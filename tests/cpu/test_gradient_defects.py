@@ -206,7 +206,7 @@ def test_a_launch_of_the_dispatcher_keeps_no_counter():
         with hopper.inside_operator():
             pass
         seen.append(hopper._PLACE.operator)
-        first, second = (hopper.tickets(torch.device("cpu")) for _ in range(2))
+        first, second = (hopper.work_counter(torch.device("cpu")) for _ in range(2))
     assert seen == [True, True]
     assert not hopper._PLACE.operator
     assert first is not second

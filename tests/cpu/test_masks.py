@@ -164,6 +164,19 @@ def test_one_definition_of_bands():
 # ---------------------------------------------------------------- the same as keywords
 
 
+def test_every_rule_is_there_in_triton_and_in_torch(device):
+    from tilefold.cpu import rules
+    from tilefold.device import mods
+    from tilefold.ops.masking import Terms, spelled
+
+    q, k, _ = qkv(2, SQ, SK, 4, 2, 16, device=device)
+    made = [spelled(q, k, Terms(mask=mask), None).mask_mod for mask in every(device).values()]
+    names = {rule.function for one in made for rule in getattr(one, "rules", ()) if isinstance(rule.function, str)}
+    assert {"prefix", "prefix_each", "keys", "between", "keep"} <= names
+    for name in (*names, "every", "either", "inverse"):
+        assert hasattr(mods, name) and hasattr(rules, name), name
+
+
 def test_keywords_are_shorthands(device):
     """The same bits, whichever way a mask or a score is spelled."""
     q, k, v = qkv(2, SQ, SK, 4, 2, 16, dtype=torch.float16, device=device)

@@ -8,7 +8,7 @@ import pytest
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, DecodePlan, DecodeProblem, device_named, plan_decode
-from tilefold.plan.decode import serves, slice_shape, slices_of
+from tilefold.plan.decode import decode_kernel_refusal, slice_shape, slices_of
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
@@ -102,8 +102,8 @@ def test_heads_and_tokens_are_rows():
     assert plan_decode(problem(seq_q=5), H200).block_m == 32
     assert plan_decode(problem(seq_q=16), H200).block_m == 64
     assert plan_decode(problem(seq_q=40), H200).blocks == 3
-    assert not serves(problem(seq_q=32))
-    assert serves(problem(seq_q=33)).startswith("132 rows a KV head are more than the 128")
+    assert not decode_kernel_refusal(problem(seq_q=32))
+    assert decode_kernel_refusal(problem(seq_q=33)).startswith("132 rows a KV head are more than the 128")
 
 
 def test_the_plan_looks_at_capacity_alone():

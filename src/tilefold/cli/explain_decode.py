@@ -42,12 +42,12 @@ def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
 def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
     """What `attention_kvcache` does, as text or JSON: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
     from tilefold.plan import plan_splits
-    from tilefold.plan.decode import plan_decode, serves
+    from tilefold.plan.decode import decode_kernel_refusal, plan_decode
 
     if not (problem.batch and problem.seq_q):
         raise Unsupported("there is nothing to plan: no queries")
     made = _problem(asked, problem)
-    prompt = serves(made) if made.storage == "plain" and not made.shared else ""
+    prompt = decode_kernel_refusal(made) if made.storage == "plain" and not made.shared else ""
     if not prompt:
         plan = plan_decode(made, device, asked.num_splits)
         return plan.to_json() if as_json else str(plan)

@@ -1,6 +1,6 @@
 """The rules of `tilefold.device.mods` in plain torch: by the same names, of the same args, on the indices of a tile.
 
-Indices broadcast to the tile; the last two args are seq_q and seq_k, as there."""
+Indices broadcast to the tile.  Of the last two args, the lengths there, only the difference seq_k - seq_q is right."""
 
 from typing import Any
 

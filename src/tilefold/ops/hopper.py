@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DISABLE",
-    "TICKETS",
+    "WORK_COUNTER",
     "bound_or_none",
     "box_of",
     "chosen_or_none",
     "disabled",
     "inside_operator",
     "require",
-    "tickets",
+    "work_counter",
 ]
 
 Made = TypeVar("Made")
@@ -78,7 +78,7 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     return Box(t, shape, [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
 
 
-def tickets(device: torch.device) -> torch.Tensor:
+def work_counter(device: torch.device) -> torch.Tensor:
     """A counter that is 0, from which the programs draw their work; a launch leaves it at 0 again.
 
     One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
@@ -95,7 +95,7 @@ def tickets(device: torch.device) -> torch.Tensor:
     return found
 
 
-TICKETS = Slot("q", lambda t: tickets(t.device))
+WORK_COUNTER = Slot("q", lambda t: work_counter(t.device))
 """The counter as an argument by name."""
 
 

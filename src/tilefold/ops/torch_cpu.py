@@ -121,7 +121,7 @@ def terms_of(call: Call, window: tuple[int, int], scale: float) -> Any:
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dim() == 1:
         slopes = slopes[None]
-    seen = () if call.mask_mod is None else call.mask_mod.bound(rules, call.mask_args)
+    seen = call.mask_mod.bound(rules, call.mask_args) if isinstance(call.mask_mod, Rules) else ()
     return Terms(scale, left, right, float(call.softcap), slopes, call.bias, call.mask, call.sinks, float(call.dropout_p),
                  call.dropout_seed, rules=seen)  # fmt: skip
 

@@ -24,9 +24,9 @@ __all__ = [
     "STORAGES",
     "DecodePlan",
     "DecodeProblem",
+    "decode_kernel_refusal",
     "plan_decode",
     "rules_decode",
-    "serves",
     "slice_shape",
     "slices_of",
 ]
@@ -221,7 +221,7 @@ class DecodePlan(Plan):
         return "\n".join(lines)
 
 
-def serves(problem: DecodeProblem) -> str:
+def decode_kernel_refusal(problem: DecodeProblem) -> str:
     """Empty if the kernel takes the call from attention_cached, else why not."""
     a = problem.attention
     if a.dropout:

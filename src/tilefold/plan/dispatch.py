@@ -32,7 +32,7 @@ from tilefold.plan.flash_split import (
     flash_splits,
     flash_work,
 )
-from tilefold.plan.forward import decodes, plan_forward
+from tilefold.plan.forward import decode_refusal, plan_forward
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
@@ -311,7 +311,7 @@ def _ours(
     cost = plan.cost
     if plan.kernel != HOPPER:
         cost = _cost(problem, problem.heads, _keys_drawn(problem, plan.block_m, plan.block_n), 1, problem.dim_v)
-    reason = f"Not split, since {decodes(plan.problem, device)}; {plan.rule}: {plan.reason}"
+    reason = f"Not split, since {decode_refusal(plan.problem, device)}; {plan.rule}: {plan.reason}"
     return SplitDecision(
         **same, kernel=plan.kernel, combine="", block_m=plan.block_m, block_n=plan.block_n, tiles=plan.grid[0],
         splits=plan.splits, programs=plan.grid[0], working=plan.grid[0], slots=device.sms * plan.programs_per_sm,

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilefold.plan.attention import Rejected
 from tilefold.plan.cost import Cost, live_keys
-from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves, slices_of
+from tilefold.plan.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode, slices_of
 from tilefold.plan.device import Device
 from tilefold.plan.problem import AttentionProblem
 
@@ -16,7 +16,7 @@ def decode_fields(problem: AttentionProblem, device: Device, capacity: int, give
     """Fields of the decision for a cache and a problem whose seq_k are the keys that there are, None if attention_cached serves
     it."""
     whole = DecodeProblem(replace(problem, seq_k=capacity))
-    if serves(whole):
+    if decode_kernel_refusal(whole):
         return None
     plan = plan_decode(whole, device, given)
     return {**fields_of(problem, plan, given), "rejected": _rejected(plan, given)}

@@ -10,12 +10,12 @@ from functools import lru_cache
 from tilefold.plan.architecture import SM_90
 from tilefold.plan.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.attention_hopper import packable_heads
-from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode, serves
+from tilefold.plan.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decodes", "plan_forward", "plan_holds"]
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decode_refusal", "plan_forward", "plan_holds"]
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
@@ -29,7 +29,7 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
 
     Pure, and cheap where the decode kernel serves: a cache that grows asks for a plan every STEP keys.  Raises what
     `plan_attention` and `plan_decode` raise."""
-    if decodes(problem, device):
+    if decode_refusal(problem, device):
         return plan_attention(problem, device, portable=portable)
     require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
@@ -59,13 +59,13 @@ def cut_of(plan: DecodePlan) -> tuple[object, ...]:
             plan.merge)  # fmt: skip
 
 
-def decodes(problem: AttentionProblem, device: Device) -> str:
+def decode_refusal(problem: AttentionProblem, device: Device) -> str:
     """Empty if the decode kernel takes a call from the dense kernels, else why not."""
     if "user" in problem.score_mods or "user" in problem.mask_mods:
         return "score_mod and mask_mod are the dense kernels'"
     if problem.band:
         return f"a {problem.band} is a band of the dense kernels"
-    if why := serves(DecodeProblem(problem)):
+    if why := decode_kernel_refusal(DecodeProblem(problem)):
         return why
     pack, tiles = _dense_tiles(problem, device)
     if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:

@@ -186,7 +186,7 @@ def _attention(case: Case, device: str, count: int) -> Work:
 def _decode(case: DecodeCase, device: str, count: int) -> Work:
     import tilefold
     from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
-    from tilefold.plan.decode import serves
+    from tilefold.plan.decode import decode_kernel_refusal
 
     def options(i: Any) -> dict[str, Any]:
         found = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
@@ -195,7 +195,7 @@ def _decode(case: DecodeCase, device: str, count: int) -> Work:
     sets = [make_decode_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
     planned = tilefold.attention_kvcache_plan(first.q, first.k_cache, first.v_cache, **options(first))
-    if case.cache == "" and not case.shared and (why := serves(planned.problem)):
+    if case.cache == "" and not case.shared and (why := decode_kernel_refusal(planned.problem)):
         raise Unsupported(f"another kernel takes this step, whose plan is not tuned: {why}")
     return Work(
         sets,

@@ -172,11 +172,11 @@ def _decoder(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], device: Any
 ) -> Any:  # fmt: skip
     """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
-    from ...plan.decode import plan_decode, serves
+    from ...plan.decode import decode_kernel_refusal, plan_decode
     from .decode import bind_decode, problem_of_decode
 
     problem = problem_of_decode(q, k, v, call, cache, sizes, False)
-    if serves(problem):
+    if decode_kernel_refusal(problem):
         return None
     return bind_decode(q, k, v, call, cache, sizes, (None, None), plan_decode(problem, device, cache.splits))
 

@@ -126,7 +126,7 @@ def _key(
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
 ) -> Prepared:  # fmt: skip
-    from ...plan.decode import serves
+    from ...plan.decode import decode_kernel_refusal
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
@@ -139,7 +139,7 @@ def _prepare(
     if torch_cpu.on_cpu(made):
         scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
         return Prepared(sizes, *shapes, torch_cpu.Cached(made, call, scale), interpreted=True)
-    if plan is None and not shared and made.problem.storage == "plain" and serves(made.problem):
+    if plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, cache, sizes, scales, made, watched)
     return Prepared(sizes, *shapes, decoder, interpreted=on_host(q))

@@ -191,7 +191,7 @@ def _bind(
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
     if plan.kernel != rules.KERNEL:
         return Prepared(plan, *shapes, scale=scale, keep=call.plan)
-    from ..hopper import TICKETS, require
+    from ..hopper import WORK_COUNTER, require
 
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
@@ -210,7 +210,7 @@ def _bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
-        "Tickets": TICKETS,
+        "Tickets": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
         "left": left,

@@ -7,7 +7,7 @@ import torch
 
 from ..bound import Bound, Slot, attribute
 from ..call import Call
-from ..hopper import TICKETS, box_of, require
+from ..hopper import WORK_COUNTER, box_of, require
 from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, option_values, shared_values
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
@@ -48,7 +48,7 @@ def bind(
         **option_values(call, window, mods, 0.0, q.dtype),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
-        "Tickets": TICKETS,
+        "Tickets": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),

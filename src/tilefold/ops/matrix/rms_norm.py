@@ -7,14 +7,11 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
-from ..call import keyed
 from ..device import device_of, interpreting
 from ..operator import Operator
-from ..records import remember
+from ..records import recorded
 
 __all__ = ["example_launch", "rms_norm", "rms_norm_plan"]
-
-_CACHE: dict[Any, "Prepared"] = {}
 
 
 class Prepared(NamedTuple):
@@ -75,6 +72,7 @@ def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
+@recorded("rms_norm")
 def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Prepared:
     _check(x, weight, residual)
     rows = _rows("x", x)
@@ -119,10 +117,7 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, sum, one over the root of each row's mean square); sum is empty without a residual."""
-    key = keyed((x, weight, residual, eps))
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _prepare(x, weight, residual, eps))
+    found = _prepare(x, weight, residual, eps)
     out, summed, rstd = (torch.empty(shape, dtype=t, device=x.device) for shape, t in _results(x, residual))
     if found.launch is not None:
         found.launch((x, residual, weight, out, None if residual is None else summed, rstd, *found.scalars))
@@ -150,10 +145,7 @@ def _gradient(
     """(dx, dw) from the gradients of out and of the sum; s: the sum, or x."""
     dout = dout.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
-    key = keyed((dout, dsum, s, weight))
-    found = None if key is None else _CACHE.get(key)
-    if found is None:
-        found = remember(_CACHE, key, _bind_gradient(dout, dsum, s, weight))
+    found = _bind_gradient(dout, dsum, s, weight)
     dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     parts = torch.empty((found.plan.backward_programs, weight.shape[0]), dtype=torch.float32, device=s.device)
     if found.launch is None:
@@ -162,6 +154,7 @@ def _gradient(
     return dx, parts.sum(0).to(weight.dtype)
 
 
+@recorded("rms_norm_backward")
 def _bind_gradient(
     dout: torch.Tensor,
     dsum: torch.Tensor | None,

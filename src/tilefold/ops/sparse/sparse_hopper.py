@@ -6,7 +6,7 @@ import torch
 
 from ..bound import Bound, Slot
 from ..dense.attention_parts import shared_values
-from ..hopper import TICKETS, box_of, require
+from ..hopper import WORK_COUNTER, box_of, require
 from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, list_values
 
@@ -64,7 +64,7 @@ def bind(
         **lists,
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
-        "Tickets": TICKETS,
+        "Tickets": WORK_COUNTER,
         "GateB": Slot("lse"),
         "Gate": Slot("lse"),
         "q_blocks": q_blocks,
