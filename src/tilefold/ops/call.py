@@ -1,6 +1,6 @@
 """A call of attention as given: its record, the key that decides everything that follows from it, and its checks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -170,16 +170,6 @@ def is_plain(call: Call) -> bool:
         and score_args == ()
         and mask_args == ()
     )
-
-
-def keyed(values: Iterable[Any]) -> Any:
-    """Facts of tensors, numbers and None as the key of a record; None for what has no memory or no hash: checks refuse it."""
-    try:
-        key = tuple(facts_of(t) if isinstance(t, torch.Tensor) else (type(t), t) for t in values)
-        hash(key)
-    except (RuntimeError, TypeError):
-        return None
-    return key
 
 
 def facts_of_args(args: ModArgs) -> Any:
