@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tilefold
 from cases import rand, same
 from tilefold import ops, quant, sparse
 from tilefold.errors import Unsupported
+from tilefold.ops.matrix.conv_layout import strides_of
 
 F32 = torch.float32
 
@@ -51,6 +55,57 @@ TANGENTS = {name: CALLS[name] for name in ("matmul", "bmm", "conv2d", "lowbit_ma
     "coarse": lambda x: sparse.coarse(*[x[None, :, None]] * 3, block=16).out,
     "fuse": lambda x: sparse.fuse(x[None, :, None], x[None, :, None], x[None, :, 0, None]),
 }
+
+
+class Promises(TorchDispatchMode):
+    """Compares the results of each of our operators with those of its fake, whose shapes and strides compiled code relies on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        if op.namespace == "tilefold":
+            with FakeTensorMode() as fakes:
+                promised = op(*tree_map_only(torch.Tensor, fakes.from_tensor, args))
+            for one, other in zip(tree_leaves(made), tree_leaves(promised), strict=True):
+                told = [(t.shape, t.dtype, strides_of(t)) for t in (one, other)]
+                assert told[0] == told[1], f"{op}: {told[0]} made, {told[1]} promised"
+            self.seen.add(op.name().split("::")[1].split(".")[0])
+        return made
+
+
+def last(x):
+    """[2, 4, 5, 16] of a matrix [20, 32], channels-last."""
+    return x.reshape(2, 5, 16, 4).permute(0, 3, 1, 2)
+
+
+def weights(x):
+    return x[:4].reshape(8, 4, 4, 1)
+
+
+OPERANDS = {
+    "matmul of columns": lambda x: (ops.matmul, x.t(), x),
+    "bmm of a transposed batch": lambda x: (ops.bmm, x.view(2, 10, 32).transpose(1, 2), x.view(2, 10, 32)),
+    "conv2d channels-first": lambda x: (ops.conv2d, last(x).contiguous(), weights(x)),
+    "conv2d channels-last": lambda x: (ops.conv2d, last(x), weights(x)),
+    "conv2d of both": lambda x: (ops.conv2d, last(x).contiguous(), weights(x).to(memory_format=torch.channels_last)),
+    "attention of heads outside": lambda x: (tilefold.attention, *[x.view(1, 2, 20, 16).transpose(1, 2)] * 3),
+    "attention_varlen": lambda x: (packed, x),
+    "sparse_attention": lambda x: (lambda a, b, c: tilefold.sparse_attention(a, b, c, listed(x)), *[x[None, :, None]] * 3),
+    "coarse": lambda x: (lambda a: sparse.coarse(a, a, a, block=16).out, x[None, :, None]),
+}
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", OPERANDS)
+def test_results_and_gradients_lie_as_their_fakes_promise(name, device):
+    call, *operands = OPERANDS[name](rand(20, 32, dtype=F32, device=device))
+    operands = [t.detach().requires_grad_() for t in operands]
+    with Promises() as promises:
+        torch.autograd.grad(call(*operands).sum(), operands)
+    assert len(promises.seen) >= 2, promises.seen
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -36,6 +36,7 @@ class Gradient(NamedTuple):
     """How an operation is differentiated, once.
 
     served: the names of the tensors that get a gradient, like them and contiguous.
+    fresh(tensor): memory for its gradient where that is not contiguous.
     make(args, results, grads, wanted): theirs, None where there is none; grads: of the results, None for 0.
     require(*args): raises for an argument whose derivative nobody gave.
     ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.
@@ -48,6 +49,7 @@ class Gradient(NamedTuple):
     ready: Callable[..., None] = lambda *args: None
     unread: Callable[..., Sequence[int]] | None = None
     still: tuple[int, ...] = ()
+    fresh: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.new_empty(t.shape)
 
 
 class Operation:
@@ -204,9 +206,8 @@ class Operation:
         def fake(wanted: Sequence[bool], *flat: Any) -> Any:
             inputs = parts(flat)[2]
             made = zip((inputs[at] for at in self.served), wanted, strict=True)
-            return one_or_all(
-                [t.new_empty(t.shape if w else 0) if t is not None else inputs[0].new_empty(0) for t, w in made]
-            )
+            none = inputs[0].new_empty(0)
+            return one_or_all([none if t is None or not asked else gradient.fresh(t) for t, asked in made])
 
         def one_or_all(made: list[Any]) -> Any:
             return made[0] if len(made) == 1 else tuple(made)

@@ -13,7 +13,7 @@ from ..operator import Gradient, Operation
 from ..records import recorded
 from ..watch import wants_gradient
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
-from .conv_layout import bind_copy, dense, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
+from .conv_layout import bind_copy, dense, gradient_of, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
 from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
@@ -230,11 +230,11 @@ def gradients(
     run_input, run_weight, copy_x, copy_dy = _prepare_backward(dy, x, weight, call, wanted)
     read = dy if copy_dy is None else copy_dy(dy)
     if wanted[0]:
-        dx = dense(tuple(x.shape), lies_channels_last(x), x)
+        dx = gradient_of(x)
         if run_input is not None:
             run_input(read, weight, dx)
     if wanted[1]:
-        dw = dense(tuple(weight.shape), lies_channels_last(weight), weight)
+        dw = gradient_of(weight)
         if run_weight is None:
             dw.zero_()
         else:
@@ -317,9 +317,8 @@ def _unread(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[int, ...]:
     return (1,) if _call_of(*rest).activation == "relu" else (0,)
 
 
-CONV = Operation(
-    "conv2d", _forward, _forward_fake, Gradient(("x", "weight", "bias"), _gradients, unread=_unread, still=(1,))
-)
+GRADIENT = Gradient(("x", "weight", "bias"), _gradients, unread=_unread, still=(1,), fresh=gradient_of)
+CONV = Operation("conv2d", _forward, _forward_fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -16,6 +16,7 @@ __all__ = [
     "copy_launch",
     "dense",
     "example_copy",
+    "gradient_of",
     "last_strides",
     "lies_channels_last",
     "order",
@@ -36,6 +37,11 @@ def dense(shape: Numbers, channels_last: bool, like: torch.Tensor) -> torch.Tens
     """Fresh memory for [N, C, H, W] in like's dtype, on its device."""
     kind = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kind)
+
+
+def gradient_of(t: torch.Tensor) -> torch.Tensor:
+    """Fresh memory for the gradient of x, weight or bias: channels-last where the tensor is."""
+    return dense(tuple(t.shape), t.dim() == 4 and lies_channels_last(t), t)
 
 
 def strides_of(t: torch.Tensor) -> Numbers:
