@@ -93,7 +93,10 @@ OPERANDS = {
     "conv2d of both": lambda x: (ops.conv2d, last(x).contiguous(), weights(x).to(memory_format=torch.channels_last)),
     "attention of heads outside": lambda x: (tilefold.attention, *[x.view(1, 2, 20, 16).transpose(1, 2)] * 3),
     "attention_varlen": lambda x: (packed, x),
-    "sparse_attention": lambda x: (lambda a, b, c: tilefold.sparse_attention(a, b, c, listed(x)), *[x[None, :, None]] * 3),
+    "sparse_attention": lambda x: (
+        lambda a, b, c: tilefold.sparse_attention(a, b, c, listed(x)),
+        *[x[None, :, None]] * 3,
+    ),
     "coarse": lambda x: (lambda a: sparse.coarse(a, a, a, block=16).out, x[None, :, None]),
 }
 

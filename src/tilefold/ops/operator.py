@@ -1,7 +1,7 @@
 """One operation in three forms: a plain call, an autograd function, an operator of torch's dispatcher.
 
     plain        eager, no gradient asked for: the host function itself
-    function     eager with gradients, and torch.func, which takes autograd functions but not the dispatcher's
+    function     eager with gradients, and, as torch.func wants it, transformed: it takes autograd functions, no operators
     dispatched   torch.compile, FakeTensor, tracing, tensor subclasses: one opaque operator each way
 
 The three share their forward, their backward and what is kept between, so that they cannot differ.  An `Operation` makes all
@@ -92,7 +92,7 @@ class Operation:
         self.text = f"{', '.join(others)} and {last}" if others else last
         self.gradient_op = self._gradient_op(gradient)
         self.op.register_autograd(self._differentiate, setup_context=self._keep)
-        self.function = self._function(gradient)
+        self.function, self.transformed = self._functions(gradient)
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""
@@ -116,7 +116,7 @@ class Operation:
         self._refuse_unserved(named)
         if transformed:
             refuse_transforms(self.name)
-        return self.function.apply(bare, *fixed, *more)
+        return (self.transformed if transformed else self.function).apply(bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
         """The results, through the dispatcher."""
@@ -152,9 +152,8 @@ class Operation:
 
     # ---------------------------------------------------------------- eager
 
-    def _function(self, gradient: Gradient) -> Any:
-        """The autograd function; its backward is one of its own, in which torch.func unwraps the tensors.  The tensors of a
-        call come apart from it, so that autograd and torch.func see every one."""
+    def _functions(self, gradient: Gradient) -> tuple[Any, Any]:
+        """The autograd functions.  The tensors of a call come apart from it, so that autograd and torch.func see every one."""
         arguments, count = self.arguments, self.results
 
         def forward(bare: Any, *tensors: Any) -> Any:
@@ -172,19 +171,18 @@ class Operation:
             back: list[Any] = [None] * len(ctx.needs_input_grad)
             if all(grad is None for grad in grads):
                 return tuple(back)
-            refuse_transforms(f"the gradient of {self.name}")
             wanted = tuple([ctx.needs_input_grad[1 + at] for at in self.served])
-            found = second.apply(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
+            found = made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
             for at, one in zip(self.served, found, strict=True):
                 back[1 + at] = one
             return tuple(back)
 
-        def forward_of_gradient(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
+        def make(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
             grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
             return tuple(gradient.make(arguments.joined(bare, inputs), results, grads, wanted))
 
-        second = _made("Gradient", forward=forward_of_gradient, setup_context=_no_context, backward=self._refuse_second)
-        return _made("Differentiable", forward=forward, setup_context=keep, backward=backward)
+        made = _first_derivative(self.name, make, self._refuse_second)
+        return _differentiable(forward, keep, backward)
 
     def _refuse_second(self, ctx: Any, *grads: Any) -> Any:
         raise Unsupported(f"{self.name} has first derivatives only: this call differentiates its gradient")
@@ -206,8 +204,8 @@ class Operation:
         def fake(wanted: Sequence[bool], *flat: Any) -> Any:
             inputs = parts(flat)[2]
             made = zip((inputs[at] for at in self.served), wanted, strict=True)
-            none = inputs[0].new_empty(0)
-            return one_or_all([none if t is None or not asked else gradient.fresh(t) for t, asked in made])
+            like = inputs[0]
+            return one_or_all([like.new_empty(0) if t is None or not asked else gradient.fresh(t) for t, asked in made])
 
         def one_or_all(made: list[Any]) -> Any:
             return made[0] if len(made) == 1 else tuple(made)
@@ -261,13 +259,36 @@ def _custom_op(name: str, function: Any, parameters: list[tuple[str, Any]], resu
     return torch.library.custom_op(name, function, mutates_args=())
 
 
+def _differentiable(
+    forward: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """An autograd function, and the same as torch.func wants it: its context is set up apart, for which torch binds the arguments
+    to their names in each call, 20 us of the host's time."""
+
+    def both(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        keep(ctx, inputs, output)
+        return output
+
+    transformed = _made("Transformed", forward=forward, setup_context=keep, backward=backward)
+    return _made("Differentiable", forward=both, backward=backward), transformed
+
+
+def _first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes the gradients of an operation; where somebody could differentiate them it is an autograd function that refuses,
+    in which torch.func unwraps the tensors."""
+    second = _made("Gradient", forward=make, setup_context=lambda ctx, inputs, output: None, backward=refuse)
+
+    def made(*args: Any) -> Any:
+        refuse_transforms(f"the gradient of {name}")
+        return second.apply(*args) if torch.is_grad_enabled() or is_transformed() else make(*args)
+
+    return made
+
+
 def _made(name: str, **methods: Callable[..., Any]) -> Any:
     """An autograd function."""
     return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
-
-
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing is kept: there is no second derivative."""
 
 
 class Operator:
@@ -311,7 +332,13 @@ class Operator:
 
         self.gradient_op.register_autograd(refuse)
         self.op.register_autograd(differentiate, setup_context=keep)
-        self.function = _function(self.name, forward, gradient, keep, arguments, give, refuse)
+        made = _first_derivative(self.name, gradient, refuse)
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            given = arguments(ctx, *map(resolved, grads))
+            return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, made(*given))
+
+        self.function, self.transformed = _differentiable(forward, keep, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""
@@ -322,9 +349,9 @@ class Operator:
             refuse_tangents(dict(zip(self.arguments, args, strict=True)))  # no_grad does not stop them
         if transformed:
             refuse_transforms(self.name)
-        if transformed or (torch.is_grad_enabled() and wants_gradient(args)):
-            return self.function.apply(*args)
-        return self.forward(*args)
+        if transformed:
+            return self.transformed.apply(*args)
+        return self.function.apply(*args) if torch.is_grad_enabled() and wants_gradient(args) else self.forward(*args)
 
 
 def one_by_one(
@@ -333,23 +360,3 @@ def one_by_one(
     """`vmap` of an autograd function for operations that have no batched form: a call for each of `count` slices along dims."""
     pairs = tuple(zip(tensors, dims, strict=True))
     return torch.stack([call(*(t if d is None else t.select(d, i) for t, d in pairs)) for i in range(count)]), 0
-
-
-def _function(
-    name: str,
-    forward: Callable[..., Any],
-    gradient: Callable[..., Any],
-    keep: Callable[..., None],
-    arguments: Callable[..., tuple[Any, ...] | None],
-    give: Callable[..., tuple[Any, ...]],
-    refuse: Callable[..., Any],
-) -> Any:
-    """The autograd function; its backward is one of its own, in which torch.func unwraps the tensors."""
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        refuse_transforms(f"the gradient of {name}")
-        given = arguments(ctx, *map(resolved, grads))
-        return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, second.apply(*given))
-
-    second = _made("Gradient", forward=gradient, setup_context=_no_context, backward=refuse)
-    return _made("Differentiable", forward=forward, setup_context=keep, backward=backward)

@@ -49,9 +49,12 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
-    require_score_grad(call.score_mod, call.score_grad)
-    if prepared.plan is not None:
-        backward_plan_of(prepared.problem, call, q, call.bias is not None and call.bias.requires_grad)
+    asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic
+    if asked not in prepared.backward:
+        require_score_grad(call.score_mod, call.score_grad)
+        if prepared.plan is not None:
+            backward_plan_of(prepared.problem, call, q, asked[1])
+        prepared.backward[asked] = None
 
 
 def backward(

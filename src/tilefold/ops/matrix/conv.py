@@ -13,7 +13,16 @@ from ..operator import Gradient, Operation
 from ..records import recorded
 from ..watch import wants_gradient
 from .conv_launch import Call, Numbers, bind_forward, bind_input, bind_weight
-from .conv_layout import bind_copy, dense, gradient_of, last_strides, lies_channels_last, pixels_nearer, result_last, strides_of
+from .conv_layout import (
+    bind_copy,
+    dense,
+    gradient_of,
+    last_strides,
+    lies_channels_last,
+    pixels_nearer,
+    result_last,
+    strides_of,
+)
 from .options import NAMES, check_activation, check_tf32
 
 __all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
