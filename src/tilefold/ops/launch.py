@@ -103,14 +103,14 @@ def _entry(compiled: Any) -> tuple[Any, ...]:
     """(function, what it takes behind the stream, who knows the stream, no hooks and no metadata of them), looked up once.
 
     Triton's launcher of a kernel is a Python object around a C function, which costs 2 us: where a kernel needs no scratch
-    memory, and the launcher is Triton 3.6's, it is left out."""
+    memory, and the launcher is Triton 3.6's, it is left out; so is what makes the maps of descriptors in every launch."""
     run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
     head: tuple[Any, ...] = (compiled.function,)
     middle = (compiled.packed_metadata, None, None, None)
     scratch = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
     if triton.__version__.startswith(DIRECT) and hasattr(run, "launch_pdl") and all(size == 0 for size in scratch):
         head += (run.launch_cooperative_grid, run.launch_pdl, None, None)
-        run = run.launch
+        run = mapped(run.launch)
     return run, head, current_stream, middle
 
 
@@ -183,6 +183,50 @@ class Box:
         descriptor.__dict__.update(self._fields)
         descriptor.base = tensor
         return descriptor
+
+
+class Mapped:
+    """Triton 3.6's C launcher of a kernel with descriptors, for which it takes tensor maps.
+
+    A map follows from an address, a shape and strides.  Triton makes it in every launch, a few microseconds of the host's time
+    for each descriptor; here it is made once.
+
+    places: (index among the launcher's arguments, what the kernel knows of the descriptor), in order."""
+
+    __slots__ = ("known", "launch", "make", "places")
+    LIMIT = 512  # maps; tensors that lie elsewhere in every call begin anew
+
+    def __init__(self, launch: Any, places: Sequence[tuple[int, Any]], make: Callable[[Any, Any], list[Any]]) -> None:
+        self.launch, self.make, self.places = launch, make, tuple(places)[::-1]
+        self.known: dict[Any, Any] = {}  # -> what the launcher takes, and the lists whose ids are in the key
+
+    def __call__(self, *args: Any) -> None:
+        given = list(args)
+        for at, facts in self.places:  # the last first: the others stay where they are
+            one = args[at]
+            key = at, one.base.data_ptr(), id(one.shape), id(one.strides)
+            found = self.known.get(key)
+            if found is None:
+                if len(self.known) >= self.LIMIT:
+                    self.known.clear()
+                found = self.known[key] = self.make(one, facts), one.shape, one.strides
+            given[at : at + 1] = found[0]
+        self.launch(*given)
+
+
+def mapped(launch: Any) -> Any:
+    """Triton 3.6's launcher with maps that are kept; as it is where it takes no descriptors, or is none that is known here."""
+    from triton.backends.nvidia import driver
+
+    code = getattr(launch, "__code__", None)
+    if code is None or set(code.co_freevars) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+        return launch
+    parts = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    if None in parts["tensordesc_meta"]:  # no TMA: the kernel takes base, shape and strides
+        return launch
+    indices = [driver._BASE_ARGS_FORMAT_LEN + i for i in sorted(parts["tensordesc_indices"])]
+    places = zip(indices, parts["tensordesc_meta"], strict=True)
+    return Mapped(parts["launcher"], tuple(places), driver.make_tensordesc_arg)
 
 
 def _hooked() -> bool:
