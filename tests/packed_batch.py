@@ -5,10 +5,10 @@ import random
 
 import torch
 
-from tilefold.kernels import backward_packed as kernel
+from tilefold.kernels.backward import backward_packed as kernel
 from tilefold.ops.backward.attention_backward_packed import CHUNK, ENTRY
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan import attention_backward_packed as rules
+from tilefold.plan.backward import attention_backward_packed as rules
 
 DIM, UNIT = 16, 64
 NAMES = ("what", "head", "tile", "first_q", "n_q", "first_k", "n_k", "place", "line", "block", "before", "wanted")

@@ -17,8 +17,8 @@ from tilefold import reference
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.run import measure
 from tilefold.bench.parallel.setup import links_of, warmed
-from tilefold.plan.parallel import plan_parallel
-from tilefold.plan.parallel_problem import Links, ParallelProblem
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
 from tilefold.reference import compare, deviating
 from tilefold.sparse import BlockIndex
 

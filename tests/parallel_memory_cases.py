@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from tilefold import parallel as tp
 from tilefold.parallel import sums
-from tilefold.plan.parallel import plan_parallel
-from tilefold.plan.parallel_problem import Links, ParallelProblem
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
 
 
 class Alive(TorchDispatchMode):

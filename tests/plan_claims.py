@@ -15,7 +15,7 @@ from typing import Any
 from tilefold.plan.matrix.conv import FORWARD
 from tilefold.plan.matrix.lowbit import plan_lowbit
 from tilefold.plan.problem import next_power_of_two
-from tilefold.plan.sparse import plan_sparse
+from tilefold.plan.sparse.sparse import plan_sparse
 
 __all__ = ["contradictions"]
 

@@ -22,9 +22,9 @@ from tilefold.plan import (
     plan_sparse_backward,
     plan_splits,
 )
-from tilefold.plan.decode import STORAGES
-from tilefold.plan.dispatch import POLICIES
-from tilefold.plan.flash_split import CALLS
+from tilefold.plan.cache.decode import STORAGES
+from tilefold.plan.cache.dispatch import POLICIES
+from tilefold.plan.cache.flash_split import CALLS
 from tilefold.plan.matrix.conv import ConvProblem, plan_conv
 from tilefold.plan.matrix.eight import EightProblem, plan_eight
 from tilefold.plan.matrix.lowbit import BITS, ZEROS, LowbitProblem, plan_lowbit
@@ -32,9 +32,9 @@ from tilefold.plan.matrix.matmul import plan_matmul
 from tilefold.plan.matrix.problem import MatmulProblem
 from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
 from tilefold.plan.matrix.transpose import TransposeProblem, plan_transpose
-from tilefold.plan.parallel import plan_parallel
-from tilefold.plan.parallel_problem import Links, ParallelProblem
-from tilefold.plan.select import SelectProblem, plan_select
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
+from tilefold.plan.sparse.select import SelectProblem, plan_select
 
 __all__ = ["KINDS"]
 

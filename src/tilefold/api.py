@@ -21,7 +21,7 @@ from .types import Constant, Layout, ModArgs, ModFunction, Window
 
 if TYPE_CHECKING:
     from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan
-    from .plan.attention_backward import AttentionBackwardPlan
+    from .plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = [
     "apply_rotary",

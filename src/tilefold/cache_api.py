@@ -18,7 +18,7 @@ from .scores import Score
 from .types import Window
 
 if TYPE_CHECKING:
-    from .plan.decode import DecodePlan
+    from .plan.cache.decode import DecodePlan
 
 __all__ = [
     "attention_kvcache",

@@ -23,8 +23,8 @@ from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction
 
 if TYPE_CHECKING:
-    from .plan.sparse import SparsePlan
-    from .plan.sparse_backward import SparseBackwardPlan
+    from .plan.sparse.sparse import SparsePlan
+    from .plan.sparse.sparse_backward import SparseBackwardPlan
     from .sparse import BlockIndex
 
 __all__ = ["sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "sparse_plan"]

@@ -10,7 +10,7 @@ import triton.language as tl
 import tilefold
 from tilefold import reference
 from tilefold.plan import AttentionPlan, DecodePlan, plan_attention
-from tilefold.plan.attention_hopper import hopper_options, hopper_tile
+from tilefold.plan.dense.attention_hopper import hopper_options, hopper_tile
 from tilefold.plan.limits import Tile
 from tilefold.reference.rounding import stored
 

@@ -13,9 +13,9 @@ import tilefold
 from cases import same
 from cases.device import compilations, near
 from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstream
-from tilefold.plan.attention_backward_hopper import KERNEL
-from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
-from tilefold.plan.attention_backward_reduce import ORDERS, ReduceOptions
+from tilefold.plan.backward.attention_backward_hopper import KERNEL
+from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.backward.attention_backward_reduce import ORDERS, ReduceOptions
 from tilefold.reference.rounding import Rounding
 
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}, {"window": (-1, 64)}]

@@ -6,7 +6,7 @@ import torch
 
 from tilefold import reference, sparse
 from tilefold.ops.device import device_of
-from tilefold.plan.select import SelectProblem, plan_select
+from tilefold.plan.sparse.select import SelectProblem, plan_select
 
 UNIT = 2.0**-24  # of fp32: the largest relative error of one rounding
 

@@ -9,7 +9,7 @@ import pytest
 from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
-from tilefold.plan.attention_hopper import KERNEL, consumers_of, hopper_tile
+from tilefold.plan.dense.attention_hopper import KERNEL, consumers_of, hopper_tile
 
 PROBLEMS = {
     "d64": problem(64),

@@ -5,8 +5,8 @@ import pytest
 from aot_cases import Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
-from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions, reduce_shared
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions, reduce_shared
 
 KEYS_FIRST, QUERIES_FIRST, KEYS_LATE = ORDERS
 CASES = {

@@ -5,7 +5,7 @@ import pytest
 from aot_cases import Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
-from tilefold.plan.fp8_hopper import KERNEL, fp8_consumers
+from tilefold.plan.dense.fp8_hopper import KERNEL, fp8_consumers
 
 MADE: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128": (problem(128), {}),

@@ -5,7 +5,7 @@ import pytest
 from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named
-from tilefold.plan.coarse import CoarseProblem, plan_coarse
+from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 
 PROBLEMS = {
     "d128 mean": CoarseProblem(problem(128, seq_k=364, seq_q=23296), 64),

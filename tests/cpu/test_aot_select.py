@@ -5,7 +5,7 @@ import pytest
 from aot_cases import DEVICES, Results, compiled
 from tilefold.aot import Job
 from tilefold.plan import device_named
-from tilefold.plan.select import SelectProblem, plan_select
+from tilefold.plan.sparse.select import SelectProblem, plan_select
 
 ROWS = {"364": 364, "32": 32, "1000": 1000, "2048": 2048, "4096": 4096}
 KERNELS = {

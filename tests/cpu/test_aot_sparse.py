@@ -5,9 +5,9 @@ import pytest
 from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named
-from tilefold.plan.sparse import SparseProblem, plan_sparse
-from tilefold.plan.sparse_hopper import KERNEL as HOPPER_KERNEL
-from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
+from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
+from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
+from tilefold.plan.sparse.sparse_hopper import programs_per_sm, shared_bytes
 
 PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),

@@ -5,10 +5,10 @@ import pytest
 from aot_cases import DEVICES, Results, compiled, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named
-from tilefold.plan.hopper_backward import PROGRAMS_PER_SM
-from tilefold.plan.sparse import SparseProblem, plan_sparse
-from tilefold.plan.sparse_backward import plan_sparse_backward
-from tilefold.plan.sparse_backward_hopper import KERNEL, shared_bytes
+from tilefold.plan.backward.hopper_backward import PROGRAMS_PER_SM
+from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
+from tilefold.plan.sparse.sparse_backward_hopper import KERNEL, shared_bytes
 
 PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),

@@ -8,7 +8,7 @@ import tilefold
 from cases import judge, one, qkv, rand, relative
 from cases.gradient import BOX_BACKWARD, check_gradients, gradients, oracle
 from tilefold import reference
-from tilefold.plan.attention_backward import AttentionBackwardPlan
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan
 from tilefold.plan.limits import Tile
 
 BANDS = [
@@ -195,7 +195,7 @@ def test_refusals(device):
 def test_plan(device):
     """JSON both ways, printed, and held to its problem; shares are made where a broadcast bias leaves a device idle."""
     from tilefold.plan import AttentionProblem, device_named
-    from tilefold.plan.attention_backward import plan_attention_backward
+    from tilefold.plan.backward.attention_backward import plan_attention_backward
 
     q, k, v = (t.requires_grad_() for t in qkv(1, 40, 50, 4, 2, 16, device=device))
     plan = tilefold.attention_backward_plan(q, k, v, causal=True)

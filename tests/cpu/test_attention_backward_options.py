@@ -10,7 +10,7 @@ from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.library import ATTENTION
 from tilefold.plan import device_named, plan_attention
-from tilefold.plan.attention_hopper import KERNEL
+from tilefold.plan.dense.attention_hopper import KERNEL
 
 BIASES = [(2, 2, 20, 33), (1, 2, 20, 33), (2, 1, 20, 33), (1, 1, 20, 33), (2, 2, 1, 33), (1, 2, 1, 33), (1, 1, 1, 33)]
 

@@ -20,10 +20,10 @@ from tilefold.ops.backward.attention_backward_spans import bound_launches, cut, 
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.plan import AttentionProblem, device_named, plan_attention
-from tilefold.plan import attention_backward_hopper as rules
-from tilefold.plan import attention_backward_spans as spans
-from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.hopper_backward import KEPT_LIMIT
+from tilefold.plan.backward import attention_backward_hopper as rules
+from tilefold.plan.backward import attention_backward_spans as spans
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 32768, 32768, 32, 8, 128, 128, causal=True)

@@ -9,7 +9,7 @@ import tilefold
 from cases import rand, same
 from cases.fp8 import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
-from tilefold.kernels.transpose_values import transpose_values
+from tilefold.kernels.dense.transpose_values import transpose_values
 from tilefold.ops.dense.attention_fp8 import Fp8Call
 from tilefold.ops.dense.fp8_library import ATTENTION_FP8
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8

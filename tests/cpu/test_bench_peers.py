@@ -237,8 +237,8 @@ def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backw
     """On an H200, where a Gluon kernel serves one direction, both or none: a forward case has no backward plan to ask about."""
     from tilefold.ops.sparse import sparse
     from tilefold.plan import device_named
-    from tilefold.plan.sparse import plan_sparse
-    from tilefold.plan.sparse_backward import plan_sparse_backward
+    from tilefold.plan.sparse.sparse import plan_sparse
+    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     real = sparse.prepare
     problem = replace(PROBLEM, dtype="bfloat16", dim_qk=128, dim_v=128)
@@ -253,7 +253,7 @@ def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backw
     monkeypatch.setattr(sparse, "prepare", prepare)
     for module, refusal in (("sparse", "hopper_refusal"), ("sparse_backward", "hopper_backward_refusal")):
         why = None if module in gluon else "not here"
-        monkeypatch.setattr(f"tilefold.plan.{module}.{refusal}", lambda *_, why=why: why)
+        monkeypatch.setattr(f"tilefold.plan.sparse.{module}.{refusal}", lambda *_, why=why: why)
     caches = plan_sparse.cache_clear, plan_sparse_backward.cache_clear
     for clear in caches:
         clear()

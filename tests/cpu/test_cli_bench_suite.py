@@ -21,7 +21,7 @@ from tilefold.bench.suites import SUITES, suite_named
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep
 from tilefold.errors import Unsupported, ValueRangeError
-from tilefold.plan.video import STAGES
+from tilefold.plan.sparse.video import STAGES
 
 TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
 

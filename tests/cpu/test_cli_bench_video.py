@@ -15,7 +15,7 @@ from tilefold.bench.video.crossover import overtakes
 from tilefold.bench.video.report import findings, table_of
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.errors import ShapeError, ValueRangeError
-from tilefold.plan.video import VideoShape
+from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference import Comparison
 
 TINY = ("--shape", "1,2,128,16", "--dtype", "fp32")

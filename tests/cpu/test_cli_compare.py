@@ -123,7 +123,7 @@ def test_same_lists_are_the_first_ones(monkeypatch):
     """An oracle that would select other blocks attends the first one's when it is told to."""
     from tilefold import reference
     from tilefold.bench.compared import video_results
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
     from tilefold.sparse import SelectOptions
 
     true = reference.sparse_video_attention

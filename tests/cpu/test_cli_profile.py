@@ -43,7 +43,7 @@ def test_every_stage_and_every_report(tmp_path):
 @pytest.mark.interpreter
 def test_the_index_alone_makes_the_lists_of_the_stages():
     from tilefold.bench.video.stages import ALONE, prepare_stages
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 
     ready = prepare_stages(
@@ -60,7 +60,7 @@ def test_the_published_shape_has_what_its_authors_report():
     from tilefold.bench.timers import Timing
     from tilefold.bench.video.stages import StageRow, VideoRun
     from tilefold.cli import profile
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
 
     names = ("coarse", "select", "fine", "fuse", "index alone", "pipeline", "dense cuDNN")
     rows = tuple(StageRow(name, Timing(2.0, 2.0, 2.0, 1, "events"), None, None, None) for name in names)

@@ -12,11 +12,11 @@ from cases.coarse import held, padding, run, sized, weights
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.ops import records
-from tilefold.plan import coarse as plans
 from tilefold.plan import device_named
-from tilefold.plan.coarse import CoarseProblem, plan_coarse
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse import coarse as plans
+from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 
 KINDS = ("block", "dense", "pooled")
 

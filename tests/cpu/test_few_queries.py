@@ -25,7 +25,7 @@ from tilefold.plan import (
     plan_forward,
     plan_splits,
 )
-from tilefold.plan.forward import FILLED_ROWS, LEAST_KEYS, STEP, cut_of, plan_holds
+from tilefold.plan.dense.forward import FILLED_ROWS, LEAST_KEYS, STEP, cut_of, plan_holds
 
 H200 = device_named("h200")
 

@@ -9,7 +9,7 @@ from tilefold import sparse
 from tilefold.ops import hopper
 from tilefold.ops.backward import backward_parts
 from tilefold.plan import AttentionProblem, SparseProblem, Tile, device_named, plan_attention_backward, plan_sparse
-from tilefold.plan.sparse_backward import plan_sparse_backward
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
 
 def listed(seq_q, seq_k, device):

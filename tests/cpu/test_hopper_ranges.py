@@ -12,7 +12,7 @@ from simulated.arrays import Array, Pointer, arrays, functions, integers
 from tilefold.kernels.hopper import backward_ranges, forward_work, parts
 from tilefold.ops.call import UNBOUNDED
 from tilefold.plan import AttentionProblem
-from tilefold.plan import attention_backward_hopper as rules
+from tilefold.plan.backward import attention_backward_hopper as rules
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 FORWARD = ("is_cut", "range_of_block", "cut_if_needed", "sequence_of_place")

@@ -12,11 +12,11 @@ from parallel_memory_cases import Alive
 from tilefold import parallel as tp
 from tilefold.parallel import exchange, schemes, sums
 from tilefold.parallel.job import Setting, job_of
-from tilefold.plan.attention_backward import plan_attention_backward
+from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.device import device_named
-from tilefold.plan.parallel import plan_parallel
-from tilefold.plan.parallel_problem import Links, ParallelProblem
-from tilefold.plan.parallel_scratch import memory_on
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
+from tilefold.plan.parallel.scratch import memory_on
 from tilefold.plan.problem import AttentionProblem
 
 H200 = device_named("h200")

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
-from tilefold.plan.parallel import SCHEMES, plan_parallel
-from tilefold.plan.parallel_cost import head_refusal
-from tilefold.plan.parallel_problem import Links, ParallelProblem
+from tilefold.plan.parallel.cost import head_refusal
+from tilefold.plan.parallel.plan import SCHEMES, plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
 
 LONG = ParallelProblem(1, 1 << 20, 1 << 20, 64, 8, 128, 128, window=(-1, 0), kind="zigzag")
 SHORT = ParallelProblem(1, 8192, 8192, 32, 8, 128, 128)

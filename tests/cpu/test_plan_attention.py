@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
-from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_programs, hopper_tile, hopper_violation
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.dense.attention_hopper import hopper_programs, hopper_tile, hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
 from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from examples import examples
 from tilefold.errors import PlanError, TilefoldError
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan import attention_backward_hopper as rules
-from tilefold.plan import attention_backward_packed as packed
-from tilefold.plan import attention_backward_spans as spans
-from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.hopper_backward import KEPT_LIMIT
+from tilefold.plan.backward import attention_backward_hopper as rules
+from tilefold.plan.backward import attention_backward_packed as packed
+from tilefold.plan.backward import attention_backward_spans as spans
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")

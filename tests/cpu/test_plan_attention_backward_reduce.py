@@ -16,8 +16,8 @@ import tilefold
 from examples import examples
 from tilefold.errors import DtypeError, PlanError
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan import attention_backward_reduce as rules
-from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward import attention_backward_reduce as rules
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")

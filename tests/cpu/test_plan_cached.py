@@ -4,7 +4,7 @@ import pytest
 
 from tilefold.errors import ValueRangeError
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.cached import LEAST_TILES, MAX_SPLITS, plan_cached
+from tilefold.plan.cache.cached import LEAST_TILES, MAX_SPLITS, plan_cached
 
 H200 = device_named("h200")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, DecodePlan, DecodeProblem, device_named, plan_decode
-from tilefold.plan.decode import decode_kernel_refusal, slice_shape, slices_of
+from tilefold.plan.cache.decode import decode_kernel_refusal, slice_shape, slices_of
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402

@@ -22,8 +22,8 @@ from tilefold.plan import (
     plan_splits,
     trace_generation,
 )
-from tilefold.plan.cached import plan_cached
-from tilefold.plan.flash_split import flash_candidates, flash_plain_tile, flash_splits, flash_work
+from tilefold.plan.cache.cached import plan_cached
+from tilefold.plan.cache.flash_split import flash_candidates, flash_plain_tile, flash_splits, flash_work
 
 H200, A100, L4 = device_named("h200"), device_named("a100"), device_named("l4")
 NVIDIA = [name for name in sorted(DEVICES) if DEVICES[name].backend == "cuda"]

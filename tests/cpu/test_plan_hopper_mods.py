@@ -10,7 +10,13 @@ from cases import qkv, rand
 from tilefold.errors import PlanError, ValueRangeError
 from tilefold.ops.dense.attention_tiles import steps_of, tiles_of
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
-from tilefold.plan.attention_hopper import KERNEL, hopper_options, hopper_refusal, hopper_shared_bytes, hopper_tile
+from tilefold.plan.dense.attention_hopper import (
+    KERNEL,
+    hopper_options,
+    hopper_refusal,
+    hopper_shared_bytes,
+    hopper_tile,
+)
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 4096, 4096, 16, 4, 128, 128)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilefold.errors import Unsupported
 from tilefold.plan import device_named
-from tilefold.plan.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select
+from tilefold.plan.sparse.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select
 from tilefold.sparse.select_arguments import kept_by
 
 

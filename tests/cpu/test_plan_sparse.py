@@ -8,12 +8,12 @@ import pytest
 import tilefold
 from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.hopper_backward import KEPT_LIMIT
+from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
 from tilefold.plan.limits import Tile
-from tilefold.plan.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
-from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
-from tilefold.plan.sparse_hopper import KERNEL as HOPPER
-from tilefold.plan.sparse_hopper import programs_per_sm, shared_bytes
+from tilefold.plan.sparse.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse.sparse_hopper import programs_per_sm, shared_bytes
 
 
 def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):

@@ -5,7 +5,7 @@ import pytest
 from tilefold import ShapeError, ValueRangeError
 from tilefold.plan import device_named
 from tilefold.plan.cost import Cost, bound
-from tilefold.plan.video import STAGES, VideoShape, dense_cost, stage_costs
+from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, stage_costs
 
 
 def test_counted_one_by_one():

@@ -5,8 +5,8 @@ import pytest
 from tilefold.bench import timers
 from tilefold.bench.video.stages import Ready
 from tilefold.plan import device_named
-from tilefold.plan.video import VideoShape
-from tilefold.plan.video_launches import TOGETHER, LaunchWork, launch_works
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling import video
 from tilefold.profiling.predict import memory_traffic, predict
 from tilefold.profiling.timeline import Ran, between_marks, by_place, ordered

@@ -7,7 +7,7 @@ import torch
 
 from cases.select import KINDS, bounds, held, kept, rows
 from tilefold import reference, sparse
-from tilefold.plan.select import LONGEST_ROW
+from tilefold.plan.sparse.select import LONGEST_ROW
 
 METHODS = {
     "gini": {},

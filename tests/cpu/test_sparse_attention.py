@@ -160,7 +160,7 @@ def test_refusals(device):
 
 def test_plan(device):
     """JSON both ways; overrides that do not divide a block are refused; a plan of other lists too."""
-    from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse.sparse import SparsePlan
 
     q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
     index = lists(1, 4, 48, 48, device=device)

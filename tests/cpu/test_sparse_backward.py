@@ -15,7 +15,7 @@ from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
 from tilefold.plan import device_named
 from tilefold.plan.limits import Tile
-from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
 BOX = "sparse_backward_box"
 NAMES = ("dq", "dk", "dv")

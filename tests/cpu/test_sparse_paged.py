@@ -116,7 +116,7 @@ def test_no_queries(device):
 
 
 def test_plan(device):
-    from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse.sparse import SparsePlan
 
     tensors, where = cache([70, 33], 16, device=device)
     index = lists(2, 4, 20, 70, device=device)
@@ -201,7 +201,7 @@ def test_a_page_of_more_than_2_to_the_31_elements_is_wide():
     """Rows of such a page are addressed in 64 bits; here only the compile-time constant is looked at, on no memory at all."""
     from tilefold.ops.sparse.sparse_example import example_launch
     from tilefold.plan import AttentionProblem, device_named
-    from tilefold.plan.sparse import SparseProblem, plan_sparse
+    from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 
     for keys, wide in ((1 << 20, False), (1 << 22, True)):
         dense = AttentionProblem(1, 64, keys, 8, 8, 64, 64)

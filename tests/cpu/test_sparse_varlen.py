@@ -154,7 +154,7 @@ def test_no_queries(lengths, device):
 
 
 def test_plan(device):
-    from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse.sparse import SparsePlan
 
     tensors, index, where = batch([20, 33], [60, 17], device=device)
     plan = plan_of(*tensors, index, **where, causal=True)

@@ -22,8 +22,8 @@ from tilefold.errors import DeviceError, PlanError, ValueRangeError
 from tilefold.ops import records
 from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_attention, plan_decode
 from tilefold.plan import table as tables
-from tilefold.plan.decode import rules_decode
-from tilefold.plan.forward import plan_forward
+from tilefold.plan.cache.decode import rules_decode
+from tilefold.plan.dense.forward import plan_forward
 from tilefold.plan.matrix.matmul import MatmulProblem, plan_matmul
 from tilefold.plan.table import Entry, Table, key_of, read_table, table_path, write_table
 from tilefold.tune import candidates

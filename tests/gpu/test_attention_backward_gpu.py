@@ -112,7 +112,7 @@ def test_cuda_graph_of_forward_and_backward():
 
 def test_one_compilation_serves_all_lengths():
     """Lengths, batch, heads, group, scale and window are run-time values."""
-    from tilefold.kernels import attention_backward as kernels
+    from tilefold.kernels.backward import attention_backward as kernels
 
     made = (kernels.attention_backward_queries, kernels.attention_backward_keys)
 

@@ -25,9 +25,9 @@ from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, near, re
 from cases.gradient import gradients, judged, oracle, upstream
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.call import Call
-from tilefold.plan import attention_backward_hopper
-from tilefold.plan.attention_backward_hopper import KERNEL, kept_bytes, rooms
-from tilefold.plan.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.backward import attention_backward_hopper
+from tilefold.plan.backward.attention_backward_hopper import KERNEL, kept_bytes, rooms
+from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 
 pytestmark = [pytest.mark.no_poison, SM_90]
 BF = torch.bfloat16

@@ -10,7 +10,7 @@ from cases import packed, rand, same
 from cases.backward_kernels import DENSE, MASKS, PACKED, compiled_once
 from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside
 from cases.gradient import upstream
-from tilefold.plan import attention_backward_packed
+from tilefold.plan.backward import attention_backward_packed
 
 pytestmark = [pytest.mark.no_poison, SM_90]
 BF = torch.bfloat16

@@ -11,7 +11,7 @@ from cases.device import DEVICE, SM_90, captured
 from cases.fp8 import check, quantised
 from tilefold import reference
 from tilefold.errors import Unsupported
-from tilefold.kernels.transpose_values import transpose_values
+from tilefold.kernels.dense.transpose_values import transpose_values
 
 KERNEL = "attention_forward_fp8"
 pytestmark = [

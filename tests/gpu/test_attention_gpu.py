@@ -43,7 +43,7 @@ def test_planned_varlen():
 
 def test_one_compilation_serves_all_lengths():
     """Lengths, batch, heads, group, scale and window are run-time values."""
-    from tilefold.kernels import attention_forward as kernels
+    from tilefold.kernels.dense import attention_forward as kernels
 
     made = kernels.attention_forward, kernels.attention_forward_box, kernels.attention_forward_varlen
 

@@ -13,8 +13,8 @@ from faults import FAULTS, counted, hit_of, run, table, watch
 from tilefold.bench import timers
 from tilefold.bench.video.stages import prepare_stages, profile_video
 from tilefold.errors import Unsupported
-from tilefold.plan.video import STAGES, VideoShape
-from tilefold.plan.video_launches import TOGETHER, LaunchWork
+from tilefold.plan.sparse.video import STAGES, VideoShape
+from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork
 from tilefold.profiling import roofs
 from tilefold.profiling.predict import predict
 from tilefold.profiling.timeline import by_place, traced

@@ -23,8 +23,8 @@ from tilefold import BlockIndex, reference
 from tilefold.ops.device import device_of
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
-from tilefold.plan.sparse_backward import plan_sparse_backward
-from tilefold.plan.sparse_backward_hopper import KERNEL, kept_bytes
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
+from tilefold.plan.sparse.sparse_backward_hopper import KERNEL, kept_bytes
 
 BF = torch.bfloat16
 

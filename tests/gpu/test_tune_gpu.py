@@ -12,7 +12,7 @@ from tilefold.ops import records
 from tilefold.ops.device import device_of
 from tilefold.plan import AttentionProblem, plan_attention
 from tilefold.plan import table as tables
-from tilefold.plan.forward import plan_forward
+from tilefold.plan.dense.forward import plan_forward
 from tilefold.plan.table import write_table
 from tilefold.tune.measure import Limits, Log, Outcome, identity_of, table_of_outcomes, tune
 from tilefold.tune.problems import Tunable

@@ -29,7 +29,7 @@ from tilefold.kernels.hopper import (
     parts,
 )
 from tilefold.plan import AttentionProblem
-from tilefold.plan import attention_backward_hopper as rules
+from tilefold.plan.backward import attention_backward_hopper as rules
 
 SHARED = (
     (backward_work, ("work_of_item",)),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tilefold.bench.implementation import Inputs
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
     from tilefold.sparse.stages import SelectOptions
 
 __all__ = ["VIDEO_NAMES", "attention_results", "check_name", "check_video_names", "video_results", "without_lse"]

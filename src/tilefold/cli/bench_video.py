@@ -22,7 +22,7 @@ from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.video.sweep import Point
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
 
 __all__ = ["EPILOG", "video"]
 
@@ -98,7 +98,7 @@ def video(
     from tilefold.bench.video import report
     from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.stages import LISTED, PEERS
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
 
     engine = ENGINES["video"]
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]

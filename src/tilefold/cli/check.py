@@ -62,7 +62,7 @@ def run_check(case: CheckCase, device: str) -> Result:
     import tilefold
     from tilefold import reference
     from tilefold.plan import AttentionPlan
-    from tilefold.plan.sparse import SparsePlan
+    from tilefold.plan.sparse.sparse import SparsePlan
 
     (q, k, v), where, options = arguments(case, device)
     planner: Any = tilefold.sparse_plan if case.lists else tilefold.attention_plan

@@ -218,7 +218,7 @@ def _runs_of_video(
     backward = direction == "backward"
     check_video_names(names, backward, same_lists)
     runtime = prepare_runtime()
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
     from tilefold.sparse import SelectOptions
 
     text, quick, dtype, sparsity = asked

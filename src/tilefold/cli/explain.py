@@ -9,7 +9,7 @@ from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.plan import AttentionProblem, Device
-    from tilefold.plan.sparse import SparseProblem
+    from tilefold.plan.sparse.sparse import SparseProblem
 
 __all__ = ["EPILOG", "explain"]
 
@@ -159,7 +159,7 @@ def explain(
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_forward
     from tilefold.plan.architecture import CPU
-    from tilefold.plan.sparse import plan_sparse
+    from tilefold.plan.sparse.sparse import plan_sparse
     from tilefold.plan.torch_cpu import plan_torch
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
@@ -236,7 +236,7 @@ def _sparse_problem(
     problem: "AttentionProblem", blocks: str | None, listed: int | None, sizes: bool, page_size: int
 ) -> "SparseProblem | None":
     """The block-sparse problem that the options ask for, or None; Unsupported names an option that does not go with them."""
-    from tilefold.plan.sparse import SparseProblem
+    from tilefold.plan.sparse.sparse import SparseProblem
 
     if blocks is None:
         for name, given in (("--listed", listed), ("--sizes", sizes), ("--page-size", page_size)):

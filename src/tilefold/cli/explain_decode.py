@@ -8,7 +8,7 @@ from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.plan import AttentionProblem, Device
-    from tilefold.plan.decode import DecodeProblem
+    from tilefold.plan.cache.decode import DecodeProblem
 
 __all__ = ["CacheOptions", "check_cache", "explain_cache"]
 
@@ -42,7 +42,7 @@ def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
 def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
     """What `attention_kvcache` does, as text or JSON: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
     from tilefold.plan import plan_splits
-    from tilefold.plan.decode import decode_kernel_refusal, plan_decode
+    from tilefold.plan.cache.decode import decode_kernel_refusal, plan_decode
 
     if not (problem.batch and problem.seq_q):
         raise Unsupported("there is nothing to plan: no queries")
@@ -58,7 +58,7 @@ def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Dev
 
 def _problem(asked: CacheOptions, problem: "AttentionProblem") -> "DecodeProblem":
     """Of caches with room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
-    from tilefold.plan.decode import DecodeProblem
+    from tilefold.plan.cache.decode import DecodeProblem
 
     storage = HELD[asked.held or "same"]
     itemsize = problem.itemsize if storage == "plain" else 1

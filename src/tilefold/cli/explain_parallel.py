@@ -45,11 +45,11 @@ def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
 
 def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
     """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
-    from tilefold.plan.parallel import plan_parallel
-    from tilefold.plan.parallel_problem import Links, ParallelProblem
-    from tilefold.plan.parallel_scale import FORMULAS, LETTERS, scaling
-    from tilefold.plan.parallel_scratch import memory_on
-    from tilefold.plan.sharding import KINDS
+    from tilefold.plan.parallel.plan import plan_parallel
+    from tilefold.plan.parallel.problem import Links, ParallelProblem
+    from tilefold.plan.parallel.scale import FORMULAS, LETTERS, scaling
+    from tilefold.plan.parallel.scratch import memory_on
+    from tilefold.plan.parallel.sharding import KINDS
 
     kind = asked.shards or "zigzag"
     if kind not in KINDS:

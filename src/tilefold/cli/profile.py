@@ -137,7 +137,7 @@ def video(
     writable(files)
     runtime = prepare_runtime()
     from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
-    from tilefold.plan.video import VideoShape
+    from tilefold.plan.sparse.video import VideoShape
     from tilefold.sparse import CoarseOptions, SelectOptions
 
     usual = (1, 12, 4096 if quick else 23296, 128) if runtime.gpu else (1, 2, 256, 32)

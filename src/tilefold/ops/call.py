@@ -13,7 +13,7 @@ from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan, DecodePlan
-    from ..plan.attention_backward import AttentionBackwardPlan
+    from ..plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = [
     "MAX_HEAD_DIM",

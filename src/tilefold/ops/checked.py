@@ -110,7 +110,7 @@ def _places(
 @recorded("checked places", lambda places, numbers: facts_of_values(*places, *numbers))
 def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     """The launch, None for no sequence, and the scalars."""
-    from ..kernels.check_places import check_places
+    from ..kernels.cache.check_places import check_places
     from .launch import Launch
 
     cu_q, cu_k, lengths, pads, batch_index, table = places
@@ -165,7 +165,7 @@ def _list_shapes(
 def _bind_lists(
     indices: torch.Tensor, counts: torch.Tensor, sizes: tuple[torch.Tensor | None, ...], numbers: Sequence[int]
 ) -> tuple[Any, tuple[int, ...]]:
-    from ..kernels.check_lists import check_lists
+    from ..kernels.sparse.check_lists import check_lists
     from .launch import Launch
 
     if counts.device.type != "meta":

@@ -10,9 +10,9 @@ or, around a model whose attention is `tilefold.attention`, `with context_parall
 group: a ProcessGroup, DeviceMesh or `Ranks`, None for all processes."""
 
 from ..errors import CommunicationError
-from ..plan.parallel import ParallelPlan, plan_parallel
-from ..plan.parallel_problem import Links, ParallelProblem
-from ..plan.sharding import Sharding, shard
+from ..plan.parallel.plan import ParallelPlan, plan_parallel
+from ..plan.parallel.problem import Links, ParallelProblem
+from ..plan.parallel.sharding import Sharding, shard
 from .blocks import shard_blocks, shard_index
 from .calls import (
     all_gather_attention,

@@ -6,7 +6,7 @@ import torch
 
 from ..check import check_whole
 from ..errors import DtypeError, ShapeError
-from ..plan.sharding import Sharding, shard
+from ..plan.parallel.sharding import Sharding, shard
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from .group import check_sharding

@@ -8,9 +8,9 @@ from ..errors import Unsupported
 from ..keywords import refusing, unexpected, unexpected_of
 from ..ops.call import window_of
 from ..ops.watch import is_transformed
-from ..plan.parallel import ParallelPlan
-from ..plan.parallel_problem import Links
-from ..plan.sharding import Sharding
+from ..plan.parallel.plan import ParallelPlan
+from ..plan.parallel.problem import Links
+from ..plan.parallel.sharding import Sharding
 from ..types import Window
 from . import schemes
 from .group import ranks_of

@@ -10,9 +10,9 @@ import torch
 from ..errors import DtypeError, Unsupported, ValueRangeError
 from ..ops import route
 from ..ops.call import Call
-from ..plan.parallel import SCHEMES
-from ..plan.parallel_problem import Links
-from ..plan.sharding import Sharding
+from ..plan.parallel.plan import SCHEMES
+from ..plan.parallel.problem import Links
+from ..plan.parallel.sharding import Sharding
 from .calls import eager_attention
 from .compiled import compiled_attention
 from .group import check_sharding, ranks_of

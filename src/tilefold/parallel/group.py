@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..plan.sharding import Sharding
+from ..plan.parallel.sharding import Sharding
 
 __all__ = ["Ranks", "carried_by", "check_device", "check_sharding", "ranks_of"]
 

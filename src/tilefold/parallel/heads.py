@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plan.sharding import Spans
+from ..plan.parallel.sharding import Spans
 from .places import Places
 
 __all__ = ["HeadExchange", "spread", "spread_of", "unspread"]

@@ -9,9 +9,9 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
 from ..ops.call import check_heads, check_kinds, window_of
 from ..ops.watch import refuse_tangents
-from ..plan.parallel import ParallelPlan, plan_parallel
-from ..plan.parallel_problem import Links, ParallelProblem
-from ..plan.sharding import Sharding
+from ..plan.parallel.plan import ParallelPlan, plan_parallel
+from ..plan.parallel.problem import Links, ParallelProblem
+from ..plan.parallel.sharding import Sharding
 from ..types import Window
 from .agree import agree, keep, known, number_of, text_of
 from .group import Ranks, check_device, check_sharding

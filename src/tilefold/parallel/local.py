@@ -14,7 +14,7 @@ from ..ops.backward import attention_backward
 from ..ops.call import Call, Packed
 from ..ops.dense import attention
 from ..plan.bands import Chain, chains_of, pieces_of
-from ..plan.sharding import Spans
+from ..plan.parallel.sharding import Spans
 from .sums import State, Sum
 
 __all__ = ["Gradients", "Kernels", "Pair", "add_gradients", "fold"]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..plan.sharding import Spans, ordered
+from ..plan.parallel.sharding import Spans, ordered
 from .exchange import Transfer, begin
 from .tokens import take
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..plan.bands import turns_of
-from ..plan.sharding import Sharding, Spans, union
+from ..plan.parallel.sharding import Sharding, Spans, union
 from .exchange import Ring, pack, unpack
 from .group import Ranks
 from .heads import HeadExchange, spread, unspread

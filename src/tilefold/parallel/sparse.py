@@ -9,7 +9,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number, check_whole
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
 from ..ops.call import check_heads, check_kinds
-from ..plan.sharding import Sharding
+from ..plan.parallel.sharding import Sharding
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local

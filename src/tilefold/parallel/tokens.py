@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DtypeError, ShapeError, TilefoldError
-from ..plan.sharding import Sharding, Spans, ordered
+from ..plan.parallel.sharding import Sharding, Spans, ordered
 from .agree import agree, text_of
 from .exchange import gather_flat, guarded
 from .group import check_device, check_sharding, ranks_of

@@ -1,18 +1,18 @@
 """Plans: pure functions from a problem and a device to a printable decision, without tensors and without a GPU."""
 
-from tilefold.plan.attention import AttentionPlan, Buffer, Rejected, plan_attention
-from tilefold.plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.attention_fp8 import AttentionFp8Plan, plan_attention_fp8
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, plan_decode
+from tilefold.plan.cache.dispatch import POLICIES, SplitDecision, plan_splits
+from tilefold.plan.cache.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
-from tilefold.plan.decode import DecodePlan, DecodeProblem, plan_decode
+from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention
+from tilefold.plan.dense.attention_fp8 import AttentionFp8Plan, plan_attention_fp8
+from tilefold.plan.dense.forward import plan_forward
 from tilefold.plan.device import DEVICES, Device, device_named
-from tilefold.plan.dispatch import POLICIES, SplitDecision, plan_splits
-from tilefold.plan.forward import plan_forward
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
-from tilefold.plan.sparse import SparsePlan, SparseProblem, plan_sparse
-from tilefold.plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.sparse.sparse import SparsePlan, SparseProblem, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.plan.torch_cpu import TorchPlan
 from tilefold.plan.trace import Generation, Trace, trace_generation
 

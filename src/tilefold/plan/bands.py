@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from tilefold.plan.sharding import Spans
+from tilefold.plan.parallel.sharding import Spans
 
 __all__ = ["Chain", "Piece", "chains_of", "pieces_of", "turns_of"]
 

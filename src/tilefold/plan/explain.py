@@ -6,17 +6,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
 from tilefold.plan.cost import live_pairs, visited_tiles
-from tilefold.plan.fp8_hopper import KERNEL as FP8
-from tilefold.plan.fp8_hopper import fp8_consumers
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.dense.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
+from tilefold.plan.dense.fp8_hopper import KERNEL as FP8
+from tilefold.plan.dense.fp8_hopper import fp8_consumers
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 from tilefold.plan.words import counted
 
 if TYPE_CHECKING:
-    from tilefold.plan.attention import AttentionPlan, Rejected
-    from tilefold.plan.attention_fp8 import AttentionFp8Plan
+    from tilefold.plan.dense.attention import AttentionPlan, Rejected
+    from tilefold.plan.dense.attention_fp8 import AttentionFp8Plan
     from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["explain", "explain_fp8", "laid_out", "problem_text", "scaled", "time_text"]

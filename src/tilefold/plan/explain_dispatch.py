@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from tilefold.plan.cache.flash_split import FUNCTIONS
 from tilefold.plan.explain import LABEL, WIDTH, laid_out, problem_text, scaled, time_text
-from tilefold.plan.flash_split import FUNCTIONS
 from tilefold.plan.words import counted as count
 
 if TYPE_CHECKING:
-    from tilefold.plan.dispatch import SplitDecision
+    from tilefold.plan.cache.dispatch import SplitDecision
     from tilefold.plan.trace import Trace, TraceRange
 
 __all__ = ["explain_decision", "explain_trace"]

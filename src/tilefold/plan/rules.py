@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_few, hopper_refusal, hopper_tile, hopper_unmeasured
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.dense.attention_hopper import hopper_few, hopper_refusal, hopper_tile, hopper_unmeasured
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
 from tilefold.plan.problem import AttentionProblem, next_power_of_two

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan
+from tilefold.plan.cache.dispatch import SplitDecision, plan_splits
+from tilefold.plan.cache.flash_split import CALLS
 from tilefold.plan.device import Device
-from tilefold.plan.dispatch import SplitDecision, plan_splits
 from tilefold.plan.explain_dispatch import explain_trace
-from tilefold.plan.flash_split import CALLS
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["MAX_NEW", "Generation", "Trace", "TraceRange", "trace_generation"]

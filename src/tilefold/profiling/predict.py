@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilefold.plan.device import Device
-from tilefold.plan.video_launches import LaunchWork
+from tilefold.plan.sparse.video_launches import LaunchWork
 
 __all__ = ["Predicted", "memory_traffic", "predict"]
 

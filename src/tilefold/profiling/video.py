@@ -13,8 +13,8 @@ from typing import Any
 from tilefold.bench import timers
 from tilefold.bench.video.stages import TOTAL, Ready
 from tilefold.plan.device import Device
-from tilefold.plan.video import STAGES, VideoShape
-from tilefold.plan.video_launches import TOGETHER, LaunchWork, launch_works
+from tilefold.plan.sparse.video import STAGES, VideoShape
+from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
 from tilefold.profiling.launches import Launched, code_for, codes_of
 from tilefold.profiling.predict import Predicted, memory_traffic, predict

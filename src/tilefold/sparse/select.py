@@ -10,7 +10,7 @@ from ..ops.sparse import select as _select
 from ..ops.sparse.select import SelectCall, Selected
 from ..ops.sparse.select_library import GINI, select_dispatched
 from ..ops.watch import is_transformed, is_watched
-from ..plan.select import LONGEST_ROW
+from ..plan.sparse.select import LONGEST_ROW
 from .index import BlockIndex
 from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, called_tau, make_call
 from .select_long import gini_long, select_long

@@ -8,7 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_share, check_whole
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from ..ops.sparse.select import NOWHERE, SelectCall, Setting
-from ..plan.select import SHARE_ROUNDING, kept_blocks
+from ..plan.sparse.select import SHARE_ROUNDING, kept_blocks
 from .lists import padded, sizes_by_row
 from .validate import SMALLEST_BLOCK
 

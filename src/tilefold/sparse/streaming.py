@@ -10,7 +10,7 @@ import torch
 from .. import sparse_attention, sparse_attention_paged
 from ..check import FLOATS, TensorSpec, bind, check_share
 from ..errors import DtypeError, ShapeError, Unsupported
-from ..plan.select import kept_blocks
+from ..plan.sparse.select import kept_blocks
 from ..types import Layout
 from .coarse import attend_rows, project
 from .fuse import fuse

@@ -8,11 +8,11 @@ from itertools import product
 from typing import Any
 
 from tilefold.errors import PlanError
-from tilefold.plan.attention import AttentionPlan, rules_attention
-from tilefold.plan.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.attention_hopper import hopper_options
-from tilefold.plan.cached import MAX_SPLITS
-from tilefold.plan.decode import LEAST_KEYS, MERGES, DecodePlan, rules_decode
+from tilefold.plan.cache.cached import MAX_SPLITS
+from tilefold.plan.cache.decode import LEAST_KEYS, MERGES, DecodePlan, rules_decode
+from tilefold.plan.dense.attention import AttentionPlan, rules_attention
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.dense.attention_hopper import hopper_options
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile
 from tilefold.plan.matrix.matmul import MatmulPlan, rules_matmul

@@ -186,7 +186,7 @@ def _attention(case: Case, device: str, count: int) -> Work:
 def _decode(case: DecodeCase, device: str, count: int) -> Work:
     import tilefold
     from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
-    from tilefold.plan.decode import decode_kernel_refusal
+    from tilefold.plan.cache.decode import decode_kernel_refusal
 
     def options(i: Any) -> dict[str, Any]:
         found = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}

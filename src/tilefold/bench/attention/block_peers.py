@@ -18,8 +18,8 @@ from tilefold.errors import Unsupported
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilefold.plan.sparse import SparsePlan
-    from tilefold.plan.sparse_backward import SparseBackwardPlan
+    from tilefold.plan.sparse.sparse import SparsePlan
+    from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan
     from tilefold.sparse import BlockIndex
 
 __all__ = ["BLOCK_PEERS", "portable_plans"]
@@ -32,8 +32,8 @@ def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | N
 
     Raises Unsupported if no portable tile fits."""
     from tilefold.ops.sparse import sparse as ops
-    from tilefold.plan.sparse import plan_sparse
-    from tilefold.plan.sparse_backward import plan_sparse_backward
+    from tilefold.plan.sparse.sparse import plan_sparse
+    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     if inputs.index is None:
         return None

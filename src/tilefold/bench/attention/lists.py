@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilefold.errors import ShapeError, ValueRangeError
-from tilefold.plan.select import kept_blocks
+from tilefold.plan.sparse.select import kept_blocks
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

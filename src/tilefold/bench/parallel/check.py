@@ -12,7 +12,7 @@ import torch
 from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.bench.parallel.loads import Mask
-from tilefold.plan.sharding import Sharding
+from tilefold.plan.parallel.sharding import Sharding
 from tilefold.reference import compare, deviating
 
 __all__ = ["Inputs", "Results", "inputs_of", "judged"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilefold.api import attention
-from tilefold.plan.parallel_problem import BACKWARD_FLOPS, ParallelProblem
+from tilefold.plan.parallel.problem import BACKWARD_FLOPS, ParallelProblem
 from tilefold.sparse import BlockIndex
 from tilefold.sparse_api import sparse_attention
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tilefold.bench.parallel.check import Inputs, inputs_of
 from tilefold.bench.parallel.loads import Load, Work, dense, sparse
 from tilefold.bench.parallel.setup import barrier, timed, together
-from tilefold.plan.sharding import shard
+from tilefold.plan.parallel.sharding import shard
 
 __all__ = ["Rates", "rates_of", "step_of"]
 

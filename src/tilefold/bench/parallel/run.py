@@ -19,10 +19,10 @@ from tilefold.bench.parallel.trace import Trace, overlaps_of, traced, written
 from tilefold.bench.parallel.ways import PEERS, Note, sharding_of, way_of
 from tilefold.errors import TilefoldError
 from tilefold.ops.device import device_of
-from tilefold.plan.parallel import ParallelPlan, plan_parallel
-from tilefold.plan.parallel_problem import Links
-from tilefold.plan.parallel_scratch import memory_on
-from tilefold.plan.sharding import Sharding
+from tilefold.plan.parallel.plan import ParallelPlan, plan_parallel
+from tilefold.plan.parallel.problem import Links
+from tilefold.plan.parallel.scratch import memory_on
+from tilefold.plan.parallel.sharding import Sharding
 
 __all__ = ["measure"]
 

@@ -15,8 +15,8 @@ from tilefold.ops.cache.merge import merge_into
 from tilefold.ops.call import Call
 from tilefold.parallel import Kernels
 from tilefold.parallel.exchange import Ring
-from tilefold.plan.parallel import ParallelPlan
-from tilefold.plan.parallel_scratch import calls_of
+from tilefold.plan.parallel.plan import ParallelPlan
+from tilefold.plan.parallel.scratch import calls_of
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = ["MeasuredLinks", "barrier", "join", "links_of", "timed", "together", "warmed"]

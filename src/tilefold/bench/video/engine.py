@@ -43,7 +43,7 @@ class VideoEngine:
     def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
         """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
         from tilefold.bench.video.sweep import points_of
-        from tilefold.plan.video import VideoShape
+        from tilefold.plan.sparse.video import VideoShape
 
         batch, heads, seq, dim = SHAPES[gpu]
         shape = VideoShape(batch, heads, heads, seq, dim, request.dtype)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench import timers
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
-from tilefold.plan.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
-from tilefold.plan.video_launches import TOGETHER
+from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
+from tilefold.plan.sparse.video_launches import TOGETHER
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -25,7 +25,7 @@ from tilefold.bench.video.stages import (
 )
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.cost import Cost
-from tilefold.plan.video import STAGES, VideoShape, stage_costs
+from tilefold.plan.sparse.video import STAGES, VideoShape, stage_costs
 
 if TYPE_CHECKING:
     from torch import Tensor

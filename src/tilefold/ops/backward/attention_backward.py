@@ -18,8 +18,8 @@ from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 
 if TYPE_CHECKING:
-    from ...plan.attention import AttentionPlan
-    from ...plan.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
+    from ...plan.dense.attention import AttentionPlan
     from ...plan.problem import AttentionProblem
     from .attention_backward_spans import SpansBound
     from .hopper_backward import GluonBound
@@ -137,7 +137,7 @@ def backward_plan_of(
     problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool
 ) -> "AttentionBackwardPlan":
     """The plan of the backward pass of a call that has this problem; with_bias: the bias gets a gradient."""
-    from ...plan.attention_backward import AttentionBackwardPlan, plan_attention_backward
+    from ...plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     device = device_of(q.device, "attention_backward")
@@ -168,7 +168,7 @@ def _bound(
     key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias, call.deterministic
     found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
-        from ...plan.attention_backward import plan_attention_backward
+        from ...plan.backward.attention_backward import plan_attention_backward
 
         plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
         with without_collector():
@@ -206,8 +206,8 @@ def _bind(
     scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> DenseBound:
     from ...device import mods
-    from ...kernels import attention_backward as kernels
-    from ...kernels import attention_backward_terms as terms
+    from ...kernels.backward import attention_backward as kernels
+    from ...kernels.backward import attention_backward_terms as terms
     from ..launch import Launch
 
     q, k, v, out = tensors

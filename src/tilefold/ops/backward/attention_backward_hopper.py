@@ -23,7 +23,7 @@ from .hopper_backward import (
 )
 
 if TYPE_CHECKING:
-    from ...plan.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = ["FENCED", "GIVEN", "HOLDING", "Sizes", "bound_launches", "main_bound", "rooms_of"]
 
@@ -40,7 +40,7 @@ def bound_launches(
     scale: float, tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> GluonBound:
     """The launches of this call under this plan; tensors: q, k, v, out."""
-    from ...plan import attention_backward_hopper as rules
+    from ...plan.backward import attention_backward_hopper as rules
 
     q, k, v, out = tensors
     n, at_once = plan.problem, (plan.heads_at_once, plan.keys_at_once)
@@ -84,7 +84,7 @@ def main_bound(
     tensors: of the shapes of the gradients.  sides: q, dout, k and v as it reads them.  span: of a launch for some of the
     queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  striped: as if there were several
     stripes."""
-    from ...plan import attention_backward_hopper as rules
+    from ...plan.backward import attention_backward_hopper as rules
     from ..launch import Launch
 
     n, device, (q, dout, k, v) = plan.problem, plan.device, sides
@@ -130,9 +130,9 @@ def main_bound(
 
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     """The kernel of the problem's width, its constants, and how many registers a thread has at launch."""
-    from ...plan import attention_backward_hopper as rules
+    from ...plan.backward import attention_backward_hopper as rules
+    from ...plan.backward.hopper_backward import REGISTERS, WIDE, WIDE_REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.hopper_backward import REGISTERS, WIDE, WIDE_REGISTERS
 
     n, width = plan.problem, rules.width_of(plan.problem)
     constants: dict[str, Any] = {

@@ -22,8 +22,8 @@ from .hopper_backward import (
 )
 
 if TYPE_CHECKING:
-    from ...plan.attention_backward import AttentionBackwardPlan
-    from ...plan.attention_backward_packed import Order
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward_packed import Order
     from ..launch import Launch
 
 __all__ = ["CHUNK", "ENTRY", "bound_launches"]
@@ -39,7 +39,7 @@ def bound_launches(
     scale: float, tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> GluonBound:
     """The launches of this call under this plan; tensors: q, k, v, out."""
-    from ...plan.attention_backward_packed import order_of
+    from ...plan.backward.attention_backward_packed import order_of
 
     q, k, v, out = tensors
     n = plan.problem
@@ -105,7 +105,7 @@ def _prepare(
     dout: torch.Tensor,
 ) -> "Launch":
     """The launch that comes first."""
-    from ...kernels.backward_packed import backward_packed
+    from ...kernels.backward.backward_packed import backward_packed
     from ..launch import Launch
 
     n = plan.problem
@@ -126,8 +126,8 @@ def _prepare(
 def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int) -> "Launch":
     """The launch that makes the gradients."""
     from ...kernels.hopper.attention_backward_packed import attention_backward_packed
+    from ...plan.backward.hopper_backward import REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.hopper_backward import REGISTERS
     from ..launch import Launch
 
     n = plan.problem

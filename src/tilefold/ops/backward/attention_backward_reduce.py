@@ -12,7 +12,7 @@ from .backward_parts import side_strides
 from .hopper_backward import SIDES, GluonBound, Room, boxed_sides, gradients_of, statistics_bound, statistics_box
 
 if TYPE_CHECKING:
-    from ...plan.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ..launch import Launch
 
 __all__ = ["bound_launches"]
@@ -27,9 +27,9 @@ def bound_launches(
     scale: float, tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> GluonBound:
     """The launches of this call under this plan; tensors: q, k, v, out."""
-    from ...kernels.backward_reduced import backward_reduced
-    from ...plan import attention_backward_reduce as rules
-    from ...plan.attention_backward_hopper import tiles
+    from ...kernels.backward.backward_reduced import backward_reduced
+    from ...plan.backward import attention_backward_reduce as rules
+    from ...plan.backward.attention_backward_hopper import tiles
     from ..launch import Launch
 
     q, k, v, out = tensors
@@ -83,7 +83,7 @@ def _sum_box(numbers: int) -> Any:
 def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
-    from ...plan import attention_backward_reduce as rules
+    from ...plan.backward import attention_backward_reduce as rules
     from ...plan.hopper import PRODUCER_REGISTERS
     from ..launch import Launch
 

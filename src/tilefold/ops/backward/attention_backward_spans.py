@@ -17,8 +17,8 @@ from .attention_backward_hopper import GIVEN, Sizes, main_bound, rooms_of
 from .hopper_backward import STATISTICS, UNIT, Room, gradients_of, statistics_bound
 
 if TYPE_CHECKING:
-    from ...plan.attention_backward import AttentionBackwardPlan
-    from ...plan.attention_backward_spans import Span
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward_spans import Span
 
 __all__ = ["SpansBound", "bound_launches", "cut", "unseen"]
 
@@ -116,7 +116,7 @@ def bound_launches(
     scale: float, tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
 ) -> SpansBound:
     """The launches of this call under this plan; tensors: q, k, v, out."""
-    from ...plan import attention_backward_hopper as rules
+    from ...plan.backward import attention_backward_hopper as rules
 
     q, out, n = tensors[0], tensors[3], plan.problem
     q_units, _ = rules.tiles(n)
@@ -146,7 +146,7 @@ def bound_launches(
 
 def _plans(plan: "AttentionBackwardPlan") -> "Iterator[tuple[Span, AttentionBackwardPlan]]":
     """Each span that has keys, with the plan of its launch."""
-    from ...plan.attention_backward_spans import batch_of, problem_of
+    from ...plan.backward.attention_backward_spans import batch_of, problem_of
 
     for span in plan.spans:
         if span.k_high > span.k_low:
@@ -157,7 +157,7 @@ def _plans(plan: "AttentionBackwardPlan") -> "Iterator[tuple[Span, AttentionBack
 
 def _room(plan: "AttentionBackwardPlan") -> tuple[int, int]:
     """Rows of dS of a launch, fp32 numbers of its sums between stripes."""
-    from ...plan import attention_backward_hopper as rules
+    from ...plan.backward import attention_backward_hopper as rules
 
     n, at_once = plan.problem, (plan.heads_at_once, plan.keys_at_once)
     kept = rules.kept_bytes(n, plan.device, *at_once) // (UNIT * n.itemsize)

@@ -14,7 +14,7 @@ from ..call import Call
 from .backward_parts import tiled
 
 if TYPE_CHECKING:
-    from ...plan.attention_backward import AttentionBackwardPlan
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = ["bind_weights", "weighted"]
 
@@ -26,7 +26,7 @@ def bind_weights(
     plan: "AttentionBackwardPlan", constants: Mapping[str, Any], values: Mapping[str, Any], device: int
 ) -> Bound | None:
     """The launch that makes the weights of an fp32 call; None of any other call."""
-    from ...kernels.attention_backward_weights import attention_backward_weights
+    from ...kernels.backward.attention_backward_weights import attention_backward_weights
 
     if plan.problem.dtype != "float32":
         return None

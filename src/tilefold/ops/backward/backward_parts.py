@@ -24,7 +24,7 @@ def delta_bound(
 ) -> Bound:
     """The launch that makes lse in base 2 and the sums of out * dout; total: rows of all sequences, `rows` of each (a packed
     batch is one sequence here)."""
-    from ...kernels.backward_delta import backward_delta
+    from ...kernels.backward.backward_delta import backward_delta
     from ..launch import Launch
 
     constants = {"WIDE": wide, "DIM": problem.dim_v, "BLOCK_D": problem.block_v, "BLOCK_M": ROWS}

@@ -134,7 +134,7 @@ def statistics_bound(
 
     problem: of the forward pass, an AttentionProblem.  q_units: tiles of a head.  values: of the sizes of query blocks, where
     there are some.  per: tiles of a query block.  unit: queries of a tile."""
-    from ...kernels.backward_statistics import backward_statistics
+    from ...kernels.backward.backward_statistics import backward_statistics
     from ..launch import Launch
 
     n = problem

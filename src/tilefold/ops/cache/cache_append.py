@@ -259,7 +259,7 @@ def _prepare(call: Append) -> Prepared:
 
 def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
     """Grid, scalars and constants."""
-    from ...kernels.cache_append import cache_append as kernel
+    from ...kernels.cache.cache_append import cache_append as kernel
     from ..launch import Launch
 
     heads = 0 if call.q is None else n["heads"]

@@ -133,7 +133,7 @@ def _forward(
 
 @recorded("attention_cached", cached_key)
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
-    from ...plan.cached import plan_cached
+    from ...plan.cache.cached import plan_cached
 
     sizes = cached_sizes(q, k, v, call, cache)
     shapes = cached_shapes(sizes, cache)
@@ -172,7 +172,7 @@ def _decoder(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], device: Any
 ) -> Any:  # fmt: skip
     """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
-    from ...plan.decode import decode_kernel_refusal, plan_decode
+    from ...plan.cache.decode import decode_kernel_refusal, plan_decode
     from .decode import bind_decode, problem_of_decode
 
     problem = problem_of_decode(q, k, v, call, cache, sizes, False)
@@ -187,7 +187,7 @@ def _bind(
 ) -> Prepared:  # fmt: skip
     """Kernel, grid, scalars and constants; least_q: of the queries of sequences that are served."""
     from ...device import mods
-    from ...kernels.attention_cached import attention_cached as kernel
+    from ...kernels.cache.attention_cached import attention_cached as kernel
     from ...plan.problem import padded_head_dim, padded_value_dim
     from ..launch import Launch
 
@@ -243,7 +243,7 @@ def _merge(
     out_shape: tuple[int, ...], lse_shape: tuple[int, ...], splits: int, emulate: bool, block_v: int, device: int
 ) -> tuple[Any, Any]:
     """The launch that merges the splits; a packed batch is one sequence to it."""
-    from ...kernels.combine import combine
+    from ...kernels.cache.combine import combine
     from ..launch import Launch
 
     batch, rows, heads, dim = (1, *out_shape) if len(out_shape) == 3 else out_shape
@@ -287,7 +287,7 @@ def example_launch(
     dim_v: int = 0,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
-    from ...plan.cached import plan_cached
+    from ...plan.cache.cached import plan_cached
     from ...plan.device import device_named
 
     def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .cached_call import Cache, cache_values, cached_shapes
 from .decode_counters import counters
 
 if TYPE_CHECKING:
-    from ...plan.decode import DecodePlan, DecodeProblem
+    from ...plan.cache.decode import DecodePlan, DecodeProblem
     from ...plan.device import Device
 
 __all__ = [
@@ -153,7 +153,7 @@ def shares_storage(k: torch.Tensor, v: torch.Tensor, scales: Scales, paged: bool
 def problem_of_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool
 ) -> "DecodeProblem":
-    from ...plan.decode import DecodeProblem
+    from ...plan.cache.decode import DecodeProblem
 
     window = window_of(call.window, call.causal)
     attention = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
@@ -220,7 +220,7 @@ def bind_decode(
 ) -> Decoder:  # fmt: skip
     """Kernel, grid, scalars and constants of a plan; watched: faults are noted."""
     from ...device import mods
-    from ...kernels.attention_decode import attention_decode as kernel
+    from ...kernels.cache.attention_decode import attention_decode as kernel
     from ..launch import Launch
 
     n, index, p = sizes, q.device.index or 0, plan.problem
@@ -309,7 +309,7 @@ def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
 
 def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int], index: int) -> Any:
     """The launch that merges what the main kernel left in parts."""
-    from ...kernels.decode_combine import decode_combine
+    from ...kernels.cache.decode_combine import decode_combine
     from ..launch import Launch
 
     names = ("EARLY", "PAGE", "KIND", "EMULATE", "EVEN", "DIM_V", "BLOCK_M", "BLOCK_N", "BLOCK_V", "BLOCK_B")
@@ -336,7 +336,7 @@ def example_launch(
     **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
-    from ...plan.decode import plan_decode
+    from ...plan.cache.decode import plan_decode
     from ...plan.device import device_named
     from .cached_call import cached_sizes
 

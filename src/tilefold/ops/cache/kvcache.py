@@ -44,7 +44,7 @@ from .decode import (
 )
 
 if TYPE_CHECKING:
-    from ...plan.decode import DecodePlan
+    from ...plan.cache.decode import DecodePlan
 
 __all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
 
@@ -126,7 +126,7 @@ def _key(
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
 ) -> Prepared:  # fmt: skip
-    from ...plan.decode import decode_kernel_refusal
+    from ...plan.cache.decode import decode_kernel_refusal
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
@@ -148,7 +148,7 @@ def _prepare(
 def _planned(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool, plan: Any
 ) -> "DecodePlan":  # fmt: skip
-    from ...plan.decode import DecodePlan, plan_decode
+    from ...plan.cache.decode import DecodePlan, plan_decode
 
     problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device, "attention_kvcache")
     if device.backend == "cpu":

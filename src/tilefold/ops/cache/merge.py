@@ -137,7 +137,7 @@ def _bind(
     lse: torch.Tensor,
 ) -> tuple[Any, tuple[int, ...]]:
     """The launch, None if there is nothing to do, and its scalars."""
-    from ...kernels.merge import merge_results as kernel
+    from ...kernels.cache.merge import merge_results as kernel
     from ..launch import Launch
 
     if out.numel() == 0:

@@ -183,7 +183,7 @@ def _prepare(
     if machine is not None and machine.backend == "cpu":
         run, options = torch_cpu.served("apply_rotary"), (step, n["seq"], interleaved, conjugate)
         return Prepared(n, lambda given: run(*given, *options))  # type: ignore[arg-type]
-    from ...kernels.rotary import rotary
+    from ...kernels.cache.rotary import rotary
     from ..launch import Launch
 
     width = 1 << (n["pairs"] - 1).bit_length()

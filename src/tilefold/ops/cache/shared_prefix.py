@@ -69,7 +69,7 @@ def plan_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given
 
 
 def _plan(q: torch.Tensor, k: torch.Tensor, given: SharedPrefix, n: dict[str, int]) -> Any:
-    from ...plan.shared_prefix import PrefixProblem, plan_shared_prefix
+    from ...plan.cache.shared_prefix import PrefixProblem, plan_shared_prefix
 
     tokens = q.shape[0] if given.cu_q is not None else n["batch"] * n["seq_q"]
     dtype = str(q.dtype).removeprefix("torch.")

@@ -88,7 +88,7 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
     keys share plan and launches: a token of generation is not planned anew."""
-    from ...plan.forward import plan_holds
+    from ...plan.dense.forward import plan_holds
 
     try:
         lengths = _key_of_lengths(q, k, v, call)
@@ -106,7 +106,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
-    from ...plan.forward import STEP
+    from ...plan.dense.forward import STEP
 
     mask, bare = call.mask, call._replace(mask=None)
     at = 1 if call.layout == "bshd" else 2
@@ -209,7 +209,7 @@ def _bind(
 
         return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
     from ...device import mods
-    from ...kernels import attention_forward as kernels
+    from ...kernels.dense import attention_forward as kernels
     from ..launch import Launch
 
     band = band_of(call, window)

@@ -185,7 +185,7 @@ def _bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:  # fmt: skip
     """Kernels, descriptors, run-time scalars and compile-time constants of this call under this plan."""
-    from ...plan import fp8_hopper as rules
+    from ...plan.dense import fp8_hopper as rules
 
     n = plan.problem
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
@@ -194,8 +194,8 @@ def _bind(
     from ..hopper import WORK_COUNTER, require
 
     require("plan.kernel", plan.kernel)
+    from ...kernels.dense.transpose_values import transpose_values
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
-    from ...kernels.transpose_values import transpose_values
     from ..launch import Launch
 
     window = window_of(call.window, call.causal)
@@ -245,8 +245,8 @@ def _bind(
 
 def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and launch options: what the plan's tile and versions make of the kernel."""
-    from ...plan import fp8_hopper as rules
-    from ...plan.attention_hopper import polynomial_of
+    from ...plan.dense import fp8_hopper as rules
+    from ...plan.dense.attention_hopper import polynomial_of
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n, consumers = plan.problem, rules.fp8_consumers(plan.tile)
@@ -272,7 +272,7 @@ def _boxes(
 ) -> dict[str, Slot]:
     """The descriptors of Q, K and V^T [B, H, D, places]: rows of 128 bytes at most lie together."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
-    from ...plan.fp8_hopper import fp8_width
+    from ...plan.dense.fp8_hopper import fp8_width
 
     panel = min(128, fp8_width(plan.problem.dim_qk))
 

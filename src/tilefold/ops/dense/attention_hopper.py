@@ -30,7 +30,7 @@ def bind(
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...device import mods
-    from ...plan import attention_hopper as rules
+    from ...plan.dense import attention_hopper as rules
     from ..launch import Launch
 
     require("plan.kernel", plan.kernel)
@@ -66,7 +66,7 @@ def bind(
 
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:
     """What the plan's tile and versions make of the kernel."""
-    from ...plan import attention_hopper as rules
+    from ...plan.dense import attention_hopper as rules
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n, consumers = plan.problem, rules.consumers_of(plan.tile)
@@ -90,7 +90,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
 
 def _tile_constants(call: Call) -> dict[str, Any]:
     """Rows and buffers of the tiles of the bias and the mask."""
-    from ...plan.attention_hopper import MOD_SLOTS
+    from ...plan.dense.attention_hopper import MOD_SLOTS
 
     rows = {"": 0, "tiles": 64, "keys": 1}
     made: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def _boxes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
 ) -> dict[str, Slot]:
     """The descriptors; a packed batch is one sequence to the copy engine."""
-    from ...plan.attention_hopper import width_of
+    from ...plan.dense.attention_hopper import width_of
 
     made = {}
     for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):

@@ -51,7 +51,7 @@ def _shape(n: dict[str, int], multiple: int) -> tuple[int, int, int, int]:
 def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, n: dict[str, int]) -> Bound:
     """The launch with its arguments."""
     from ...device import mods
-    from ...kernels.attention_weights import attention_weights as kernel
+    from ...kernels.dense.attention_weights import attention_weights as kernel
     from ...plan.problem import padded_head_dim
     from ..launch import Launch
 

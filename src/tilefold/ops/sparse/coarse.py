@@ -22,7 +22,7 @@ from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES
 
 if TYPE_CHECKING:
-    from ...plan.coarse import CoarsePlan, CoarseProblem
+    from ...plan.sparse.coarse import CoarsePlan, CoarseProblem
 
 __all__ = ["COARSE", "REDUCTIONS", "CoarseCall", "Prepared", "forward", "prepare"]
 
@@ -76,7 +76,7 @@ def shapes_of(n: dict[str, int], layout: str) -> tuple[tuple[int, ...], tuple[in
 @recorded("attend_rows", lambda q, k, v, call: facts_of_values(q, k, v, *call))
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
-    from ...plan.coarse import plan_coarse
+    from ...plan.sparse.coarse import plan_coarse
 
     n = check(q, k, v, call)
     out_shape, scores_shape, lse_shape = shapes_of(n, call.layout)
@@ -104,8 +104,8 @@ def _launch_on_cpu(scale: float, call: CoarseCall, given: tuple[Any, ...]) -> No
 def problem_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: dict[str, int], call: CoarseCall
 ) -> "CoarseProblem":
-    from ...plan.coarse import CoarseProblem
     from ...plan.problem import AttentionProblem
+    from ...plan.sparse.coarse import CoarseProblem
 
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
     lengths: dict[str, Any] = {name: n[name] for name in names}
@@ -124,7 +124,7 @@ def bind_forward(
     shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], scale: float,
 ) -> Prepared:  # fmt: skip
     """Launch, run-time scalars and compile-time constants of this call under this plan."""
-    from ...kernels.coarse import coarse_forward
+    from ...kernels.sparse.coarse import coarse_forward
     from ..launch import Launch
 
     n, tile, layout = plan.problem.attention, plan.forward, cast("Any", call.layout)

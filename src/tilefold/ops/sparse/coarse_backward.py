@@ -13,7 +13,7 @@ from .coarse_parts import constants_of, values_of
 from .sparse_parts import Launches
 
 if TYPE_CHECKING:
-    from ...plan.coarse import CoarsePlan
+    from ...plan.sparse.coarse import CoarsePlan
     from .coarse_parts import CoarseCall, Prepared
 
 __all__ = ["backward", "bind"]
@@ -84,7 +84,7 @@ def bind(
     plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: "CoarseCall", scale: float
 ) -> Launches:
     """tensors: q, k, v, out."""
-    from ...kernels import coarse_backward as kernels
+    from ...kernels.sparse import coarse_backward as kernels
 
     q, k, v, out = tensors
     n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0

@@ -10,7 +10,7 @@ from ..device import interpreting
 from .project import size_strides
 
 if TYPE_CHECKING:
-    from ...plan.coarse import CoarsePlan
+    from ...plan.sparse.coarse import CoarsePlan
 
 __all__ = ["CoarseCall", "Prepared", "constants_of", "values_of"]
 

@@ -119,7 +119,7 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
         return None
     if like.device.type != "meta" and device_of(like.device, "fuse").backend == "cpu":
         return _on_cpu(kernel, layout)  # type: ignore[no-any-return]
-    from ...kernels import gate as kernels
+    from ...kernels.sparse import gate as kernels
     from ..launch import Launch
 
     width = padded_head_dim(shape[3])

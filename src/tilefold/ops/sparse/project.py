@@ -163,9 +163,9 @@ def _bind_weight(x: Any, drows: Any, weight: Any, sizes: Any, block: int, layout
 def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor, rows: torch.Tensor, weight: Any, sizes: Any,
           layout: Any, **constants: Any) -> Bound | None:  # fmt: skip
     """The launch of a kernel between tokens x and the rows of their blocks; one of the two may be without memory."""
-    from ...plan.coarse import rows_at_once
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
+    from ...plan.sparse.coarse import rows_at_once
 
     device = x.device if rows.is_meta else rows.device
     if device.type != "meta":
@@ -177,7 +177,7 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
         raise ShapeError(f"{programs} blocks of all heads are more than the {MAX_GRID} that one launch can make")
     if device.type != "meta" and device_of(device, name).backend == "cpu":
         return _on_cpu(name, layout, n["block"], constants)  # type: ignore[no-any-return]
-    from ...kernels import project as kernels
+    from ...kernels.sparse import project as kernels
     from ..launch import Launch
 
     width = padded_head_dim(n["dim"])

@@ -11,7 +11,7 @@ from ..device import device_of
 from ..records import recorded
 
 if TYPE_CHECKING:
-    from ...plan.select import SelectPlan
+    from ...plan.sparse.select import SelectPlan
 
 __all__ = ["SelectCall", "Selected", "Setting", "example_gini", "example_select", "forward", "gini", "most_forced"]
 
@@ -138,7 +138,7 @@ def check_forced(scores: torch.Tensor, call: SelectCall) -> None:
 
 
 def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
-    from ...plan.select import SelectProblem, plan_select
+    from ...plan.sparse.select import SelectProblem, plan_select
 
     batch, heads, q_blocks, kv_blocks = scores.shape
     return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
@@ -162,7 +162,7 @@ def _setting(value: Setting) -> tuple[Any, ...]:
 
 
 def _bind(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> Bound:
-    from ...kernels.select import select
+    from ...kernels.sparse.select import select
 
     block_q, block_k, seq_q, seq_k = call.geometry
     values = {
@@ -180,7 +180,7 @@ def _bind(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> Bound:
 
 
 def _bind_gini(plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tensor | None) -> Bound:
-    from ...kernels.gini import gini as kernel
+    from ...kernels.sparse.gini import gini as kernel
 
     return _bound(kernel, ("Scores", "Sizes", "Gini"), plan, scores, block_sizes, {}, {})
 

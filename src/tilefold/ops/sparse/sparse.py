@@ -18,7 +18,7 @@ from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call,
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
+    from ...plan.sparse.sparse import SparsePlan
 
 __all__ = [
     "Lists",
@@ -66,7 +66,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
 @without_collector()
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
-    from ...plan.sparse import SparseProblem, plan_sparse
+    from ...plan.sparse.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
 
     sizes, scale = check_call(q, k, v, call)
@@ -142,7 +142,7 @@ def _bind(
     mods: Any,
 ) -> tuple[Bound, Bound]:
     """The portable kernel, and the merge of its shares: run-time scalars and compile-time constants."""
-    from ...kernels import sparse_forward
+    from ...kernels.sparse import sparse_forward
     from ..launch import Launch
 
     problem = plan.problem
@@ -201,7 +201,7 @@ def _merge(
     plan: "SparsePlan", batch: int, rows: int, strides: tuple[int, ...], emulate: bool, early: bool, device: int
 ) -> Bound:
     """The launch that merges the shares of `rows` rows of each of `batch` sequences; strides: of a share, and of out."""
-    from ...kernels.combine import combine
+    from ...kernels.cache.combine import combine
     from ..launch import Launch
 
     n = plan.problem.attention

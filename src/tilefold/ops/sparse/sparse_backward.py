@@ -18,8 +18,8 @@ from .sparse_call import check_unchanged, versions_of
 from .sparse_parts import Launches, list_values, mod_values
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
-    from ...plan.sparse_backward import SparseBackwardPlan
+    from ...plan.sparse.sparse import SparsePlan
+    from ...plan.sparse.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
     from .sparse_backward_hopper import HopperBound
 
@@ -179,7 +179,7 @@ def _bound(
 
 
 def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
-    from ...plan.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+    from ...plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
     from ..hopper import disabled
 
     problem = prepared.plan.problem
@@ -203,7 +203,7 @@ def _bind(
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> Launches:
-    from ...kernels import sparse_backward as kernels
+    from ...kernels.sparse import sparse_backward as kernels
 
     q, k, v, out, lse = saved
     problem, n, device = plan.problem, plan.problem.attention, q.device.index or 0

@@ -19,7 +19,7 @@ from ..hopper import chosen_or_none
 from .sparse_parts import list_strides, list_values
 
 if TYPE_CHECKING:
-    from ...plan.sparse_backward import SparseBackwardPlan
+    from ...plan.sparse.sparse_backward import SparseBackwardPlan
     from .sparse import Lists, SparseCall
 
 __all__ = ["HopperBound", "bind", "example_launch", "run"]
@@ -104,10 +104,10 @@ def bound_launches(
 ) -> HopperBound:
     """Launches and sizes of scratch of this call under this plan."""
     from ...kernels.hopper.sparse_backward import sparse_backward_hopper
-    from ...kernels.list_places import list_places
-    from ...plan import sparse_backward_hopper as rules
+    from ...kernels.sparse.list_places import list_places
+    from ...plan.backward.hopper_backward import PROGRAMS_PER_SM, REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.hopper_backward import PROGRAMS_PER_SM, REGISTERS
+    from ...plan.sparse import sparse_backward_hopper as rules
     from ..launch import Launch
 
     q, k, v, out, _ = saved

@@ -24,8 +24,8 @@ from ..call import (
 )
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
-    from ...plan.sparse_backward import SparseBackwardPlan
+    from ...plan.sparse.sparse import SparsePlan
+    from ...plan.sparse.sparse_backward import SparseBackwardPlan
 
 __all__ = [
     "Lists",
@@ -102,7 +102,7 @@ def dense_call(call: SparseCall) -> Call:
 
 def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[dict[str, int], float]:
     """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""
-    from ...plan.sparse import SparsePlan
+    from ...plan.sparse.sparse import SparsePlan
     from ...plan.torch_cpu import TorchPlan
 
     dense = dense_call(call)

@@ -11,7 +11,7 @@ from .sparse_call import Lists, SparseCall, dense_call
 from .sparse_parts import Prepared
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
+    from ...plan.sparse.sparse import SparsePlan
 
 __all__ = ["example_call", "example_launch"]
 

@@ -11,7 +11,7 @@ from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, list_values
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
+    from ...plan.sparse.sparse import SparsePlan
 
 __all__ = ["bind"]
 
@@ -29,7 +29,7 @@ def bind(
 ) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.sparse_hopper import key_slots, registers
+    from ...plan.sparse.sparse_hopper import key_slots, registers
     from ..launch import Launch
 
     require("plan.kernel", plan.kernel)

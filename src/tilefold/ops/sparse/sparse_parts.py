@@ -10,7 +10,7 @@ from ..dense.attention_parts import mask_mods_of, mods_of
 from .sparse_call import Lists, SparseCall, dense_call
 
 if TYPE_CHECKING:
-    from ...plan.sparse import SparsePlan
+    from ...plan.sparse.sparse import SparsePlan
 
 __all__ = [
     "GIVEN",

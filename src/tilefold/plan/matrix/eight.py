@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.attention import Rejected
 from tilefold.plan.capabilities import architecture_refusal
+from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 
 __all__ = ["HOPPER", "PORTABLE", "ROWS", "EightPlan", "EightProblem", "hopper_refusal", "plan_eight"]

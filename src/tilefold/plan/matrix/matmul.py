@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan.attention import Rejected
 from tilefold.plan.base import Plan, changed, require_derived, require_device, require_equal, require_fit
 from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
 from tilefold.plan.matrix.tiles import (

@@ -1,0 +1,1 @@
+"""Block-sparse attention, and what chooses its blocks."""

@@ -1,0 +1,135 @@
+"""Block scores to lists of blocks in one launch: sort, Gini, tau, which blocks are kept, and their numbers in ascending order."""
+
+import triton
+import triton.language as tl
+
+from ...device.ordering import (
+    FIRST_SCORE,
+    concentration,
+    earlier_columns,
+    load_flat,
+    order_sum,
+    positions,
+    quanta,
+    row_max,
+    row_sum,
+    rows_of_program,
+    score_codes,
+    sort_descending,
+)
+from ...device.settings import setting, whole_setting
+
+RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first", "reach",
+           "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb", "stride_sh",
+           "stride_sk"]  # fmt: skip
+
+
+@triton.jit
+def forced_blocks(
+    Force, p_force, stride_fk, i_q, column, inside, capacity, seq_q, shift, log_q, log_k, force_first, reach
+):
+    """Blocks kept whatever their score: the first ones, those within `reach` of the query block's own, those that Force names."""
+    low = ((i_q << log_q) + shift) >> log_k  # shifts round down, below 0 too
+    high = (tl.minimum((i_q + 1) << log_q, seq_q) - 1 + shift) >> log_k
+    forced = (column < force_first) | ((column >= low - reach) & (column <= high + reach))
+    if Force is not None:
+        forced |= load_flat(Force, p_force + column.to(tl.int64) * stride_fk, inside) != 0
+        forced &= inside
+        forced &= earlier_columns(forced.to(tl.int32)) < capacity  # there may be more of them than room
+    return forced & inside
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def select(
+    Scores, Sizes, Force, Index, Count, Gini, Tau, Mass, amount, least, most,
+    rows, heads, q_blocks, kv_blocks, capacity, seq_q, shift, log_q, log_k, force_first, reach,
+    stride_b, stride_h, stride_q, stride_fb, stride_fh, stride_fq, stride_fk, stride_sb, stride_sh, stride_sk,
+    METHOD: tl.constexpr, FORCED: tl.constexpr,
+    ROWS: tl.constexpr, REGS: tl.constexpr, LANES: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """Scores [B, H, Qb, KVb], Sizes int32 [B, H, KVb] or None, Force bool [B, H, Qb, KVb] or None -> Index int32 [B, H, Qb,
+    capacity], Count int32, Gini, Tau (unless METHOD is "count"), Mass fp32 [B, H, Qb], all contiguous.
+
+    amount: the settings of METHOD: "gini" (tau_min, tau_max), "mass" (tau,), "count" (blocks,); least, most: blocks a list;
+    each as `setting` has it.  shift: seq_k - seq_q tokens; log_q, log_k: of the blocks' tokens; reach: blocks, very negative for
+    none.
+
+    Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns.  Sums that decide are sums
+    of integers.  What is listed past a row's count are the blocks that are not kept."""
+    column = tl.arange(0, REGS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    row = rows_of_program(ROWS)
+    live = row < rows
+    i_q = row % q_blocks
+    i_h = (row // q_blocks % heads).to(tl.int64)
+    i_b = (row // q_blocks // heads).to(tl.int64)
+    inside = (column < kv_blocks) & live
+    p_row = i_b * stride_b + i_h * stride_h + i_q.to(tl.int64) * stride_q
+    code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk)
+    if FORCED:
+        p_force = i_b * stride_fb + i_h * stride_fh + i_q.to(tl.int64) * stride_fq
+        forced = forced_blocks(Force, p_force, stride_fk, i_q, column, inside, capacity, seq_q, shift, log_q, log_k,
+                               force_first, reach)  # fmt: skip
+        key = sort_descending(code * 2 + forced.to(tl.uint32), REGS, LANES, LOG)
+        ranked, free = key >> 1, (key & 1) == 0
+        held = row_sum(forced.to(tl.int32))
+    else:
+        forced = False
+        ranked = sort_descending(code, REGS, LANES, LOG)
+        free = True
+        held = 0
+    gini, scale, total = concentration(ranked, REGS, LANES)
+    mass = quanta(ranked, scale, total)  # [ROWS, LANES, REGS]
+    whole = row_sum(mass)
+    if METHOD == "count":
+        blocks = whole_setting(amount[0], i_b, i_h, i_q, live, kv_blocks)
+        scored = row_sum((free & (ranked >= FIRST_SCORE)).to(tl.int32))
+        wanted = tl.minimum(blocks, scored + held)
+    else:
+        tau = setting(amount[0], i_b, i_h, i_q, live)
+        if METHOD == "gini":  # written so that equal scores ask for exactly tau_max
+            high = setting(amount[1], i_b, i_h, i_q, live)
+            tau = high - (high - tau) * gini
+        tau = tl.where(tau < 1.0, tl.maximum(tau, 0.0), 1.0)  # NaN asks for everything
+        tl.store(Tau + row, tau, mask=live)
+        goal = ((tau * 2147483648.0).to(tl.int64) * whole + 0x7FFFFFFF) >> 31  # of integers: exact, and rounded up
+        goal = tl.where(tau < 1.0, goal.to(tl.int32), 0x7FFFFFFF)
+        if FORCED:
+            loose = tl.where(free, mass, 0)
+            before = order_sum(loose, LOG) - loose + row_sum(mass - loose)
+        else:
+            before = order_sum(mass, LOG) - mass
+        needed = free & (ranked > FIRST_SCORE) & (before < goal)
+        wanted = row_sum(needed.to(tl.int32)) + held
+    count = tl.maximum(wanted, whole_setting(least, i_b, i_h, i_q, live, kv_blocks))
+    count = tl.minimum(count, whole_setting(most, i_b, i_h, i_q, live, kv_blocks))
+    count = tl.minimum(tl.maximum(count, held), capacity)
+    take = tl.maximum(count - held, 0)
+    if FORCED:
+        rank = order_sum(free.to(tl.int32), LOG)  # 1 for the first block that is not forced
+    else:
+        rank = positions(REGS, LANES) + 1
+    last = row_max(tl.where(free & (rank == take), ranked, 0))
+    last = tl.where(take > 0, last, 0xFFFFFFFF)  # the code of the last block taken
+
+    # Back to the order of the columns: which are kept, and how many of them come before each.
+    sure = (code > last) & inside
+    tie = (code == last) & inside
+    if FORCED:
+        sure, tie = sure | forced, tie & ~forced
+    flags = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
+    earlier = earlier_columns(flags)
+    ties = take + held - (row_sum(flags) & 0xFFFF)  # of equal scores the first ones
+    kept = sure | (tie & ((earlier >> 16) < ties))
+    earlier = (earlier & 0xFFFF) + tl.minimum(earlier >> 16, ties)
+    place = tl.where(kept, earlier, count + column - earlier)
+    listed = inside & (place < capacity)
+    N: tl.constexpr = ROWS * REGS * LANES
+    entry = (row.to(tl.int64) * capacity + place).reshape(N)  # flat, as they lie in the lanes
+    tl.store(Index + entry, (column + tl.zeros(place.shape, tl.int32)).reshape(N), mask=listed.reshape(N))
+    ours = rank <= take
+    if FORCED:
+        ours = ours | (free == 0)
+    share = row_sum(tl.where(ours, mass, 0)).to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
+    tl.store(Mass + row, tl.where(whole > 0, share, 1.0), mask=live)
+    tl.store(Gini + row, gini, mask=live)
+    tl.store(Count + row, count, mask=live)

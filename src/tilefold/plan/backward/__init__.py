@@ -1,0 +1,1 @@
+"""Plans of the backward pass of dense attention."""

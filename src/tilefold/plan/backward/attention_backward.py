@@ -1,0 +1,380 @@
+"""The plan of the backward pass of dense attention: one tile for dq, one for dk and dv, one for the gradient of a bias."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from tilefold.errors import PlanError
+from tilefold.plan.architecture import SM_90
+from tilefold.plan.backward import attention_backward_hopper as dense
+from tilefold.plan.backward import attention_backward_packed as packed
+from tilefold.plan.backward import attention_backward_reduce as reduced
+from tilefold.plan.backward import attention_backward_spans as spans
+from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
+from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.base import Plan, changed, require_device, require_fit
+from tilefold.plan.cost import Cost, attention_cost
+from tilefold.plan.device import Device
+from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
+from tilefold.plan.problem import AttentionProblem, next_power_of_two
+
+__all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
+
+POINTERS, BOX = "attention_backward", "attention_backward_box"
+KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
+WAVES = 2  # programs for each SM that shares of a bias's sum aim at
+MAX_SHARES = 64
+GRID_Y = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackwardPlan(Plan):
+    """The decision for the backward pass of one problem on one device. `print` it; keep it as JSON.
+
+    problem: that of the forward pass. kernel:
+    "attention_backward" (pointer loads), "attention_backward_box" (what streams by comes by tensor descriptors) or
+    "attention_backward_hopper" (Gluon, sm_90: one kernel, whose programs for dk and dv keep dS for those that make dq). queries:
+    the tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv,
+    block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
+    of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
+    the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
+    batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
+    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
+    whose sums of dq share L2, and options, its version, None with the others. queries_at_once: of a span, where the Hopper kernel
+    makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
+    tile exceeds a limit.
+    """
+
+    problem: AttentionProblem
+    device: Device
+    kernel: str
+    queries: Tile
+    keys: Tile
+    scores: Tile
+    bias: tuple[int, ...]
+    bias_shares: int
+    rule: str
+    reason: str
+    heads_at_once: int = 0
+    keys_at_once: int = 0
+    options: ReduceOptions | None = None
+    queries_at_once: int = 0
+
+    def __post_init__(self) -> None:
+        require_fit(_violation(self))
+
+    @property
+    def spans(self) -> tuple[spans.Span, ...]:
+        """Which queries meet which keys in each launch of the Hopper kernel: one of all but for long sequences."""
+        return spans.spans_of(self.problem, self.queries_at_once)
+
+    @property
+    def grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Programs that make dq, dk and dv, and the gradient of the bias (0 without one)."""
+        n = self.problem
+        queries = -(-n.seq_q // self.queries.block_m) * n.batch * n.heads
+        keys = -(-n.seq_k // self.keys.block_n) * n.batch * n.kv_heads
+        return (queries, 1, 1), (keys, 1, 1), (_bias_programs(n, self.scores, self.bias), self.bias_shares, 1)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
+        call also the weights of the rows, and dout and delta times them; with the Hopper kernel room for dS, and for sums of dq
+        where keys come in stripes; for dk and dv in fp32 where queries come in spans.
+
+        For a packed batch, whose tokens the plan does not know, an upper estimate."""
+        n = self.problem
+        if self.kernel == REDUCE:
+            return reduced.sum_bytes(n)
+        if self.kernel == HOPPER:
+            at_once = self.heads_at_once, self.keys_at_once
+            if n.varlen:
+                return packed.scratch_bytes(n, self.device, *at_once)
+            return spans.scratch_bytes(n, self.device, self.queries_at_once, *at_once)
+        shares = self.bias_shares if self.bias_shares > 1 else 0
+        entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
+        numbers = 4 + n.dim_v if n.dtype == "float32" else 2
+        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries
+
+    def __str__(self) -> str:
+        n = self.problem
+        cost = attention_backward_cost(n)
+        lines = [
+            f"Attention backward plan for {self.device.title}",
+            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
+            f"(V {n.dim_v}), {n.dtype}",
+            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
+            f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
+            f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {self._made()}",
+        ]
+        if self.bias:
+            shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
+            batch, heads, rows = self.bias
+            lines.append(
+                f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, two more products a pair: "
+                f"{self.grids[2][0]} programs{shares}"
+            )
+        if self.queries_at_once:
+            lines.append(f"  spans     {spans.described(n, self.queries_at_once)}")
+        return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
+
+    def _made(self) -> str:
+        if self.kernel == REDUCE:
+            heads = f"{self.heads_at_once} KV head{'s' * (self.heads_at_once != 1)} at a time"
+            return (
+                f"as many are made: {self.options}, {heads}; all sums of dq take {self.scratch_bytes / 2**20:.0f} MiB"
+            )
+        if self.kernel != HOPPER:
+            made = "eight" if self.problem.dtype == "float32" else "seven"
+            return f"{made} are made: nothing is added in memory"
+        whose = "" if self.problem.varlen else f"{self.heads_at_once} KV heads and "
+        of = "keys" if self.problem.varlen else "of their keys"
+        return (
+            f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
+        )
+
+    def with_tiles(
+        self,
+        queries: Tile | None = None,
+        keys: Tile | None = None,
+        scores: Tile | None = None,
+        kernel: str | None = None,
+        bias_shares: int | None = None,
+        heads_at_once: int | None = None,
+        keys_at_once: int | None = None,
+        options: ReduceOptions | None = None,
+        queries_at_once: int | None = None,
+    ) -> "AttentionBackwardPlan":
+        """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads, keys
+        or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit."""
+        base = self
+        makers = {HOPPER: _hopper, REDUCE: _reduce}
+        made = makers.get(kernel or self.kernel, _portable)
+        if made is not makers.get(self.kernel, _portable):
+            base = made(self.problem, self.device, self.bias)
+        if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
+            batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
+            base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
+        return changed(
+            base,
+            queries=queries, keys=keys, scores=scores, kernel=kernel, bias_shares=bias_shares, heads_at_once=heads_at_once,
+            keys_at_once=keys_at_once, options=options, queries_at_once=queries_at_once,
+            rule="override", reason="The caller chose these fields.",
+        )  # fmt: skip
+
+    def check(self, problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
+
+        The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
+        self.problem.require_same(problem)
+        if self.bias != bias:
+            raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
+        require_device(self.device, device)
+        replace(self, problem=problem, device=device)  # which looks at every limit
+
+
+def attention_backward_cost(problem: AttentionProblem) -> Cost:
+    """FLOPs of the five products that the gradients need (2.5 times the forward pass's where the head dims are equal); bytes of
+    q, k, v, out, dout, lse read and dq, dk, dv written once; exponentials of both kernels."""
+    forward = attention_cost(problem)
+    pairs = forward.flops // (2 * (problem.dim_qk + problem.dim_v))
+    flops = 2 * pairs * (3 * problem.dim_qk + 2 * problem.dim_v)
+    return Cost(flops=flops, bytes=2 * forward.bytes, exps=2 * forward.exps)
+
+
+@lru_cache(maxsize=4096)
+def plan_attention_backward(
+    problem: AttentionProblem,
+    device: Device,
+    bias: tuple[int, ...] = (),
+    portable: bool = False,
+    deterministic: bool = True,
+) -> AttentionBackwardPlan:
+    """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
+
+    bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
+    deterministic: leave those alone that add in memory.  Unsupported if no tile fits."""
+    require_supported(problem, device)
+    if portable:
+        return _portable(problem, device, bias)
+    if not deterministic:
+        refusal = reduced.reduce_unmeasured(problem, device)
+        if not refusal:
+            return _reduce(problem, device, bias)
+        plan = plan_attention_backward(problem, device, bias)
+        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
+    refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
+    if not refusal:
+        return _hopper(problem, device, bias)
+    plan = _portable(problem, device, bias)
+    if device.architecture is not SM_90:
+        return plan
+    return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {refusal}.")
+
+
+def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+    kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
+    queries, keys, scores = (
+        first_fit(
+            _tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, kernel, own=own)
+        )
+        for own in ("block_m", "block_n", "scores")
+    )
+    shares = _shares(problem, device, scores, bias)
+    reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
+    return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
+
+
+def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+    tile = dense.hopper_backward_tile(problem)
+    require_fit(_hopper_fault(problem, device, tile))
+    reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
+    queries = 0 if problem.varlen else spans.queries_at_once(problem, device)
+    if queries:
+        at_once = spans.batches_at_once(problem, device, queries)
+        reason += f" Queries come in spans: of all at once, {spans.why(problem, device)}."
+    else:
+        at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
+    return AttentionBackwardPlan(
+        problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once, queries_at_once=queries
+    )
+
+
+def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+    if refusal := reduced.reduce_refusal(problem, device):
+        raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
+    tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
+    reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
+    return AttentionBackwardPlan(
+        problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
+        options=reduced.reduce_options(problem))  # fmt: skip
+
+
+def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
+    """Best first.  own: "block_m" of dq, "block_n" of dk and dv, "scores" of the bias.
+
+    64 x 64 with 4 warps, and 8 past a head dim of 128, were the best of the block-sparse backward pass on an H200, whose steps
+    these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: in
+    the block-sparse kernels that was no slower than spilled registers; not measured here yet."""
+    rows, keys = (min(64, max(16, next_power_of_two(n))) for n in (problem.seq_q, problem.seq_k))
+    width = max(problem.block_qk, problem.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    last = Tile(16, 16, 4, 1)
+    if problem.dtype == "float32":
+        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    mods = problem.score_mods + problem.mask_mods
+    loading = any(mod in MOD_BYTES for mod in mods)
+    drawing = problem.dropout  # random numbers are made in registers
+    warps = 8 if width > 128 else 4
+    first = Tile(rows, keys, warps, 2)
+    if own != "block_n":  # products with queries as rows: wgmma takes 64
+        narrow = Tile(rows, min(keys, 32), warps, 2)
+        crowded = loading or drawing
+    else:
+        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
+        banded = problem.causal or problem.window != (-1, -1)
+        crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
+        crowded = crowded and (width <= 128 or loading or drawing)
+    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
+    return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
+
+
+def _bias_programs(problem: AttentionProblem, tile: Tile, bias: tuple[int, ...]) -> int:
+    if not bias:
+        return 0
+    batch, heads, rows = bias
+    tiles_m = -(-problem.seq_q // tile.block_m) if rows > 1 else 1
+    return -(-problem.seq_k // tile.block_n) * tiles_m * batch * heads
+
+
+def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[int, ...]) -> int:
+    """As many as fill the device, if what is shared can be cut so often."""
+    if not bias:
+        return 0
+    batch, heads, rows = bias
+    parts = problem.batch // batch * (problem.heads // heads) if rows > 1 else -(-problem.seq_q // tile.block_m)
+    wanted = -(-WAVES * max(1, device.sms) // max(1, _bias_programs(problem, tile, bias)))
+    return max(1, min(wanted, parts, MAX_SHARES))
+
+
+def _tile_violation(
+    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, own: str
+) -> tuple[str, str] | None:
+    most = MAX_BOX_ROWS if kernel == BOX else 1024
+    for name, size in (("block_m", tile.block_m), ("block_n", tile.block_n)):
+        if type(size) is not int or not 16 <= size <= most or size & (size - 1):
+            return name, f"must be a power of two from 16 to {most}, got {size}"
+    if own == "scores":
+        return backward_tile_violation(problem, device, tile, "block_n", tile.block_m * tile.block_n)
+    return backward_tile_violation(problem, device, tile, own)
+
+
+def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that is broken, or None."""
+    n, device = plan.problem, plan.device
+    if fault := not_a_tile(queries=plan.queries, keys=plan.keys, scores=plan.scores):
+        return fault
+    if plan.kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {plan.kernel!r}"
+    if plan.kernel != REDUCE and plan.options is not None:
+        return "options", f"must be None with {plan.kernel}, got {plan.options!r}"
+    if plan.queries_at_once and (plan.kernel != HOPPER or n.varlen):
+        return "queries_at_once", f"must be 0 with {plan.kernel} of this problem, got {plan.queries_at_once!r}"
+    if plan.kernel in (HOPPER, REDUCE):
+        return _hopper_violation(plan)
+    if plan.heads_at_once or plan.keys_at_once:
+        return (
+            "heads_at_once",
+            f"must be 0, as keys_at_once, with {plan.kernel}, which keeps no dS, got {plan.heads_at_once}",
+        )
+    refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
+    if refusal:
+        return "kernel", f"{plan.kernel} cannot be used: {refusal}"
+    for name, tile, own in (
+        ("queries", plan.queries, "block_m"),
+        ("keys", plan.keys, "block_n"),
+        ("scores", plan.scores, "scores"),
+    ):
+        fault = _tile_violation(n, device, plan.kernel, tile, own)
+        if fault:
+            return f"{name}.{fault[0]}", fault[1]
+    return _bias_violation(plan) or (
+        ("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None
+    )
+
+
+def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    for name in ("queries", "scores"):
+        if getattr(plan, name) != plan.keys:
+            return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
+    n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
+    if plan.kernel == REDUCE:
+        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once)
+    elif n.varlen:
+        fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
+    else:
+        fault = _hopper_fault(n, device, plan.keys)
+        fault = fault or spans.kept_violation(n, device, plan.queries_at_once, *at_once)
+    return (
+        fault
+        or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
+        or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
+    )
+
+
+def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+    return (packed.packed_violation if problem.varlen else spans.hopper_backward_violation)(problem, device, tile)
+
+
+def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    n, bias = plan.problem, plan.bias
+    if bias:
+        accepted = [{1, n.batch}, {1, n.heads}, {1, n.seq_q}]
+        if len(bias) != 3 or any(size not in sizes for size, sizes in zip(bias, accepted, strict=True)):
+            return "bias", f"must be () or (batch or 1, heads or 1, seq_q or 1) of this problem, got {bias!r}"
+    least, most = (1, GRID_Y) if bias else (0, 0)
+    if type(plan.bias_shares) is not int or not least <= plan.bias_shares <= most:
+        return "bias_shares", f"must be from {least} to {most}, got {plan.bias_shares!r}"
+    return None

@@ -1,0 +1,236 @@
+"""When the Gluon kernel for sm_90 makes the gradients of dense attention, and of how much it keeps dS at a time.
+
+A batch of its work is some KV heads and one stripe of their keys.  Whole heads, if some of them have room at once; otherwise one
+head and so many keys of it that eight batches have."""
+
+from tilefold.plan.backward.hopper_backward import (
+    KEPT_LIMIT,
+    PROGRAMS_PER_SM,
+    UNIT,
+    WIDE,
+    backward_delay,
+    backward_tile,
+    divisors,
+)
+from tilefold.plan.device import Device
+from tilefold.plan.hopper import type_refusal
+from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = [
+    "KERNEL",
+    "batches_of",
+    "common_refusal",
+    "delay",
+    "hopper_backward_refusal",
+    "hopper_backward_tile",
+    "kept_at_once",
+    "kept_bytes",
+    "kept_violation",
+    "line_width",
+    "lines",
+    "partial_bytes",
+    "places",
+    "query_items",
+    "rooms",
+    "sum_tiles",
+    "tiles",
+    "width_of",
+]
+
+KERNEL = "attention_backward_hopper"
+ROOMS = 8  # of dS, each for one batch; four if whole heads are so few
+HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle
+PAIRS_FROM = (
+    16  # tiles of queries for each running program, from which on an item for dq has two of them, which share K
+)
+LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
+LEAST_DIM = 64  # narrower head dims would be padded to it
+
+
+def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why the kernel does not serve this problem, as a sentence, or None if it does where dS has room, which is for
+    attention_backward_spans to say; of a packed batch see attention_backward_packed."""
+    n = problem
+    if refusal := common_refusal(n, device) or box_refusal(n, device):
+        return refusal
+    if n.batch * n.heads * tiles(n)[0] >= 1 << 24:
+        return "there are more than 2**24 tiles of 64 queries"
+    return None
+
+
+def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """hopper_backward_refusal, as far as it holds for packed batches, too."""
+    n = problem
+    if refusal := type_refusal(n, device):
+        return refusal
+    if min(n.dim_qk, n.dim_v) < LEAST_DIM:
+        return f"not measured yet with head dims below {LEAST_DIM}"
+    if width_of(n) == WIDE != n.dim_qk:
+        # a part of the tile makes wgmma serial
+        return f"with a head dim wider than 128 it has {WIDE} for Q, not {n.dim_qk}"
+    if n.dim_qk % 4 or n.dim_v % 4:
+        return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
+    if not n.plain:
+        return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
+    if not n.query_descriptors:
+        return "the base or the strides of Q are not multiples of 16 bytes"
+    if n.seq_k == 0:
+        return "there are no keys"
+    if n.seq_q == 0:
+        return "there are no queries"
+    return None
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def tiles(problem: AttentionProblem) -> tuple[int, int]:
+    """Tiles of 64 queries and of 64 keys of one head."""
+    return -(-problem.seq_q // UNIT), -(-problem.seq_k // UNIT)
+
+
+def width_of(problem: AttentionProblem) -> int:
+    """Columns of a tile: 64, 128 or 256, the least that hold both head dims; the copy engine fills the rest with zeros."""
+    return next(width for width in (64, 128, WIDE) if width >= max(problem.dim_qk, problem.dim_v))
+
+
+def places(problem: AttentionProblem, device: Device) -> int:
+    """Programs that run at a time."""
+    return device.sms * (1 if width_of(problem) == WIDE else PROGRAMS_PER_SM)
+
+
+def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
+    """Batches of `heads` KV heads and `keys` of their keys."""
+    return problem.batch * problem.kv_heads // heads * -(-tiles(problem)[1] // (keys // UNIT))
+
+
+def sum_tiles(problem: AttentionProblem, device: Device) -> int:
+    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count, or where each
+    of two warpgroups makes one."""
+    n = problem
+    many = n.batch * n.heads * tiles(n)[0] >= PAIRS_FROM * places(n, device)
+    return 2 if many or width_of(n) == WIDE else 1
+
+
+def query_items(problem: AttentionProblem, device: Device, heads: int) -> int:
+    """Items for dq of a batch of `heads` KV heads."""
+    return heads * problem.group * -(-tiles(problem)[0] // sum_tiles(problem, device))
+
+
+def lines(problem: AttentionProblem, keys: int) -> int:
+    """Lines of a head's room: one for each tile of keys, under a causal mask one for two."""
+    return -(-keys // (2 * UNIT)) if _causal(problem) else keys // UNIT
+
+
+def line_width(problem: AttentionProblem, keys: int) -> int:
+    """Places of a line (tiles of dS): as many tiles of queries as see a tile of keys, or two that share a line; at least 1."""
+    n = problem
+    q_units = tiles(n)[0]
+    left, right = n.sides
+    if _causal(
+        n
+    ):  # the first stripe has the most, since fewer queries see later keys, and in it the pair in the middle
+        half = keys // UNIT // 2
+        middle = (half - 1, keys // UNIT - half) if half else (0,)
+        return sum(q_units - max(i * UNIT - n.seq_k + n.seq_q, 0) // UNIT for i in middle)
+    if n.sides == (-1, -1):
+        return q_units
+    span = UNIT + (n.seq_q if left < 0 else left) + (n.seq_q if right < 0 else right)  # queries that see one of 64 keys
+    return max(1, min(q_units, (span + UNIT - 2) // UNIT + 1))
+
+
+def _causal(problem: AttentionProblem) -> bool:
+    return problem.sides == (-1, 0)
+
+
+def room_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
+    """Memory for dS of one batch: 8 KiB for a pair of tiles."""
+    n = problem
+    return heads * n.group * lines(n, keys) * line_width(n, keys) * UNIT * UNIT * n.itemsize
+
+
+def rooms(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+    """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
+    all."""
+    wanted = max(2, HELD * places(problem, device) // (heads * keys // UNIT))
+    fitting = KEPT_LIMIT // room_bytes(problem, heads, keys)
+    return max(1, min(batches_of(problem, heads, keys), wanted, fitting))
+
+
+def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+    """Memory for dS (bytes)."""
+    return rooms(problem, device, heads, keys) * room_bytes(problem, heads, keys)
+
+
+def partial_bytes(problem: AttentionProblem, device: Device, keys: int) -> int:
+    """Memory for sums of dq between two stripes (bytes); 0 where one stripe has all keys."""
+    n = problem
+    q_units, kv_units = tiles(n)
+    together = sum_tiles(n, device)
+    rows = -(-q_units // together) * together * UNIT
+    return 4 * n.batch * n.heads * rows * width_of(n) if kv_units * UNIT > keys else 0
+
+
+def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+    """How many key items come before the first query item."""
+    batch, batches = heads * keys // UNIT, batches_of(problem, heads, keys)
+    return backward_delay(batch, batches, rooms(problem, device, heads, keys), places(problem, device))
+
+
+def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    """(KV heads of a batch, a divisor of all; keys of its stripe, a multiple of 64)."""
+    n = problem
+    kv_units, total = tiles(n)[1], n.batch * n.kv_heads
+    whole = kv_units * UNIT
+    held = min(HELD * places(problem, device), KEPT_LIMIT * kv_units // room_bytes(n, 1, whole))
+    if 4 * kv_units <= held or total * kv_units <= held:
+        return max(d for d in divisors(total) if d == 1 or d * kv_units * ROOMS <= held), whole
+    units = max(1, held // ROOMS)
+    while units > 1 and ROOMS * room_bytes(n, 1, units * UNIT) > KEPT_LIMIT:
+        units -= 1  # the first stripe of a causal mask takes more than its share
+    stripes = -(-kv_units // units)
+    return 1, -(-kv_units // stripes) * UNIT
+
+
+def hopper_backward_tile(problem: AttentionProblem) -> Tile:
+    """The one tile of both kinds of work."""
+    return backward_tile(width_of(problem))
+
+
+# ---------------------------------------------------------------- limits
+
+
+def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:
+    """(field, sentence) of the first thing about the KV heads and keys of a batch that does not fit, or None."""
+    n = problem
+    total = n.batch * n.kv_heads
+    if type(heads) is not int or heads < 1 or total % heads:
+        return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
+    kv_units = tiles(n)[1]
+    if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
+        return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
+    batch, others = heads * keys // UNIT, query_items(n, device, heads)
+    batches = batches_of(n, heads, keys)
+    kept = kept_bytes(n, device, heads, keys)
+    if kept > KEPT_LIMIT:
+        return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
+    held = rooms(n, device, heads, keys)
+    if held < 2 <= batches:
+        return (
+            "heads_at_once",
+            f"dS of two batches would take {2 * kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}",
+        )
+    least = int(LEAST_HELD * places(problem, device))
+    if held < batches and held * batch < least:
+        return "keys_at_once", (
+            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {held * batch * UNIT} keys of one head at a time, fewer than the "
+            f"{least * UNIT} that keep the device at work"
+        )
+    if kept // (UNIT * n.itemsize) >= 1 << 31:
+        return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
+    if batch * (batch + others) >= 1 << 31:
+        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
+    if batches * (batch + others) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} pieces of work"
+    return None

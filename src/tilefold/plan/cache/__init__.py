@@ -1,0 +1,1 @@
+"""Plans of attention over a KV cache."""

@@ -1,0 +1,334 @@
+"""The attention plan: which kernel, tile and grid serve a problem on a device, why, and what was rejected."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tilefold.errors import Unsupported
+from tilefold.plan.architecture import SM_90
+from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
+from tilefold.plan.cost import Bound, Cost, attention_cost, bound
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
+from tilefold.plan.dense.attention_hopper import (
+    hopper_few,
+    hopper_grid,
+    hopper_options,
+    hopper_programs,
+    hopper_refusal,
+    hopper_shared_bytes,
+    hopper_unmeasured,
+    hopper_violation,
+)
+from tilefold.plan.device import Device
+from tilefold.plan.explain import explain
+from tilefold.plan.limits import (
+    BOX,
+    Tile,
+    box_refusal,
+    grid_of,
+    programs_per_sm,
+    require_supported,
+    shared_bytes,
+    tile_violation,
+)
+from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
+from tilefold.plan.table import RULE, measured
+
+__all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention", "rules_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor to allocate: name, shape (-1 where only the call knows: the tokens of a packed batch), dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An alternative and the sentence that says why it was not taken."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan(Plan):
+    """The decision for one problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
+
+    kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
+        "attention_forward_varlen" (packed batch, pointer loads) or "attention_forward_hopper" (sm_90: Q, K and V by descriptors,
+        a warpgroup folds 64 queries each, one more warp loads; as many programs as SMs draw the blocks of `grid` from a counter;
+        of a packed batch `grid` is the most that there can be).
+    block_m, block_n: queries and keys per tile; block_qk, block_v: head dimensions padded to a power of two.
+    num_warps, num_stages, maxnreg: launch options. splits: parts of the key range folded apart (1 in this release).
+    options: versions of the kernel that compute the same (attention_hopper.OPTIONS); the others have none.
+    grid: programs. buffers: what the host allocates. shared_bytes, programs_per_sm: estimates.
+    rule, reason, evidence: which rule decided, why, and what supports it. rejected: the alternatives.
+    cost, bound: the work of the problem and the roofline of the device.
+
+    Raises PlanError, naming the field, if the fields contradict one another or a limit of the device.
+    """
+
+    problem: AttentionProblem
+    device: Device
+    kernel: str
+    block_m: int
+    block_n: int
+    block_qk: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+    splits: int
+    grid: tuple[int, int, int]
+    buffers: tuple[Buffer, ...]
+    shared_bytes: int
+    programs_per_sm: int
+    rule: str
+    reason: str
+    evidence: str
+    cost: Cost
+    bound: Bound
+    rejected: tuple[Rejected, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_fit(_violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options))
+        require_derived(self, _derived(self.problem, Choice(self.kernel, self.tile), self.options))
+
+    def __str__(self) -> str:
+        return explain(self)
+
+    @property
+    def tile(self) -> Tile:
+        """The tile as one value."""
+        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages, self.maxnreg)
+
+    def with_tile(
+        self,
+        *,
+        block_m: int | None = None,
+        block_n: int | None = None,
+        num_warps: int | None = None,
+        num_stages: int | None = None,
+        maxnreg: int | None = None,
+        kernel: str | None = None,
+        options: tuple[str, ...] | None = None,
+    ) -> "AttentionPlan":
+        """The plan with a chosen tile, kernel or versions of it (None keeps the field); PlanError names the field that does not
+        fit."""
+        tile = changed(
+            self.tile, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg
+        )
+        chosen = Choice(self.kernel if kernel is None else kernel, tile)
+        if options is None:
+            options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen)
+        require_fit(_violation(self.problem, self.device, chosen, options))
+        replaced = Rejected(
+            f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
+        )
+        why = ("The caller chose this tile.", "None is needed: a tile given by the caller is used as it is.")
+        return _plan(self.problem, self.device, chosen, options, ("override", *why), (replaced,))
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
+
+        `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
+        device matches if its backend and architecture do and the tile is within its limits.
+        """
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, Choice(self.kernel, self.tile), self.options))
+
+
+@lru_cache(maxsize=4096)
+def plan_attention(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan:
+    """The plan for a problem on a device: the same every time in a process, no GPU needed.  portable: without kernels for one
+    architecture, and without the table of measured plans.
+
+    Unsupported, naming the argument, if head dims or lengths are beyond the kernels or no tile fits the device.
+    """
+    ruled = rules_attention(problem, device, portable)
+    return ruled if portable else measured("attention", ruled, _follow)
+
+
+def _follow(ruled: AttentionPlan, fields: dict[str, Any], evidence: str) -> AttentionPlan:
+    """The plan of a table's entry."""
+    plan = ruled.with_tile(**fields)
+    other = Rejected(f"{ruled.kernel}, tile {ruled.tile}", f"Rule {ruled.rule} takes it; it was measured to be slower.")
+    reason = "A table has a measurement of this very problem on this device."
+    return replace(plan, rule=RULE, reason=reason, evidence=evidence, rejected=(other,))
+
+
+def rules_attention(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan:
+    """The plan by rules alone: pure.  Raises as `plan_attention` does."""
+    require_supported(problem, device)
+    rejected: list[Rejected] = []
+    for rule in RULES:
+        if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
+            continue
+        for choice in rule.choices(problem, device):
+            fault = _violation(problem, device, choice, _options(problem, choice))
+            if fault is None:
+                return _decided(problem, device, rule, choice, tuple(rejected))
+            if fault[0] == "grid":
+                raise Unsupported(f"batch, heads and seq_q: {fault[1]}")
+            rejected.append(Rejected(f"tile {choice.tile}", _sentence(fault[1])))
+    tried = "; ".join(f"{entry.what}: {entry.why}" for entry in rejected)
+    raise Unsupported(
+        f"no tile fits {device.name} for dim_qk={problem.dim_qk}, dim_v={problem.dim_v}, {problem.dtype} ({tried})"
+    )
+
+
+def _decided(
+    problem: AttentionProblem, device: Device, rule: Rule, choice: Choice, misfits: tuple[Rejected, ...]
+) -> AttentionPlan:
+    """The plan of the rule that decided, with every alternative that a reader would ask about."""
+    alternatives = misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
+    why = (rule.name, rule.reason, choice.evidence or rule.evidence)
+    return _plan(problem, device, choice, _options(problem, choice), why, alternatives)
+
+
+def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
+    """The versions of a kernel that are taken unless others are asked for."""
+    return hopper_options(problem, choice.tile) if choice.kernel == HOPPER else ()
+
+
+def _violation(
+    problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
+) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that a tile of a kernel breaks, or None."""
+    if choice.kernel == HOPPER:
+        return hopper_violation(problem, device, choice.tile, options)
+    if options:
+        return "options", f"{choice.kernel} has no versions, got {options!r}"
+    return tile_violation(problem, device, choice.kernel, choice.tile)
+
+
+def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
+    """The next tile that would fit too: of the deciding rule, else of the rules behind it."""
+    listed = rule.choices(problem, device)
+    behind = [(rule, other) for other in listed[listed.index(choice) + 1 :]]
+    for later in RULES[RULES.index(rule) + 1 :]:
+        if later.applies(problem, device):
+            behind += [(later, other) for other in later.choices(problem, device)]
+    for proposer, other in behind:
+        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, other)) is None:
+            return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
+    return ()
+
+
+def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer: Rule, other: Choice) -> str:
+    programs = grid_of(problem, other.tile.block_m)[0]
+    if rule.name == "few-programs" and proposer is not rule and programs < device.sms:
+        return f"Fits; rule {proposer.name} proposes it, but it makes {programs} programs for {device.sms} SMs."
+    if proposer is not rule:
+        return f"Fits; rule {proposer.name} proposes it, but rule {rule.name} comes first."
+    return f"Fits, but rule {rule.name} ranks it behind the tile that was taken."
+
+
+def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
+    """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
+    found = []
+    if choice.kernel != HOPPER and device.architecture is SM_90:
+        why = hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device)
+        found.append(Rejected(HOPPER, _sentence(why or "portable kernels were asked for")))
+    if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
+        refusal = box_refusal(problem, device)
+        found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
+    programs = _grid(problem, choice, _options(problem, choice))[0]
+    if 0 < programs < device.sms:
+        tiles = -(-problem.seq_k // choice.tile.block_n)
+        filled = min(device.sms, programs * max(1, tiles))
+        if filled > programs:
+            why = f"Would use {filled} of {device.sms} SMs, not {programs}; attention_decode splits the keys of few queries."
+            found.append(Rejected("split-KV", why))
+    portable = choice.kernel != HOPPER and device.backend != "interpreter"
+    if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:
+        found.append(
+            Rejected(
+                "packed heads",
+                f"Making the {problem.group} query heads of a KV head rows of one tile would read K and V once, not "
+                f"{problem.group} times from L2; portable kernels do not.",
+            )
+        )
+    return tuple(found)
+
+
+def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> tuple[int, int, int]:
+    return (
+        hopper_grid(problem, choice.tile, options) if choice.kernel == HOPPER else grid_of(problem, choice.tile.block_m)
+    )
+
+
+def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
+    """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
+    return {
+        "block_qk": problem.block_qk,
+        "block_v": problem.block_v,
+        "splits": 1,
+        "grid": _grid(problem, choice, options),
+        "buffers": _buffers(problem),
+        "cost": attention_cost(problem),
+    }
+
+
+def _buffers(problem: AttentionProblem) -> tuple[Buffer, ...]:
+    if problem.varlen:
+        shapes: tuple[tuple[int, ...], ...] = ((-1, problem.heads, problem.dim_v), (problem.heads, -1))
+    else:
+        shapes = (
+            (problem.batch, problem.seq_q, problem.heads, problem.dim_v),
+            (problem.batch, problem.heads, problem.seq_q),
+        )
+    return Buffer("out", shapes[0], problem.dtype), Buffer("lse", shapes[1], "float32")
+
+
+def _plan(
+    problem: AttentionProblem,
+    device: Device,
+    choice: Choice,
+    options: tuple[str, ...],
+    why: tuple[str, str, str],
+    rejected: tuple[Rejected, ...],
+) -> AttentionPlan:
+    tile, cost = choice.tile, attention_cost(problem)
+    rule, reason, evidence = why
+    return AttentionPlan(
+        problem=problem,
+        device=device,
+        kernel=choice.kernel,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_qk=problem.block_qk,
+        block_v=problem.block_v,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.maxnreg,
+        splits=1,
+        grid=_grid(problem, choice, options),
+        buffers=_buffers(problem),
+        shared_bytes=hopper_shared_bytes(problem, tile)
+        if choice.kernel == HOPPER
+        else shared_bytes(problem, device, tile),
+        programs_per_sm=hopper_programs(problem, tile, device) // device.sms
+        if choice.kernel == HOPPER
+        else programs_per_sm(problem, device, choice.kernel, tile),
+        rule=rule,
+        reason=reason,
+        evidence=evidence,
+        cost=cost,
+        bound=bound(cost, device, problem.dtype),
+        rejected=rejected,
+        options=options,
+    )
+
+
+def _sentence(text: str) -> str:
+    """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
+    start = text if any(c in "_0123456789" for c in text.split()[0]) else text[0].upper() + text[1:]
+    return start if start.endswith(".") else f"{start}."

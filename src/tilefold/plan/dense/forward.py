@@ -1,0 +1,84 @@
+"""Which kernel serves a call of `attention` or `attention_varlen`: a dense one, or, for few queries, the decode kernel.
+
+A dense kernel gives each query head tiles of its own and folds all keys of a tile in one program.  With few queries that
+leaves most SMs idle, and reads K and V once a query head.  The decode kernel makes the query heads of a KV head rows of one tile
+and cuts the keys (split-KV)."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tilefold.plan.architecture import SM_90
+from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
+from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
+from tilefold.plan.dense.attention_hopper import packable_heads
+from tilefold.plan.device import Device
+from tilefold.plan.limits import require_supported
+from tilefold.plan.problem import AttentionProblem
+
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decode_refusal", "plan_forward", "plan_holds"]
+
+FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
+TILE_ROWS = 128  # that a dense kernel folds at once, at most
+STEP = 128  # keys by which a cache may grow before its plan is looked at again
+LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon done as several and a merge
+
+
+@lru_cache(maxsize=4096)
+def plan_forward(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionPlan | DecodePlan:
+    """The plan that a call of `attention` or `attention_varlen` follows.  portable: no Hopper kernels.
+
+    Pure, and cheap where the decode kernel serves: a cache that grows asks for a plan every STEP keys.  Raises what
+    `plan_attention` and `plan_decode` raise."""
+    if decode_refusal(problem, device):
+        return plan_attention(problem, device, portable=portable)
+    require_supported(problem, device)
+    plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
+    pack, tiles = _dense_tiles(problem, device)
+    few = "at least " * (pack > 1)  # where its kernel packs heads
+    rows = problem.seq_q * pack
+    held = "all keys of its rows" if rows >= FILLED_ROWS else f"{rows} row{'s' * (rows != 1)} and all their keys"
+    why = f"Would be {few}{tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with {held}"
+    if problem.group > pack:
+        why += f", and would read K and V {problem.group // pack} times"
+    return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))
+
+
+def plan_holds(problem: AttentionProblem, device: Device) -> bool:
+    """Whether every length of k in the same STEP is cut as this one is, by the decode kernel.
+
+    Each decision is a threshold in the length, and nothing else of it changes inside a step: if both ends of the step are cut
+    alike, so is what lies between."""
+    first = problem.seq_k // STEP * STEP
+    ends = [plan_forward(replace(problem, seq_k=max(1, n)), device) for n in (first, first + STEP - 1)]
+    return all(isinstance(plan, DecodePlan) for plan in ends) and cut_of(ends[0]) == cut_of(ends[1])  # type: ignore[arg-type]
+
+
+def cut_of(plan: DecodePlan) -> tuple[object, ...]:
+    """What of a plan decides the launch."""
+    return (plan.block_m, plan.block_n, plan.num_warps, plan.num_stages, plan.maxnreg, plan.programs, plan.least, plan.splits,
+            plan.merge)  # fmt: skip
+
+
+def decode_refusal(problem: AttentionProblem, device: Device) -> str:
+    """Empty if the decode kernel takes a call from the dense kernels, else why not."""
+    if "user" in problem.score_mods or "user" in problem.mask_mods:
+        return "score_mod and mask_mod are the dense kernels'"
+    if problem.band:
+        return f"a {problem.band} is a band of the dense kernels"
+    if why := decode_kernel_refusal(DecodeProblem(problem)):
+        return why
+    pack, tiles = _dense_tiles(problem, device)
+    if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:
+        return f"{tiles} tiles of at least {FILLED_ROWS} rows fill {device.sms} SMs"
+    interpreted = device.backend == "interpreter"  # where both kinds are to be run
+    if problem.seq_k < LEAST_KEYS and (interpreted or (problem.seq_q > 1 and tiles <= device.sms)):
+        return f"{problem.seq_k} keys are fewer than {LEAST_KEYS}: one program a tile is as soon done as several and a merge"
+    return ""
+
+
+def _dense_tiles(problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    """Query heads that share a tile of a dense kernel, which is where they fill one, and its tiles of query rows."""
+    pack = packable_heads(problem) if device.architecture is SM_90 else 1
+    if problem.seq_q * pack < FILLED_ROWS:
+        pack = 1
+    return pack, -(-problem.seq_q * pack // TILE_ROWS) * problem.batch * (problem.heads // pack)

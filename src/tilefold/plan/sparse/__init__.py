@@ -1,0 +1,1 @@
+"""Plans of block-sparse attention and of what chooses its blocks."""

@@ -1,0 +1,200 @@
+"""The plan of the backward pass of block-sparse attention: one tile for dq, one for dk and dv."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.base import Plan, changed, require_device, require_fit
+from tilefold.plan.device import Device
+from tilefold.plan.limits import MAX_GRID, Tile, require_supported
+from tilefold.plan.sparse.sparse import SparseProblem
+from tilefold.plan.sparse.sparse_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse.sparse_backward_hopper import (
+    heads_at_once,
+    heads_violation,
+    hopper_backward_refusal,
+    hopper_backward_tile,
+    hopper_backward_violation,
+    kept_bytes,
+)
+
+__all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
+
+POINTERS, BOX = "sparse_backward", "sparse_backward_box"
+KERNELS = (POINTERS, BOX, HOPPER)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBackwardPlan(Plan):
+    """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
+
+    problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
+    streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: one kernel, whose programs for dk and dv
+    keep dS for those that make dq). queries: the tile of what makes dq, block_m of its own queries against block_n listed keys a
+    step. keys: the tile of what makes dk and dv, block_n of its own keys against block_m listed queries a step. heads_at_once: KV
+    heads of which the Hopper kernel keeps dS at a time, 0 with the others. Raises PlanError, naming the field, if a tile does not
+    divide its blocks or exceeds a limit of the device.
+    """
+
+    problem: SparseProblem
+    device: Device
+    kernel: str
+    queries: Tile
+    keys: Tile
+    rule: str
+    reason: str
+    heads_at_once: int = 0
+
+    def __post_init__(self) -> None:
+        require_fit(_violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once))
+
+    @property
+    def grids(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Programs of the two kernels: query tiles x heads x batch, and key tiles x KV heads x batch."""
+        queries, keys = _programs(self.problem, self.queries, self.keys)
+        return (queries, 1, 1), (keys, 1, 1)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of dS that are kept at a time, beside two fp32 numbers a query and head and a number an entry of the lists."""
+        return kept_bytes(self.problem, self.heads_at_once) if self.heads_at_once else 0
+
+    def __str__(self) -> str:
+        n = self.problem.attention
+        kept = (
+            f"; dS of {self.heads_at_once} KV heads at a time, {self.scratch_bytes / 2**20:.0f} MiB"
+            if self.heads_at_once
+            else ""
+        )
+        return (
+            f"Sparse attention backward plan for {self.device.title}\n"
+            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
+            f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
+            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}{kept}\n"
+            f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs\n"
+            f"  rule      {self.rule}. {self.reason}"
+        )
+
+    def with_tiles(
+        self,
+        queries: Tile | None = None,
+        keys: Tile | None = None,
+        kernel: str | None = None,
+        heads_at_once: int | None = None,
+    ) -> "SparseBackwardPlan":
+        """The plan with other tiles, another kernel (and the tiles that go with it) or another number of heads at a time;
+        PlanError names the field that does not fit."""
+        base = self
+        if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
+            base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
+        return changed(
+            base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once,
+            rule="override", reason="The caller chose these fields.",
+        )  # fmt: skip
+
+    def check(self, problem: SparseProblem, device: Device) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once))
+
+
+@lru_cache(maxsize=4096)
+def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool = False) -> SparseBackwardPlan:
+    """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
+
+    portable: leave the kernels written for one architecture alone."""
+    require_supported(problem.attention, device)
+    if portable or hopper_backward_refusal(problem, device):
+        return _portable(problem, device)
+    return _hopper(problem, device)
+
+
+def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
+    tile, heads = hopper_backward_tile(problem), heads_at_once(problem, device)
+    reason = "A loading warp, wgmma, five products a pair of blocks; the order of every sum is that of one list."
+    return SparseBackwardPlan(problem, device, HOPPER, tile, tile, "hopper-lists", reason, heads)
+
+
+def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
+    kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
+    queries, keys = (
+        first_fit(_tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, own=own))
+        for own in ("block_m", "block_n")
+    )
+    reason = "Each program owns its rows and follows one list."
+    return SparseBackwardPlan(problem, device, kernel, queries, keys, "lists", reason)
+
+
+def _tiles(problem: SparseProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
+    """Best first; every tile divides its blocks.  own: which side the program owns."""
+    rows, keys = min(problem.block_q, 64), min(problem.block_k, 64)
+    width = max(problem.attention.block_qk, problem.attention.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    last = Tile(16, 16, 4, 1)
+    if problem.attention.dtype == "float32":
+        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    warps = 8 if width > 128 else 4
+    first = Tile(rows, keys, warps, 2)
+    if own == "block_m":
+        narrow = Tile(rows, min(keys, 32), warps, 2)
+    else:
+        narrow = Tile(min(rows, 32), keys, warps, 2)
+        n = problem.attention
+        plain = kernel == BOX and not n.score_mods and not n.mask_mods and not n.causal
+        alone = n.heads == n.kv_heads
+        # With half the queries a step there are no spilled registers: as fast or faster where something else needs them.
+        if (width <= 64 and not (plain and alone)) or (width <= 128 and not plain):
+            first = narrow
+    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
+    return (first, narrow, replace(narrow, num_stages=1), small, last)
+
+
+def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, int]:
+    n = problem.attention
+    return (
+        -(-n.seq_q // queries.block_m) * n.batch * n.heads,
+        -(-n.seq_k // keys.block_n) * n.batch * n.kv_heads,
+    )
+
+
+def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str) -> tuple[str, str] | None:
+    for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
+        if type(size) is not int or size < 16 or block % size:
+            return name, f"must be at least 16 and divide the block of {block} tokens, got {size}"
+    return backward_tile_violation(problem.attention, device, tile, own)
+
+
+def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
+    if not problem.descriptors:
+        return "the base or the strides of Q are not multiples of 16 bytes"
+    if problem.masked or problem.query_masked:
+        return "rows past a block's valid tokens may hold anything, and a box would read them"
+    return backward_box_refusal(problem.attention, device)
+
+
+def _violation(
+    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int
+) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that is broken, or None."""
+    if fault := not_a_tile(queries=queries, keys=keys):
+        return fault
+    if kernel not in KERNELS:
+        return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
+    if kernel == HOPPER:
+        if queries != keys:
+            return "queries", f"must be the tile of keys ({keys}) with {kernel}, got {queries}"
+        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads)
+    if heads != 0:
+        return "heads_at_once", f"must be 0 with {kernel}, which keeps no dS, got {heads}"
+    refusal = _box_refusal(problem, device) if kernel == BOX else None
+    if refusal:
+        return "kernel", f"{kernel} cannot be used: {refusal}"
+    for name, tile, own in (("queries", queries, "block_m"), ("keys", keys, "block_n")):
+        fault = _tile_violation(problem, device, tile, own)
+        if fault:
+            return f"{name}.{fault[0]}", fault[1]
+    if max(_programs(problem, queries, keys)) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} programs"
+    return None

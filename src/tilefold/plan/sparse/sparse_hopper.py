@@ -1,0 +1,100 @@
+"""When the Gluon kernel for sm_90 serves a block-sparse problem, and with how many buffers, registers and programs."""
+
+from typing import TYPE_CHECKING
+
+from tilefold.plan.device import Device
+from tilefold.plan.hopper import chip_refusal, tile_fault
+from tilefold.plan.limits import RESERVED_SHARED, Tile, box_refusal
+
+if TYPE_CHECKING:
+    from tilefold.plan.sparse.sparse import SparseProblem
+
+__all__ = [
+    "KERNEL",
+    "block_refusal",
+    "hopper_programs",
+    "hopper_refusal",
+    "hopper_tile",
+    "hopper_violation",
+    "key_slots",
+    "registers",
+]
+
+KERNEL = "sparse_forward_hopper"
+UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64
+BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
+
+
+def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
+    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
+    n = problem.attention
+    if refusal := chip_refusal(n, device) or block_refusal(problem):
+        return refusal
+    if not n.plain or n.causal or n.window != (-1, -1):
+        return "it has no masks and no changes of scores inside a block"
+    if problem.page_size:
+        return "K and V lie in pages, and it takes them in by boxes"
+    if not problem.descriptors:
+        return "the base or the strides of Q are not multiples of 16 bytes"
+    return box_refusal(n, device)
+
+
+def block_refusal(problem: "SparseProblem") -> str | None:
+    """Why it has no tiles for blocks of this size, as a sentence, or None if it has."""
+    if problem.block_q in (64, 128) and problem.block_k in (64, 128):
+        return None
+    return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+
+
+def warpgroups(problem: "SparseProblem") -> int:
+    """Warpgroups that fold: one per 64 rows of a query block."""
+    return max(1, problem.block_q // 64)
+
+
+def programs_per_sm(problem: "SparseProblem") -> int:
+    """By registers: two programs of one folding warpgroup, or one program of two."""
+    return max(1, 2 // warpgroups(problem))
+
+
+def hopper_tile(problem: "SparseProblem", device: Device) -> Tile:
+    """The tile with as many buffers as leave the programs of an SM their place: num_stages is the number of V buffers."""
+    for stages in (4, 3, 2, 1):
+        tile = Tile(problem.block_q, problem.block_k, 4, stages)
+        if programs_per_sm(problem) * (shared_bytes(problem, tile) + RESERVED_SHARED) <= device.smem_per_sm:
+            return tile
+    return Tile(problem.block_q, problem.block_k, 4, 1)
+
+
+def key_slots(problem: "SparseProblem", tile: Tile) -> int:
+    """K buffers: one fewer than V buffers where memory is short, since K is free again before V is."""
+    short = problem.attention.dim_qk == 128 and warpgroups(problem) == 1
+    return max(1, tile.num_stages - 1) if short else tile.num_stages
+
+
+def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
+    """Shared memory of one program (bytes): Q, the rings of K and V units, barriers."""
+    n = problem.attention
+    units = tile.num_stages + key_slots(problem, tile)
+    return (problem.block_q + units * UNIT) * n.dim_qk * n.itemsize + BARRIER_BYTES
+
+
+def registers(problem: "SparseProblem") -> tuple[int, int]:
+    """Of a thread at launch, of a folding thread."""
+    return (128, 232) if warpgroups(problem) == 1 else (168, 240)
+
+
+def hopper_programs(problem: "SparseProblem", device: Device, items: int) -> int:
+    """Programs to launch for `items` query blocks: one per place on the device, each drawing a number for its next block while
+    it still loads for the one before; lists of different lengths need no more than that to share the work evenly."""
+    return min(items, device.sms * programs_per_sm(problem))
+
+
+def hopper_violation(problem: "SparseProblem", device: Device, tile: Tile, splits: int) -> tuple[str, str] | None:
+    """(field, sentence) of the first thing that does not fit, or None."""
+    refusal = hopper_refusal(problem, device)
+    if refusal:
+        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if splits != 1:
+        return "splits", f"must be 1 with {KERNEL}, got {splits}"
+    fixed = {"block_m": problem.block_q, "block_n": problem.block_k, "num_warps": 4}
+    return tile_fault(KERNEL, tile, fixed, shared_bytes(problem, tile), device)
