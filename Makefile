@@ -39,8 +39,8 @@ rounding: .venv-test/stamp ## tests of rounding under another choice of kernels 
 	@echo '$(CHOICE)' | { IFS=, read -r aten mkl threads; \
 	export ATEN_CPU_CAPABILITY=$$aten MKL_CBWR=$$mkl OMP_NUM_THREADS=$$threads; \
 	echo "rounding: ATEN_CPU_CAPABILITY=$$aten MKL_CBWR=$$mkl OMP_NUM_THREADS=$$threads"; \
-	.venv-test/bin/python -m pytest -q tests/cpu/test_planted_faults.py tests/cpu/test_attention_backward_options.py \
-	tests/cpu/test_coarse.py -k "plain_pytorch or test_mods or dead_blocks" $(PYTEST); }
+	.venv-test/bin/python -m pytest -q tests/cpu/core/test_planted_faults.py tests/cpu/backward/test_attention_backward_options.py \
+	tests/cpu/sparse/test_coarse.py -k "plain_pytorch or test_mods or dead_blocks" $(PYTEST); }
 
 GPU_PYTHON ?= python3
 TEST_GPU ?=
@@ -60,7 +60,7 @@ sweep: .venv-test/stamp ## random problems of every operation against fp64 (SECO
 
 reports: .venv-test/stamp .cache/newest-triton ## compile the tests' kernels anew and keep what came out in the repository
 	@rm -rf .cache/aot
-	@TILEFOLD_AOT_REPORTS=ignore .venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup tests/cpu/test_aot_*.py $(PYTEST)
+	@TILEFOLD_AOT_REPORTS=ignore .venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup tests/cpu/aot $(PYTEST)
 	@.venv-test/bin/python tests/aot_kept.py
 
 lint: .venv-test/stamp ## check style and formatting

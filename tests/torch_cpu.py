@@ -64,10 +64,11 @@ def with_tiles(self: TorchPlan, queries: Any = None, *tiles: Any, **of_kernels: 
 
 
 def again(file: str, names: str) -> dict[str, Any]:
-    """The tests of these names, without their "test_", of a file of tests/cpu, with their parameters but for those that name a
+    """The tests of these names, without their "test_", of a file under tests/cpu, with their parameters but for those that name a
     kernel."""
-    if str(CPU) not in sys.path:
-        sys.path.append(str(CPU))
+    (path,) = CPU.rglob(f"{file}.py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     module = importlib.import_module(file)
     if hasattr(module, "planned"):  # the plan of a call, with a tile of the test's choice
         module.planned = lambda *args, **fields: None  # type: ignore[attr-defined]

@@ -1,0 +1,278 @@
+"""What code that imports flash_attn sees: signatures, modules, versions, errors, and what is refused by name."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilefold
+from cases import packed, qkv
+from tilefold.compat import flash_attn as fa
+from tilefold.compat.flash_attn import bert_padding, flash_attn_interface
+from tilefold.compat.flash_attn.layers import rotary
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+COMMON = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
+          "deterministic": False, "return_attn_probs": False}  # fmt: skip
+NEEDED = inspect.Parameter.empty
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def needed(*names):
+    return dict.fromkeys(names, NEEDED)
+
+
+# flash-attention 2.8's positional parameters and defaults, in its order.
+SIGNATURES = {
+    fa.flash_attn_func: {**needed("q", "k", "v"), **COMMON},
+    fa.flash_attn_kvpacked_func: {**needed("q", "kv"), **COMMON},
+    fa.flash_attn_qkvpacked_func: {**needed("qkv"), **COMMON},
+    fa.flash_attn_varlen_func: {**needed("q", "k", "v", *LENGTHS), **COMMON, "block_table": None},
+    fa.flash_attn_varlen_kvpacked_func: {**needed("q", "kv", *LENGTHS), **COMMON},
+    fa.flash_attn_varlen_qkvpacked_func: {**needed("qkv", "cu_seqlens", "max_seqlen"), **COMMON},
+    fa.flash_attn_with_kvcache: {
+        **needed("q", "k_cache", "v_cache"),
+        **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
+                         "softmax_scale")),
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "alibi_slopes": None,
+        "num_splits": 0, "return_softmax_lse": False,
+    },
+    flash_attn_interface._flash_attn_forward: needed(
+        "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap",
+        "alibi_slopes", "return_softmax"),
+    flash_attn_interface._flash_attn_varlen_forward: {
+        **needed("q", "k", "v", *LENGTHS, "dropout_p", "softmax_scale", "causal"), "window_size_left": -1,
+        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "block_table": None,
+        "leftpad_k": None, "seqused_k": None, "zero_tensors": False},
+    flash_attn_interface._flash_attn_backward: {
+        **needed("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "dropout_p", "softmax_scale", "causal",
+                 "window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic"), "rng_state": None},
+    flash_attn_interface._flash_attn_varlen_backward: {
+        **needed("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *LENGTHS, "dropout_p", "softmax_scale", "causal",
+                 "window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic"), "rng_state": None,
+        "zero_tensors": False},
+    flash_attn_interface._get_block_size_n: needed("device", "head_dim", "is_dropout", "is_causal"),
+    rotary.apply_rotary_emb: {
+        **needed("x", "cos", "sin"), "interleaved": False, "inplace": False, "seqlen_offsets": 0, "cu_seqlens": None,
+        "max_seqlen": None},
+    rotary.apply_rotary_emb_qkv_: {
+        **needed("qkv", "cos", "sin"), "cos_k": None, "sin_k": None, "interleaved": False, "seqlen_offsets": 0,
+        "num_heads_q": None},
+    rotary.apply_rotary_emb_kv_: {**needed("kv", "cos", "sin"), "interleaved": False, "seqlen_offsets": 0},
+    rotary.apply_rotary_emb_torch: {**needed("x", "cos", "sin"), "interleaved": False},
+    rotary.RotaryEmbedding: {
+        **needed("dim"), "base": 10000.0, "interleaved": False, "scale_base": None, "device": None},
+    rotary.RotaryEmbedding.forward: {
+        **needed("self", "qkv"), "kv": None, "seqlen_offset": 0, "max_seqlen": None, "num_heads_q": None},
+    bert_padding.unpad_input: {**needed("hidden_states", "attention_mask"), "unused_mask": None},
+    bert_padding.unpad_input_for_concatenated_sequences: needed("hidden_states", "attention_mask_in_length"),
+    bert_padding.pad_input: needed("hidden_states", "indices", "batch", "seqlen"),
+    bert_padding.index_first_axis: needed("input", "indices"),
+    bert_padding.index_put_first_axis: needed("values", "indices", "first_axis_dim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", SIGNATURES, ids=lambda fn: fn.__qualname__)
+def test_signature(fn):
+    parameters = inspect.signature(fn).parameters.values()
+    positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert list(positional.items()) == list(SIGNATURES[fn].items())
+    more = [p for p in parameters if p.name not in positional]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not NEEDED for p in more)
+
+
+def test_names_of_flash_attn_s_own_tests():
+    assert flash_attn_interface.USE_TRITON_ROCM is False
+    assert flash_attn_interface._get_block_size_n("cuda", 64, True, False) >= 1 << 20  # one maximum a row
+    assert all(
+        hasattr(module, name) for module in (fa, flash_attn_interface, bert_padding, rotary) for name in module.__all__
+    )
+
+
+INSTALL = """
+import importlib.metadata as metadata, importlib.util, pickle, sys
+import tilefold.compat.flash_attn as fa
+assert importlib.util.find_spec("flash_attn") is None
+fa.install()
+fa.install()
+assert importlib.util.find_spec("flash_attn") is not None
+assert importlib.util.find_spec("flash_attn.bert_padding") is not None
+assert metadata.version("flash_attn") == metadata.version("flash-attn") == fa.__version__
+assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+assert any(d.metadata["Name"] == "flash-attn" for d in metadata.distributions())
+assert metadata.distribution("flash-attn").files is None
+import flash_attn
+import flash_attn.flash_attn_interface as interface
+import flash_attn.layers.rotary
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+assert flash_attn.__version__ == fa.__version__ and flash_attn_func is fa.flash_attn_func
+assert flash_attn.layers.rotary is sys.modules["flash_attn.layers.rotary"] and not hasattr(flash_attn, "torch")
+assert pickle.loads(pickle.dumps(RotaryEmbedding(8))).dim == 8
+try:
+    import flash_attn.cute
+except ModuleNotFoundError as error:
+    assert error.name == "flash_attn.cute"
+else:
+    raise AssertionError("flash_attn.cute is nowhere")
+fa.uninstall()
+fa.uninstall()
+assert importlib.util.find_spec("flash_attn") is None and not any(n.split(".")[0] == "flash_attn" for n in sys.modules)
+try:
+    metadata.version("flash_attn")
+except metadata.PackageNotFoundError:
+    pass
+else:
+    raise AssertionError("flash_attn has a version")
+print("done")
+"""
+OVER_ANOTHER = """
+import importlib, sys
+import tilefold.compat.flash_attn as fa
+import flash_attn as other
+import flash_attn.cute as cute
+assert other.REAL
+fa.install()
+import flash_attn
+assert flash_attn.flash_attn_func is fa.flash_attn_func and not hasattr(flash_attn, "REAL")
+import flash_attn.cute
+assert flash_attn.cute.HERE  # what is not served comes from the other one
+fa.uninstall()
+import flash_attn
+assert flash_attn is other and sys.modules["flash_attn.cute"] is cute
+print("done")
+"""
+
+
+def run(code, folder=None):
+    path = [str(SRC), *([str(folder)] if folder else [])]
+    code = f"import sys; sys.path[:0] = {path!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "done"
+
+
+def test_install_in_a_fresh_process():
+    if any(Path(p, "flash_attn").is_dir() for p in sys.path):
+        pytest.skip("a flash_attn is installed here")
+    run(INSTALL)
+
+
+def test_install_over_another_flash_attn(tmp_path):
+    package = tmp_path / "flash_attn"
+    (package / "cute").mkdir(parents=True)
+    (package / "__init__.py").write_text("REAL = True\n")
+    (package / "cute" / "__init__.py").write_text("HERE = True\n")
+    run(OVER_ANOTHER, tmp_path)
+
+
+# ---------------------------------------------------------------- errors
+
+KEYS = torch.zeros(1, 8, 2, 16)
+REFUSED = [
+    ({"q": None}, "q"),
+    ({"q": KEYS.transpose(0, 3)[0]}, "q has 3 dimensions"),
+    ({"k": KEYS[:, :, :1].expand(1, 8, 3, 16)}, "heads"),
+    ({"k": KEYS.half()}, "dtype"),
+    ({"v": KEYS[:, :5]}, "seq_k"),
+    ({"dropout_p": 1.0}, "dropout_p"),
+    ({"dropout_p": -0.1}, "dropout_p"),
+    ({"softmax_scale": 0.0}, "softmax_scale"),
+    ({"window_size": None}, "window_size"),
+    ({"window_size": (1, True)}, "window_size"),
+    ({"softcap": -1.0}, "softcap"),
+    ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),
+    ({"alibi_slopes": torch.zeros(2).half()}, "alibi_slopes"),
+    ({"deterministic": 1}, "deterministic"),
+    ({"return_attn_probs": None}, "return_attn_probs"),
+    ({"qv": KEYS}, "qv"),
+    ({"attention_chunk": 64}, "attention_chunk"),
+    ({"num_splits": 2}, "num_splits"),
+    ({"pack_gqa": True}, "pack_gqa"),
+    ({"sm_margin": 4}, "sm_margin"),
+    ({"v_descale": torch.ones(1, 2)}, "v_descale"),
+    ({"s_aux": torch.ones(2), "learnable_sink": torch.ones(2)}, "learnable_sink and s_aux"),
+    ({"q": torch.zeros(1, 8, 2, 257), "k": torch.zeros(1, 8, 2, 257)}, "head dim 257"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), REFUSED, ids=[f"{next(iter(c))}-{i}" for i, (c, _) in enumerate(REFUSED)])
+def test_wrong_arguments_are_runtime_errors(device, change, text):
+    """As torch's checks in flash_attn are; and tilefold errors, ValueErrors or TypeErrors, as tilefold's are."""
+    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in change.items()}
+    given = dict.fromkeys("qkv", KEYS.to(device))
+    with pytest.raises(RuntimeError, match=text) as caught:
+        fa.flash_attn_func(**{**given, **moved})
+    assert isinstance(caught.value, tilefold.TilefoldError)
+
+
+def test_wrong_packed_arguments(device):
+    q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
+    (tq, tk, tv), varlen = packed([3, 4], [5, 2], h=2, hk=2, d=16, dv=16, device=device)
+    wrong = [
+        (lambda: fa.flash_attn_qkvpacked_func(q), "qkv"),
+        (lambda: fa.flash_attn_qkvpacked_func(torch.stack((q, k), 2)), "qkv"),
+        (lambda: fa.flash_attn_kvpacked_func(q, None), "kv"),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, varlen[0].long(), *varlen[1:]), "cu_seqlens_q"),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen[:2], 4.0, 5), "max_seqlen_q"),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen[:3], -1), "max_seqlen_k"),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_q=varlen[0][1:]), "seqused_q"),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_k=varlen[1]), "seqused_k"),
+        (
+            lambda: fa.flash_attn_varlen_func(
+                tq, tk, tv, *varlen, 0.1, return_attn_probs=True, seqused_k=varlen[1][1:]
+            ),
+            "S_dmask",
+        ),
+        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, None, *varlen[1:], seqused_k=varlen[1][1:]), "cu_seqlens_q"),
+        (
+            lambda: flash_attn_interface._flash_attn_varlen_forward(tq, tk, tv, *varlen, 0.0, 1.0, False, num_splits=2),
+            "num_splits",
+        ),
+        (lambda: fa.flash_attn_varlen_qkvpacked_func(tq, varlen[0], 4), "qkv"),
+        (lambda: fa.flash_attn_varlen_kvpacked_func(tq, tk, *varlen), "kv"),
+    ]
+    for call, text in wrong:
+        with pytest.raises(RuntimeError, match=text) as caught:
+            call()
+        assert isinstance(caught.value, tilefold.TilefoldError)
+
+
+# ---------------------------------------------------------------- bert_padding
+
+
+def test_padding_there_and_back(device):
+    x = torch.randn(3, 6, 2, 4, device=device).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0] * 6, [1, 0, 1, 1, 1, 1]], device=device)
+    unused = torch.tensor([[0, 0, 0, 1, 0, 0], [0] * 6, [0, 1, 0, 0, 0, 0]], device=device)
+    out, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
+    assert cu.tolist() == [0, 3, 3, 8] and cu.dtype == torch.int32
+    assert longest == 5 and type(longest) is int
+    assert used.tolist() == [3, 0, 5]
+    assert torch.equal(out, x[mask.bool()])
+    back = bert_padding.pad_input(out, indices.int(), 3, 6)  # transformers gives int32
+    assert torch.equal(back, bert_padding.pad_input(out, indices, 3, 6))
+    assert torch.equal(back, x * mask[..., None, None])
+    back.sum().backward()
+    assert torch.equal(x.grad, mask[..., None, None].expand_as(x).float())
+    out, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    assert cu.tolist() == [0, 4, 4, 10] and longest == 6 and used.tolist() == [3, 0, 5]
+    with pytest.raises(RuntimeError, match="attention_mask"):
+        bert_padding.unpad_input(x, mask[:, :5])
+
+
+def test_several_sequences_in_a_row(device):
+    x = torch.randn(2, 6, 4, device=device)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]], device=device)
+    out, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert cu.tolist() == [0, 2, 5, 11] and longest == 6
+    assert torch.equal(out, torch.cat((x[0, :5], x[1])))
+    rows, same = bert_padding.index_first_axis_residual(x[0], indices[:2])
+    assert torch.equal(rows, x[0, :2]) and torch.equal(same, x[0])

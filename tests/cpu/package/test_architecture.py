@@ -1,0 +1,317 @@
+"""The import law: which module of tilefold may import which.  Read from the source by ast, so nothing is imported to check it."""
+
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[3] / "src" / "tilefold"
+
+# What each part of the package may import of the others.  A part is the first name under tilefold; parts may always import
+# themselves, unless ALONE says otherwise.
+LEAVES = {"errors", "types", "check", "keywords", "masks", "scores"}
+CORE = {"plan", "kernels", "device"}
+WORK = {"api", "cache_api", "sparse_api", "ops"} | CORE | LEAVES
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "check": {"errors", "types"},
+    "keywords": set(),
+    "masks": {"errors", "types", "check"},
+    "scores": {"errors", "types", "check", "masks"},
+    "plan": {"errors"},
+    "device": set(),
+    "kernels": {"device"},
+    "cpu": {"plan", "errors"},  # found by the names in plan/capabilities.py
+    "ops": {"plan", "kernels", "device", "quant", "cpu"} | LEAVES,
+    "api": {"ops", "plan"} | LEAVES,
+    "cache_api": {"ops", "plan"} | LEAVES,
+    "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
+    "reference": {"errors", "types", "sparse", "masks", "scores"},
+    "sparse": {"ops", "plan"} | LEAVES,
+    "paged": {"ops"} | LEAVES,
+    "quant": {"errors"},
+    "nn": WORK | {"sparse", "quant"},
+    "parallel": WORK | {"sparse"},
+    "compat": WORK | {"sparse", "nn"},
+    "integrations": WORK,
+    "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
+    "debug": {"reference"} | LEAVES,
+    "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant", "parallel"},
+    "tune": WORK | {"bench"},
+    "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
+    "profiling": WORK | {"bench", "aot", "ladder"},  # whose rungs are cases to profile
+    "cli": WORK
+    | {
+        "reference",
+        "sparse",
+        "nn",
+        "compat",
+        "debug",
+        "ladder",
+        "bench",
+        "aot",
+        "paged",
+        "quant",
+        "profiling",
+        "parallel",
+        "tune",
+    },
+    "__init__": {
+        "ops",
+        "api",
+        "cache_api",
+        "sparse_api",
+        "compat",
+        "debug",
+        "integrations",
+        "ladder",
+        "nn",
+        "paged",
+        "sparse",
+        "plan",
+        "profiling",
+        "quant",
+    }
+    | LEAVES,
+    "__main__": {"cli"},
+}
+ALONE = {"kernels"}  # one kernel file never imports another
+# Third-party packages that a part may import; the standard library is always allowed, parts not listed are free.
+OUTSIDE: dict[str, set[str]] = {
+    "errors": set(),
+    "keywords": set(),
+    "plan": set(),
+    "device": {"triton"},
+    "kernels": {"triton"},
+    "quant": {"torch"},
+    "cpu": {"torch"},
+}
+ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its version differences
+SHARED_BY_HOPPER = (
+    "gluon",
+    "parts",
+    "backward_items",
+    "backward_parts",
+    "backward_reduce_parts",
+    "backward_ranges",
+    "backward_spans",
+    "forward_loads",
+    "forward_mods",
+    "forward_parts",
+    "forward_work",
+    "fp8_parts",
+    "matmul_parts",
+    "lowbit_parts",
+    "backward_work",
+)  # Gluon's front and the device helpers of its kernels: no kernels
+GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
+REFERENCE_IN_CLI = {"check", "demo"}
+
+
+class Import:
+    """One imported module: where, on which line, its dotted name, whether it runs when the importer is imported, and whether it
+    is there for types alone."""
+
+    def __init__(self, module: tuple[str, ...], line: int, name: str, at_import: bool, for_types: bool) -> None:
+        self.module, self.line, self.name, self.at_import, self.for_types = module, line, name, at_import, for_types
+
+    @property
+    def part(self) -> str:
+        return self.module[0]
+
+    @property
+    def target(self) -> str | None:
+        """The part of tilefold imported, "" for the package itself, None for something else."""
+        names = self.name.split(".")
+        if names[0] != "tilefold":
+            return None
+        return names[1] if len(names) > 1 else ""
+
+    def __str__(self) -> str:
+        return f"src/tilefold/{'/'.join(self.module)}.py:{self.line} imports {self.name}"
+
+
+def module_name(path: Path) -> tuple[str, ...]:
+    """('plan', 'cost') for src/tilefold/plan/cost.py; a package's own __init__ is ('plan', '__init__')."""
+    return path.relative_to(SRC).with_suffix("").parts
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported_names(node: ast.Import | ast.ImportFrom, module: tuple[str, ...]) -> list[str]:
+    """Dotted absolute names; `from tilefold import x` and `from tilefold.plan import cost` name what they take."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if base == "triton.experimental":
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if node.level:
+        package = ("tilefold", *module)[: -node.level]
+        base = ".".join([*package, *([base] if base else [])])
+    if base.split(".")[0] == "tilefold":
+        return [f"{base}.{alias.name}" for alias in node.names]
+    return [base]
+
+
+def read_imports(path: Path) -> list[Import]:
+    """Every import in the file, those inside functions and under TYPE_CHECKING too."""
+    module = module_name(path)
+    found = []
+
+    def visit(node: ast.AST, at_import: bool, for_types: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = imported_names(node, module)
+            found.extend(Import(module, node.lineno, name, at_import, for_types) for name in names)
+        types = for_types or is_type_checking(node)
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or types
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_import and not later, types)
+
+    visit(ast.parse(path.read_text(), str(path)), True, False)
+    return found
+
+
+FILES = sorted(SRC.rglob("*.py"))
+IMPORTS = [one for path in FILES for one in read_imports(path)]
+
+
+def fail_on(broken: list[Import], law: str) -> None:
+    assert not broken, "\n".join([law, *(f"  {one}" for one in broken)])
+
+
+def target_part(one: Import) -> str | None:
+    """The part imported; names that are not parts (tilefold.attention) come from the package itself."""
+    target = one.target
+    return target if target is None or target in MAY_IMPORT else ""
+
+
+def test_the_tree_is_read() -> None:
+    assert len(FILES) > 5
+    assert any(one.target == "device" for one in IMPORTS)
+
+
+def test_every_part_has_its_law() -> None:
+    unknown = {module_name(path)[0] for path in FILES} - set(MAY_IMPORT)
+    assert not unknown, (
+        f"parts of tilefold without a line in MAY_IMPORT, which says what they may import: {sorted(unknown)}"
+    )
+
+
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
+def test_imports_go_one_way(part: str) -> None:
+    allowed = MAY_IMPORT[part] | {part}
+    if part in {"cli", "bench", "compat", "nn", "sparse", "parallel", "ladder", "tune", "__main__"}:
+        allowed = allowed | {""}  # these use the package as a user does
+    broken = [one for one in IMPORTS if one.part == part and target_part(one) not in {None, *allowed}]
+    fail_on(broken, f"{part} may import of tilefold only {sorted(MAY_IMPORT[part]) or 'nothing'}:")
+
+
+def test_the_law_has_no_cycles() -> None:
+    order: list[str] = []
+    waiting = dict(MAY_IMPORT)
+    while waiting:
+        ready = [part for part, needs in waiting.items() if needs <= set(order)]
+        assert ready, f"MAY_IMPORT has a cycle among {sorted(waiting)}"
+        order += ready
+        for part in ready:
+            del waiting[part]
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """Whether at once or inside a function; what is imported for types alone does not count, nor what packages pass on."""
+    files = {module_name(path) for path in FILES if path.name != "__init__.py"}
+    needs: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for one in IMPORTS:
+        names = tuple(one.name.split(".")[1:])
+        reached = {part for part in (names, names[:-1]) if part in files} - {one.module}
+        if one.module in files and not one.for_types and one.target is not None:
+            needs.setdefault(one.module, set()).update(reached)
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail("a circle of imports: " + " -> ".join("/".join(module) for module in reversed(circle.args[1])))
+
+
+@pytest.mark.parametrize("part", sorted(OUTSIDE))
+def test_third_party_imports(part: str) -> None:
+    allowed = OUTSIDE[part] | sys.stdlib_module_names | {"tilefold"}
+    broken = [one for one in IMPORTS if one.part == part and one.name.split(".")[0] not in allowed]
+    fail_on(
+        broken,
+        f"{part} may import from outside only the standard library and {sorted(OUTSIDE[part]) or 'nothing else'}:",
+    )
+
+
+def test_kernels_never_import_kernels() -> None:
+    def is_other_kernel(one: Import) -> bool:
+        shared = tuple(".".join(("tilefold", *ONLY_GLUON, name)) for name in SHARED_BY_HOPPER)
+        return (
+            one.part in ALONE
+            and one.target == one.part
+            and not f"{one.name}.".startswith(tuple(f"{s}." for s in shared))
+        )
+
+    fail_on(
+        [one for one in IMPORTS if is_other_kernel(one)],
+        "a kernel is prologue + fold + epilogue of its own; share in device/:",
+    )
+
+
+def test_only_checkers_import_the_reference() -> None:
+    def allowed(one: Import) -> bool:
+        in_cli = one.part == "cli" and bool(set(one.module) & REFERENCE_IN_CLI)
+        return in_cli or one.part in {"reference", "debug", "ladder", "bench"}
+
+    broken = [one for one in IMPORTS if one.target == "reference" and not allowed(one)]
+    fail_on(broken, "only tests, cli check and demo, debug, ladder and bench may import tilefold.reference:")
+
+
+def test_gluon_is_hidden_in_one_file() -> None:
+    gluon = [one for one in IMPORTS if one.name.startswith("triton") and "gluon" in one.name.split(".")]
+    users = [one for one in gluon if one.module != GLUON_COMPILER]
+    files = {one.module for one in users}
+    assert len(files) <= 1, (
+        f"Gluon changes with Triton's versions; one file hides that, but these import it: {sorted(files)}"
+    )
+    fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
+
+
+def test_importing_the_package_reaches_no_triton() -> None:
+    """Follow the imports that run with `import tilefold`; the subprocess in test_package.py sees the same from outside."""
+    if not (SRC / "__init__.py").exists():
+        pytest.skip("the package has no __init__.py yet")
+    by_module: dict[tuple[str, ...], list[Import]] = {}
+    for one in IMPORTS:
+        if one.at_import:
+            by_module.setdefault(one.module, []).append(one)
+    modules = {module_name(path) for path in FILES}
+    seen: set[tuple[str, ...]] = set()
+    broken: list[Import] = []
+    waiting = [("__init__",)]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for one in by_module.get(module, []):
+            if one.name.split(".")[0] in {"triton", "transformers"}:
+                broken.append(one)
+            waiting += reached_modules(one.name, modules)
+    fail_on(broken, "`import tilefold` must load neither triton nor transformers; import them where they are used:")
+
+
+def reached_modules(name: str, modules: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The files that run when the dotted tilefold name is imported: its packages' __init__ and the module itself."""
+    parts = tuple(name.split("."))
+    if parts[0] != "tilefold":
+        return []
+    reached = []
+    for end in range(1, len(parts) + 1):
+        inside = parts[1:end]
+        reached += [one for one in (inside, (*inside, "__init__")) if one in modules]
+    return reached

@@ -1,0 +1,314 @@
+"""The documentation: its code compiles, its commands exist, its reference has every public name, its site is built strictly."""
+
+import importlib
+import inspect
+import logging
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+]
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`(tilefold [a-z-][^`]*)`(?!`)")
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """(line, language, text) of each fenced block of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text[: found.start()].count("\n") + 2, found[2], inspect.cleandoc(found[3])) for found in FENCE.finditer(text)
+    ]
+
+
+def uncompilable(page: Path) -> list[str]:
+    """The Python blocks of a page that are not Python."""
+    found = []
+    for line, language, text in blocks(page):
+        if language == "python":
+            try:
+                compile(text, f"{page.name}:{line}", "exec")
+            except SyntaxError as error:
+                found.append(f"{page.relative_to(page.anchor)}:{line}: {error}")
+    return found
+
+
+def test_code_on_pages_is_python(tmp_path: Path) -> None:
+    assert sum(language == "python" for page in PAGES for _, language, _ in blocks(page)) > 50
+    wrong = [one for page in PAGES for one in uncompilable(page)]
+    assert not wrong, "\n".join(wrong)
+    bad = tmp_path / "bad.md"
+    bad.write_text("text\n\n```python\nx = 1\n```\n\n```python\nx = (1,\n```\n")
+    assert [one.split(": ")[0].rpartition(":")[2] for one in uncompilable(bad)] == ["8"]
+
+
+def commands(page: Path) -> list[str]:
+    """The shell commands of tilefold that a page names: in spans of code, and as lines of blocks without a language."""
+    text = page.read_text(encoding="utf-8")
+    found = [" ".join(one.split()) for one in SPAN.findall(FENCE.sub("", text))]
+    for _, language, block in blocks(page):
+        prompt = "$ " if language == "console" else ""
+        if language in ("console", "", "sh", "bash"):
+            found += [line.removeprefix(prompt) for line in block.splitlines() if line.startswith(f"{prompt}tilefold ")]
+    return found
+
+
+@cache
+def tree() -> Any:
+    """The command line as click has it."""
+    typer = pytest.importorskip("typer")
+    from tilefold.cli.app import app
+
+    return typer.main.get_command(app)
+
+
+def problem(text: str) -> str:
+    """What is wrong with a command line as documentation: a command or an option that is not there, or "" if nothing is."""
+    command = tree()
+    words = shlex.split(text, comments=True)[1:]
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        if command.name == "profile" and words[0].lower().endswith(".py"):
+            words.insert(0, "script")
+        if words[0] not in command.commands:
+            return f"{text}: no command {words[0]!r}"
+        command = command.commands[words.pop(0)]
+    words = words[: words.index("--")] if "--" in words else words
+    within = [command, *getattr(command, "commands", {}).values()]  # `tilefold bench --json`: what its commands take
+    options = {"--help", *(name for part in within for one in part.params for name in (*one.opts, *one.secondary_opts))}
+    for name in (word.split("=")[0] for word in words):
+        if name.startswith("--") and name not in options:
+            return f"{text}: no option {name}"
+    return ""
+
+
+def test_commands_on_pages_exist() -> None:
+    named = [(page.name, text) for page in PAGES for text in commands(page)]
+    assert len(named) > 70
+    assert {text.split()[1] for _, text in named} >= {
+        "bench",
+        "check",
+        "explain",
+        "ladder",
+        "profile",
+        "roofline",
+        "kv-memory",
+    }
+    wrong = [f"{name}: {found}" for name, text in named if (found := problem(text))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tilefold explode", "no command"),
+        ("tilefold bench nothing", "no command"),
+        ("tilefold explain --hats 3", "no option"),
+        ("tilefold bench --hats", "no option"),
+        ("tilefold profile train.py -- --steps 3", ""),
+        ("tilefold explain --heads 28 --device h200 # comment --hats", ""),
+    ],
+)
+def test_a_command_that_is_not_there_is_seen(text: str, expected: str) -> None:
+    assert expected in problem(text) if expected else not problem(text)
+
+
+PLACE = re.compile(r"`(\w+)`\s+in\s+`(src/tilefold/[\w/]+\.py)`")
+
+
+def misplaced(text: str) -> list[str]:
+    """The functions that a text says are in a file and are not."""
+    return [
+        f"{name} in {path}"
+        for name, path in PLACE.findall(text)
+        if not (ROOT / path).is_file()
+        or not re.search(
+            rf"^(def|class) {name}\b|^{name}\b.*=", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+
+
+def test_functions_are_where_pages_say() -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    assert len(PLACE.findall(texts["backward.md"])) > 15
+    wrong = [f"{name}: {one}" for name, text in texts.items() for one in misplaced(text)]
+    assert not wrong, "\n".join(wrong)
+    moved = "`state_step` in `src/tilefold/device/fold.py`, `state_step`\nin `src/tilefold/device/state.py`"
+    assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """What the source says, read without importing it, is what a user gets, and each name has its place on one page."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    names, pages, owners = site_api.public_names(), site_api.pages(), site_api.owners()
+    assert len(names) > 200
+    for path in site_api.MODULES:
+        module = importlib.import_module(path)
+        assert {one.name for one in names if one.module == path} == set(module.__all__), path
+        for one in (one for one in names if one.module == path):
+            value = getattr(module, one.name)
+            assert inspect.isclass(value) == site_api.definition(one).is_class, one.path
+            assert inspect.ismodule(value) == site_api.definition(one).is_module, one.path
+            owner = owners[one.defined]
+            assert f"\n::: {owner.anchor}\n" in pages[site_api.page_of(owner.module)], one.path
+            assert owner.anchor in pages["api/index.md"], one.path
+            assert site_api.definition(one).docstring is not None or one.name == "__version__", (
+                f"{one.path} says nothing"
+            )
+
+
+def test_the_reference_begins_with_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By importance: every name of tilefold itself has its place in a group, a module's page follows the groups."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    import tilefold
+
+    grouped = {name for names in site_api.GROUPS.values() for name in names}
+    assert set(tilefold.__all__) <= grouped, "give them a place in scripts/docs/site_api.py"
+    index, page = (site_api.pages()[name] for name in ("api/index.md", "api/tilefold.md"))
+    for text, names in (
+        (
+            index,
+            ("`tilefold.attention`", "`tilefold.sparse_attention`", "`tilefold.matmul`", "`tilefold.TilefoldError`"),
+        ),
+        (page, ("::: tilefold.attention\n", "::: tilefold.kvcache_append\n", "::: tilefold.TilefoldError\n")),
+    ):
+        places = [text.index(name) for name in names]
+        assert places == sorted(places)
+    for wrong, message in (("no_such_name", "not public"), ("attention", "there already")):
+        monkeypatch.setitem(site_api.GROUPS, "Errors", (wrong,))
+        site_api._ranks.cache_clear()
+        with pytest.raises(ValueError, match=message):
+            site_api.pages()
+    monkeypatch.undo()
+    site_api._ranks.cache_clear()
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    """The parts that `import tilefold` leads to, and those that are public by themselves."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    import tilefold
+
+    assert {f"tilefold.{part}" for part in tilefold.PARTS if part != "compat"} < set(site_api.MODULES)
+
+
+def test_a_name_without_its_place_is_seen(tmp_path: Path) -> None:
+    """The build ends with this check of what it has written."""
+    pytest.importorskip("mkdocs")
+    import site_api
+    import site_hooks
+
+    (tmp_path / "api").mkdir()
+    owners = set(site_api.owners().values())
+    for path in site_api.MODULES:
+        headings = [
+            f'<h2 id="{one.anchor}">' for one in owners if one.module == path and one.path != "tilefold.plan.Tile"
+        ]
+        (tmp_path / "api" / f"{path}.html").write_text("\n".join(headings))
+    assert site_hooks.undocumented(tmp_path) == ["tilefold.plan.Tile"]
+
+
+def test_docstrings_become_lists() -> None:
+    pytest.importorskip("griffe")
+    from site_docstrings import as_markdown
+
+    text = "A sum.\n\nArgs:\n    x, y: [n] numbers,\n        or more.\n    *z: x_1 * 2.\n\nReturns:\n    x <= y.\n\n    code\n"
+    expected = (
+        "A sum.\n\n\n**Arguments**\n\n\n- `x`, `y`: [n] numbers,\n    or more.\n- `*z`: x\\_1 \\* 2.\n\n\n"
+        "**Returns**\n\nx &lt;= y.\n\ncode\n"
+    )
+    assert as_markdown(text, {"x", "y", "z"}) == expected
+    fields = "A record.\n\nsize: of it.\nNote: not a field.\n\n    a * b\n"
+    assert as_markdown(fields, {"size"}) == "A record.\n\n\n- `size`: of it.\n    Note: not a field.\n\n    a * b\n"
+    assert "[`attention`][tilefold.attention]" in as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen")
+
+
+def test_links_lead_to_files_and_to_pages() -> None:
+    pytest.importorskip("mkdocs")
+    from site_hooks import relink
+
+    assert relink("[a](docs/concepts/plan.md#cost)", "changelog.md") == "[a](concepts/plan.md#cost)"
+    assert relink("[a](../CONTRIBUTING.md)", "index.md") == "[a](contributing.md)"
+    assert relink("[a](../notebooks/plan.py)", "concepts/plan.md") == "[a](../notebooks/plan.md)"
+    assert relink("[a](../../CHANGELOG.md)", "concepts/plan.md") == "[a](../changelog.md)"
+    for same in ("[a](https://b.c/d.md)", "[a](#here)", "```\nx[0](docs/a.md)\n```", "[a](../missing.txt)"):
+        assert relink(same, "index.md") == same
+
+
+def test_pictures_stand_inside_the_page() -> None:
+    """Without the style that they have alone: colours are the page's."""
+    pytest.importorskip("mkdocs")
+    import pictures
+    from site_hooks import on_page_content
+
+    for name in pictures.PICTURES:
+        asked = f'<p><img alt="x" src="../assets/{name}.svg" /></p>'
+        made = on_page_content(asked, *[None] * 3)  # type: ignore[arg-type]
+        assert made.startswith('<p><svg class="picture" '), name
+        assert "<style>" not in made
+        assert "currentColor" in made
+    other = '<img alt="demo" src="demo.png" />'
+    assert on_page_content(other, *[None] * 3) == other  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](other.md#part)", ""),
+        ("[a](missing.md)", "missing.md"),
+        ("[a](other.md#nowhere)", "nowhere"),
+        ("[a](#nowhere)", "nowhere"),
+        ("![a](missing.png)", "missing.png"),
+        ("[a](/other.md)", "absolute"),
+    ],
+)
+def test_the_build_is_strict(text: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The site's own settings, over two pages: what is broken ends the build."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text(f"# Home\n\n{text}\n")
+    (docs / "other.md").write_text("# Other\n\n## Part\n")
+    nav = ["index.md", "other.md"]
+    own = {
+        "docs_dir": str(docs),
+        "site_dir": str(tmp_path / "site"),
+        "nav": nav,
+        "hooks": [],
+        "plugins": [],
+        "theme": "mkdocs",
+    }
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, extra_css=[], **own)
+    if not expected:
+        build(config)
+        return
+    with pytest.raises(Abort):
+        build(config)
+    assert expected in caplog.text
+
+
+def test_a_page_outside_the_navigation_ends_the_build() -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    from mkdocs.config import load_config
+
+    config = load_config(str(ROOT / "mkdocs.yml"), hooks=[], plugins=[])
+    levels = [*config.validation.nav.values(), *config.validation.links.values()]
+    assert len(levels) == 7
+    assert min(levels) >= logging.WARNING  # and of a warning a strict build fails

@@ -1,0 +1,137 @@
+"""What `pip install tilefold` and `import tilefold` promise: light, lazy, typed, licensed, and one version."""
+
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+IMPORT_SHARE = 0.05  # of what torch takes; 0.03 where it was measured
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "src" / "tilefold" / "__init__.py").exists(), reason="the package has no __init__.py yet"
+)
+
+IMPORT_AND_REPORT = """
+import json, sys, time
+start = time.process_time()
+import torch
+middle = time.process_time()
+import tilefold
+share = (time.process_time() - middle) / (middle - start)
+heavy = [name for name in ("triton", "transformers", "typer", "rich", "matplotlib") if name in sys.modules]
+already = json.loads(sys.argv[1])
+print(json.dumps({"share": share, "heavy": [n for n in heavy if n not in already], "cuda": torch.cuda.is_initialized()}))
+"""
+TORCH_ALONE = """
+import json, sys, torch
+print(json.dumps([n for n in ("triton", "transformers", "typer", "rich", "matplotlib") if n in sys.modules]))
+"""
+WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("typer", "rich", "click"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+sys.meta_path.insert(0, Absent())
+sys.argv = ["tilefold", "explain"]
+from tilefold.cli import main
+sys.exit(main())
+"""
+
+
+def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that keeps bytecode, as an installed package has it."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+
+
+def report_import() -> dict[str, object]:
+    """Import torch and then tilefold in a fresh process; what the second cost and brought along."""
+    alone = python(TORCH_ALONE)
+    assert alone.returncode == 0, alone.stderr
+    done = python(IMPORT_AND_REPORT, alone.stdout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_is_lazy_and_touches_no_gpu() -> None:
+    report = report_import()
+    assert report["heavy"] == [], f"`import tilefold` loads {report['heavy']}, which torch had not loaded"
+    assert report["cuda"] is False, "`import tilefold` initialised CUDA"
+
+
+def test_import_costs_little_more_than_torch() -> None:
+    """Processor time beside torch's in the same process, the least of several runs: neighbours only make an import slower."""
+    best = float("inf")
+    for _ in range(8):
+        best = min(best, float(str(report_import()["share"])))
+        if best <= IMPORT_SHARE:
+            return
+    pytest.fail(f"`import tilefold` takes {best:.1%} of the time that torch takes; the budget is {IMPORT_SHARE:.0%}")
+
+
+def test_one_version() -> None:
+    import tilefold
+
+    stated = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert stated is not None
+    assert tilefold.__version__ == stated[1]
+    try:
+        installed = importlib.metadata.version("tilefold")
+    except importlib.metadata.PackageNotFoundError:
+        return  # on a machine that cannot build packages the source is on the path as it is
+    assert installed == stated[1]
+
+
+def test_types_are_shipped() -> None:
+    assert (importlib.resources.files("tilefold") / "py.typed").is_file()
+
+
+def test_all_names_exist() -> None:
+    import tilefold
+
+    absent = [name for name in tilefold.__all__ if not hasattr(tilefold, name)]
+    assert not absent, f"in __all__ but not in the package: {absent}"
+
+
+def test_the_command_says_what_it_needs() -> None:
+    """Without typer and rich, `tilefold` names the extra to install and fails without a traceback."""
+    if not (ROOT / "src" / "tilefold" / "cli" / "__init__.py").exists():
+        pytest.skip("the command line is not there yet")
+    done = python(WITHOUT)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "tilefold[cli]" in text
+    assert "Traceback" not in text
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        p for p in sorted((ROOT / "src").rglob("*.py")) if not p.read_text().lstrip().startswith(('"""', 'r"""', "#"))
+    ]
+    assert not silent, f"no module docstring: {[str(p.relative_to(ROOT)) for p in silent]}"
+
+
+def test_an_active_environment_of_the_checkout_is_not_what_replaces_it(tmp_path: Path) -> None:
+    """scripts/environment.py deletes it before it makes the new one."""
+    if not (script := ROOT / "scripts" / "find-python").is_file():
+        pytest.skip("no checkout")
+    (tmp_path / "scripts").mkdir()
+    copy = shutil.copy(script, tmp_path / "scripts")
+    for name in (".venv-test", "other"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python3").symlink_to(sys.executable)
+    path = [str(tmp_path / name / "bin") for name in (".venv-test", "other")]
+    environment = {**os.environ, "PATH": os.pathsep.join([*path, os.environ["PATH"]])}
+    environment.pop("PYTHON", None)
+    found = subprocess.check_output(["sh", copy], text=True, env=environment).strip()
+    assert found == str(tmp_path / "other" / "bin" / "python3")

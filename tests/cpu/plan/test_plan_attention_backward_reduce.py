@@ -1,0 +1,216 @@
+"""The plan of the dense backward kernel for sm_90 that adds dq in memory: who asks for it, what it refuses, its versions."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import tilefold
+from examples import examples
+from tilefold.errors import DtypeError, PlanError
+from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan.backward import attention_backward_reduce as rules
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.limits import Tile
+
+H200 = device_named("h200")
+LONG = AttentionProblem(1, 65536, 65536, 16, 16, 128, 128)
+NARROW = replace(LONG, heads=32, kv_heads=32, dim_qk=64, dim_v=64)
+DETERMINISTIC = "attention_backward_hopper"
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "dense.jsonl"
+LENGTHS = st.sampled_from([1, 63, 512, 1024, 4096, 8192, 16383, 16384, 16385, 65536]) | st.integers(1, 1 << 17)
+CHANGES = st.sampled_from(
+    [{}, {}, {}, {"causal": True}, {"causal": True}, {"window": (4095, 0)}, {"window": (-1, 512)}, {"sinks": True},
+     {"dropout": True}, {"score_mods": ("bias",)}, {"mask_mods": ("mask",)}, {"varlen": True}, {"descriptors": False},
+     {"query_descriptors": False}, {"dtype": "float16"}, {"dtype": "float32"}]
+)  # fmt: skip
+
+
+def free(problem: AttentionProblem, **fields: Any) -> AttentionBackwardPlan:
+    return plan_attention_backward(problem, H200, deterministic=False, **fields)
+
+
+def test_taken_when_asked_for_alone() -> None:
+    for problem, tile in ((LONG, Tile(64, 128, 4, 2)), (replace(NARROW, causal=True), Tile(128, 128, 4, 2))):
+        assert plan_attention_backward(problem, H200).kernel == DETERMINISTIC
+        plan = free(problem)
+        assert (plan.kernel, plan.keys, plan.rule) == (rules.KERNEL, tile, "hopper-reduce")
+        assert "change from run to run" in plan.reason
+        assert "dq added by copies out of 1 buffer," in str(plan)
+        assert free(problem, portable=True).kernel == "attention_backward_box"
+        assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
+        assert plan.with_tiles(kernel=DETERMINISTIC).options is None
+        plan.check(problem, H200, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
+        ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
+        ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
+        ({"sinks": True}, "no sinks"),
+        ({"dropout": True}, "no dropout"),
+        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
+        ({"score_mods": ("bias",)}, "no changes of scores"),
+        ({"varlen": True}, "it has no packed batches"),
+        ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
+        ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
+        ({"seq_k": 0}, "there are no keys"),
+        ({"batch": 1 << 10, "seq_q": 1 << 17}, "more rows than a descriptor can count"),
+    ],
+    ids=str,
+)
+def test_refusals(changes: dict[str, Any], why: str) -> None:
+    """By name where the kernel is asked for; else the plan is the deterministic one, and says so."""
+    problem = replace(LONG, **changes)
+    plan = free(problem)
+    assert plan == replace(plan_attention_backward(problem, H200), reason=plan.reason)
+    assert f"{rules.KERNEL} is not taken: " in plan.reason
+    assert why in plan.reason
+    with pytest.raises(PlanError, match=f"{rules.KERNEL} cannot be used: .*{why}"):
+        plan.with_tiles(kernel=rules.KERNEL)
+
+
+def test_other_chips_and_short_keys() -> None:
+    for problem in (LONG, NARROW):
+        assert free(replace(problem, seq_k=1024)).kernel == free(replace(problem, seq_k=16383)).kernel == DETERMINISTIC
+        assert free(replace(problem, seq_k=16384)).kernel == rules.KERNEL
+    assert "fewer than 16384 keys" in free(replace(LONG, seq_k=1024)).reason
+    assert "not measured with a window" in free(replace(LONG, window=(4096, 0))).reason
+    assert free(replace(LONG, seq_k=1024)).with_tiles(kernel=rules.KERNEL).kernel == rules.KERNEL
+    other = plan_attention_backward(LONG, device_named("a100"), deterministic=False)
+    assert other.kernel == plan_attention_backward(LONG, device_named("a100")).kernel
+    assert f"{rules.KERNEL} is not taken: it is written for sm_90" in other.reason
+
+
+def plain_and_long(problem: AttentionProblem, device: str) -> bool:
+    """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
+    n = problem
+    plain = n.plain and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
+    unbounded = n.window[0] < 0 or n.window[1] < 0
+    return device in ("h100", "h200") and plain and unbounded and n.seq_k >= 16384 and n.dim_qk == n.dim_v in (64, 128)
+
+
+@examples(400)
+@given(
+    batch=st.integers(1, 16),
+    lengths=st.tuples(LENGTHS, LENGTHS) | LENGTHS.map(lambda n: (n, n)),
+    heads=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 4, 7])),
+    dims=st.sampled_from([(64, 64), (128, 128), (96, 96), (128, 64), (256, 256), (40, 40)]),
+    changes=CHANGES,
+    device=st.sampled_from(["h200", "h100", "a100", "b200", "mi300x"]),
+)
+@example(16, (1024, 1024), (16, 1), (128, 128), {"causal": True}, "h200")
+@example(1, (16384, 16384), (16, 1), (128, 128), {"causal": True}, "h100")
+def test_being_allowed_more_changes_nothing_but_the_kernel(
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    changes: dict[str, Any],
+    device: str,
+) -> None:
+    """Where the kernel that adds in any order is not admitted, the plan is the default's, field for field, and says why."""
+    kv_heads, group = heads
+    chip = device_named(device)
+    problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
+    kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
+    if other.kernel == rules.KERNEL:
+        assert plain_and_long(problem, device)
+        return
+    assert other == replace(kept, reason=other.reason)
+    assert other.reason.startswith(f"{kept.reason} {rules.KERNEL} is not taken: ")
+    assert not plain_and_long(problem, device) or rules.reduce_refusal(problem, chip)
+
+
+def test_what_is_admitted_was_measured_to_be_faster() -> None:
+    """The benchmark's rows: where both were timed in one run the kernel that is taken for deterministic=False won, and the
+    shortest sequences for which it is taken are among them."""
+    runs: Mapping[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for line in MEASURED.read_text().splitlines():
+        row = json.loads(line)
+        if row["implementation"] in ("tilefold", "any-order") and row.get("ms"):
+            runs[row["device"], row["commit"], row["date"][:13], row["case"], row["dtype"]][row["implementation"]] = (
+                row["ms"]
+            )
+    gains = {key[3]: times["tilefold"] / times["any-order"] for key, times in runs.items() if len(times) == 2}
+    assert min(gains.values()) > 1.0
+    for shape in ("d128_h16_n16384x1", "d64_h32_n16384x1"):
+        assert {f"{shape}_backward", f"{shape}_causal_backward"} <= gains.keys()
+    assert rules.LEAST_KEYS == 16384
+
+
+@pytest.mark.parametrize(
+    ("problem", "fields", "why"),
+    [
+        (LONG, {"sum_slots": 3}, "options.sum_slots: must be 0, 1 or 2, got 3"),
+        (LONG, {"order": "first"}, "options.order: must be one of 'keys first'"),
+        (LONG, {"stagger": -1}, "options.stagger: must be from 0 to 1023, got -1"),
+        (LONG, {"fence": 1}, "options.fence: must be a bool, got 1"),
+        (LONG, {"rounded": None}, "options.rounded: must be a bool, got None"),
+        (
+            NARROW,
+            {"order": "queries first"},
+            "options.order: must be 'keys first' or 'keys late' with a head dim of 64",
+        ),
+        (NARROW, {"rounded": False}, "options.rounded: must be True with a head dim of 64"),
+    ],
+    ids=str,
+)
+def test_versions_that_do_not_exist(problem: AttentionProblem, fields: dict[str, Any], why: str) -> None:
+    plan = free(problem)
+    assert plan.options is not None
+    with pytest.raises(PlanError, match=why):
+        plan.with_tiles(options=replace(plan.options, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"keys": Tile(128, 128, 4, 2)}, "queries: must be the tile of keys"),
+        ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 16"),
+        ({"keys_at_once": 64}, "keys_at_once: must be 0"),
+        ({"bias_shares": 1}, "bias_shares: must be 0"),
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_fit(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        free(LONG).with_tiles(**fields)
+    tile = Tile(64, 128, 4, 4)
+    with pytest.raises(PlanError, match="KiB of shared memory"):
+        free(LONG).with_tiles(tile, tile, tile)
+    with pytest.raises(PlanError, match="options: must be None with attention_backward_hopper"):
+        plan_attention_backward(LONG, H200).with_tiles(options=rules.ReduceOptions())
+
+
+def test_heads_share_the_second_level_cache() -> None:
+    """As many heads at a time as 16 MiB hold sums of dq of."""
+
+    def at_once(seq: int, problem: AttentionProblem = LONG, **changes: Any) -> int:
+        plan = plan_attention_backward(replace(problem, seq_q=seq, seq_k=seq, **changes), H200)
+        return plan.with_tiles(kernel=rules.KERNEL).heads_at_once
+
+    assert at_once(16384) == 2
+    assert at_once(16384, NARROW) == 4
+    assert at_once(4096, batch=4) == 8
+    assert at_once(8192, kv_heads=4) == 1
+    assert free(LONG).heads_at_once == 1
+    assert free(LONG).scratch_bytes == 4 * (16 * 1024 + 1) * 64 * (128 + 2)
+
+
+def test_argument_of_attention() -> None:
+    """A bool, which any device takes; the plan of the call follows it."""
+    q, k, v = (torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(DtypeError, match="deterministic must be a bool, got 1"):
+        tilefold.attention(q, k, v, deterministic=1)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="deterministic must be a bool, got 'no'"):
+        tilefold.attention_backward_plan(q, k, v, deterministic="no")

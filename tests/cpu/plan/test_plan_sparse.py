@@ -1,0 +1,191 @@
+"""The plan of block-sparse attention on real devices: splits fill an idle device and never cut shares too small."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+import tilefold
+from tilefold.errors import PlanError, ShapeError, Unsupported
+from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
+from tilefold.plan.limits import Tile
+from tilefold.plan.sparse.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER
+from tilefold.plan.sparse.sparse_hopper import programs_per_sm, shared_bytes
+
+
+def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):
+    dense = AttentionProblem(1, seq_q, seq_k, 12, 12, dim, dim, **changes)
+    return SparseProblem(dense, 64, 64, capacity, masked)
+
+
+def test_video_shape_takes_boxes_and_no_splits():
+    plan = plan_sparse(problem(), device_named("h200"), portable=True)
+    assert (plan.kernel, plan.splits, plan.grid) == ("sparse_forward_box", 1, (364 * 12, 1, 1))
+
+
+def test_blocks_with_sizes_are_read_by_pointers():
+    assert plan_sparse(problem(masked=True), device_named("h200"), portable=True).kernel == "sparse_forward"
+
+
+def test_hopper_takes_its_own_kernel():
+    for made in (problem(), problem(masked=True), problem(dim=64, dtype="float16"), problem(seq_q=23290, seq_k=70)):
+        plan = plan_sparse(made, device_named("h200"))
+        assert plan.kernel == HOPPER
+        assert SparsePlan.from_json(plan.to_json()) == plan
+        assert programs_per_sm(made) * (shared_bytes(made, plan.tile) + 1024) <= plan.device.smem_per_sm
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (problem(dim=96), "head dims of 64 and 128"),
+        (problem(dtype="float32"), "multiplies bfloat16 and float16"),
+        (problem(causal=True), "no masks"),
+        (problem(score_mods=("softcap",)), "no masks"),
+        (problem(descriptors=False), "strides of K or V"),
+        (replace(problem(), descriptors=False), "strides of Q"),
+        (replace(problem(), block_q=32), "blocks of 64 and 128 tokens"),
+        (replace(problem(), page_size=64), "page_size=64"),
+    ],
+)
+def test_what_the_hopper_kernel_refuses(made, why):
+    plan = plan_sparse(made, device_named("h200"))
+    assert plan.kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match=why):
+        plan.with_tile(kernel=HOPPER)
+
+
+def test_other_devices_take_portable_kernels():
+    for device in ("a100", "b200", "mi300x", "interpreter"):
+        assert plan_sparse(problem(), device_named(device)).kernel != HOPPER
+    with pytest.raises(tilefold.PlanError, match="written for sm_90"):
+        plan_sparse(problem(), device_named("b200")).with_tile(kernel=HOPPER)
+
+
+def test_changing_the_kernel_brings_its_tile():
+    for blocks in (64, 128):
+        made = replace(problem(), block_q=blocks, block_k=blocks)
+        plan = plan_sparse(made, device_named("h200"))
+        box = plan.with_tile(kernel="sparse_forward_box")
+        assert (box.tile, box.programs) == (plan_sparse(made, device_named("h200"), portable=True).tile, 0)
+        assert box.with_tile(kernel=HOPPER).tile == plan.tile
+        for fields in ({"block_n": 32}, {"splits": 2}, {"num_stages": 8}, {"programs": -1}, {"num_warps": 8}):
+            with pytest.raises(tilefold.PlanError, match=next(iter(fields))):
+                plan.with_tile(**fields)
+        with pytest.raises(tilefold.PlanError, match="programs"):
+            box.with_tile(programs=4)
+
+
+def test_one_query_block_is_split():
+    plan = plan_sparse(problem(seq_q=64, capacity=328), device_named("h200"))
+    assert plan.splits > 8
+    assert "split-lists" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capacity", "said"),
+    [
+        ({"seq_q": 64}, 4, "12 query blocks, each with its whole list, use 12 of 264 places: lists of at most 256 keys are too "
+                           "short for two shares of at least 256."),
+        ({"seq_q": 64}, 8, "12 query tiles would leave 120 of 132 places idle; 2 shares of each list are 24 programs, which use "
+                           "24 of 132 places: lists of at most 512 keys are too short for 3 shares of at least 256."),
+        ({"seq_q": 64}, 328, "12 query tiles would leave 120 of 132 places idle; 11 shares of each list are 132 programs, which "
+                             "fill 132 places."),
+        ({"seq_q": 128, "batch": 5}, 328, "120 query tiles would leave 12 of 132 places idle; 11 shares of each list are 1320 "
+                                          "programs, which fill 132 places."),
+        ({}, 128, "4368 query blocks, each with its whole list, fill 264 places."),
+        ({"seq_q": 0}, 128, "0 query blocks: there is nothing to compute."),
+    ],
+)  # fmt: skip
+def test_reasons_tell_short_lists_from_devices_partly_and_wholly_filled(changes, capacity, said):
+    made = replace(problem(capacity=capacity), attention=replace(problem().attention, **changes))
+    reason = plan_sparse(made, device_named("h200")).reason
+    assert reason.removeprefix("A loading warp, folding warpgroups and wgmma; ") == said
+
+
+def test_splits_are_sane():
+    for items, tiles in itertools.product((1, 3, 8, 32, 100, 256), (0, 1, 2, 7, 33, 64, 2048)):
+        splits = choose_splits(items, tiles, 64, 264)
+        assert 1 <= splits <= max(1, tiles * 64 // MIN_KEYS)
+        assert splits == 1 or items < 264
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "rtx4090", "l4", "interpreter"])
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_device_has_a_plan(device, dim, dtype):
+    plan = plan_sparse(problem(dim=dim, dtype=dtype), device_named(device))
+    assert plan.problem.block_q % plan.block_m == 0
+    assert plan.problem.block_k % plan.block_n == 0
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "rtx4090", "l4", "interpreter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_layouts_have_a_plan_on_every_device(device, dtype):
+    for dim, capacity in itertools.product((16, 64, 128, 256), (0, 4, 300)):
+        dense = problem(dim=dim, dtype=dtype, capacity=capacity, seq_q=64)
+        packed = plan_sparse(replace(dense, attention=replace(dense.attention, varlen=True)), device_named(device))
+        paged = [plan_sparse(replace(dense, page_size=size), device_named(device)) for size in (1, 16, 64, 100)]
+        assert packed.kernel == "sparse_forward_varlen"
+        assert {plan.kernel for plan in paged} == {"sparse_forward_paged"}
+
+
+def test_stages_that_a_list_or_a_table_takes():
+    """A table is loaded ahead of its pages and takes every second stage; so does a list whose blocks no mask looks at; where one
+    does, every stage is a buffer (as compiled, tests/cpu/aot/test_aot_sparse.py)."""
+    h200 = device_named("h200")
+    few = problem(seq_q=64, capacity=328)
+    causal = replace(few, attention=replace(few.attention, causal=True))
+    stages = [
+        plan_sparse(p, h200).num_stages for p in (few, causal, replace(few, masked=True), replace(few, page_size=64))
+    ]
+    assert stages == [7, 4, 4, 7]
+    assert plan_sparse(replace(problem(), page_size=64), h200).num_stages == 3
+    assert plan_sparse(replace(problem(), masked=True), h200, portable=True).num_stages == 2
+    assert (
+        len({plan_sparse(p, h200).splits for p in (causal, replace(few, masked=True), replace(few, page_size=64))}) == 1
+    )
+
+
+def test_layouts_are_told_apart():
+    packed = AttentionProblem(1, 64, 64, 2, 2, 64, 64, varlen=True)
+    with pytest.raises(Unsupported, match="page_size must be 0 with varlen=True"):
+        SparseProblem(packed, 64, 64, 1, page_size=16)
+    with pytest.raises(ShapeError, match="page_size must be an integer of at least 0, got -1"):
+        replace(problem(), page_size=-1)
+    plan = plan_sparse(problem(), device_named("h200"))
+    for kernel in ("sparse_forward_varlen", "sparse_forward_paged"):
+        with pytest.raises(PlanError, match=f"{kernel} does not serve varlen=False, page_size=0"):
+            plan.with_tile(kernel=kernel)
+
+
+def test_backward_keeps_a_bounded_scratch():
+    """The Gluon backward pass keeps ds of as many heads as fit a fixed limit; where one head does not, it is not chosen."""
+    h200 = device_named("h200")
+    for capacity in (1, 36, 127, 364):
+        plan = plan_sparse_backward(problem(capacity=capacity), h200)
+        assert plan.kernel == "sparse_backward_hopper"
+        assert 0 < plan.scratch_bytes <= KEPT_LIMIT
+        assert f"dS of {plan.heads_at_once} KV heads at a time" in str(plan)
+        room = plan.heads_at_once * 364 * capacity * 64 * 64 * 2
+        assert plan.scratch_bytes == room * min(4, KEPT_LIMIT // room)
+    # A batch has work on keys for every place of the device; its heads divide all.
+    for seq, heads in ((23296, 1), (8192, 3), (4096, 6), (1024, 12)):
+        made = problem(seq_q=seq, seq_k=seq, capacity=4)
+        assert plan_sparse_backward(made, h200).heads_at_once == heads
+    long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
+    assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
+    assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"
+    plan = plan_sparse_backward(problem(), h200)
+    assert plan.with_tiles(kernel="sparse_backward_box").scratch_bytes == 0
+    portable = plan.with_tiles(kernel="sparse_backward_box")
+    assert portable.with_tiles(kernel="sparse_backward_hopper").heads_at_once == plan.heads_at_once
+    for fields in ({"heads_at_once": 0}, {"heads_at_once": 5}, {"heads_at_once": 24}, {"queries": Tile(64, 64, 8, 4)}):
+        with pytest.raises(PlanError, match=next(iter(fields))):
+            plan.with_tiles(**fields)
+    with pytest.raises(PlanError, match="num_stages"):
+        plan.with_tiles(queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
+    assert SparseBackwardPlan.from_json(plan.to_json()) == plan
