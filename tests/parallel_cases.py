@@ -158,7 +158,7 @@ def two():
     yield from library()
     yield "helpers", helpers
     yield "context", context
-    yield "any-order", any_order
+    yield "non-deterministic", nondeterministic
     yield "decode", decode
     yield "repeated-bits", repeated_bits
     yield "auto", lambda: check("auto", "zigzag", 21, causal=True)
@@ -258,7 +258,7 @@ def context():
     assert compare(tilefold.attention(*near), exact, plain).ok
 
 
-def any_order():
+def nondeterministic():
     """deterministic reaches every rank's kernels, from the function and from the context, and nothing else changes."""
     rank, sharding = dist.get_rank(), tp.shard(20, dist.get_world_size(), "zigzag")
     q, k, v = (tp.shard_sequence(torch.randn(1, 20, 2, 8, dtype=torch.float64), sharding, rank) for _ in range(3))

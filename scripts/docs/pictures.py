@@ -82,7 +82,7 @@ class Bars:
 FORWARD = (("tilefold", "tilefold"), ("fa4", "FA4"), ("cudnn", "cuDNN"), ("flash", "FA2"))
 BACKWARD = (
     ("tilefold", "tilefold"),
-    ("any-order", "tilefold \N{DAGGER}"),
+    ("non-deterministic", "tilefold \N{DAGGER}"),
     ("fa4", "FA4 \N{DAGGER}"),
     ("cudnn", "cuDNN"),
 )
@@ -128,7 +128,7 @@ def chart(results: Path = RESULTS) -> str:
         parts.append(text(16, y, group.title, 15, weight="600"))
         y += 9
         for name, shown in group.shown:
-            fill = OURS if name == "tilefold" else OURS_TOO if name == "any-order" else OTHERS
+            fill = OURS if name == "tilefold" else OURS_TOO if name == "non-deterministic" else OTHERS
             parts.append(text(left - 8, y + 13, shown, 14, "end"))
             parts.append(box(left, y, round(room * rates[name] / most, 1), bar, fill, ' rx="2"'))
             weight = "600" if name == "tilefold" else ""

@@ -75,7 +75,7 @@ def test_sizes(sizes, dtype):
 
 
 def test_odd_columns_of_a_turned_weight():
-    """The copy engine reads A and B, and cannot store rows of 1001 elements."""
+    """TMA reads A and B, and cannot store rows of 1001 elements."""
     a, b = (
         rand(512, 256, dtype=torch.bfloat16, device=DEVICE),
         matrix(256, 1001, dtype=torch.bfloat16, device=DEVICE, turned=True),

@@ -11,7 +11,7 @@ DIM, PANELS, SLOTS = 128, 2, 2
 TILES = 2 * SLOTS + 2
 SUM_SLOTS = TILES * PANELS // (PANELS + 1)
 GARBAGE = 77777777  # what lies in memory that nobody wrote
-ZEROS = frozenset(["zeros"])  # what the copy engine gives past the end
+ZEROS = frozenset(["zeros"])  # what TMA gives past the end
 
 
 class Value:
@@ -97,7 +97,7 @@ class Panel(View):
     def slice(self, begin, size):
         return self
 
-    def store(self, value):  # dS, for the copy engine
+    def store(self, value):  # dS, for TMA
         self.fill(value.tags)
 
 

@@ -262,7 +262,7 @@ class Changed(Run):
         }
 
     def fence(self):
-        """What threads began to read before has arrived: without it the copy engine may write there first."""
+        """What threads began to read before has arrived: without it TMA may write there first."""
         for tile in self.local.held.values():
             tile.reading(-1)
         self.local.held = {}

@@ -122,7 +122,7 @@ class Part(Tile):
 
 
 class Whole(Tile):
-    """One buffer, as the copy engine and as products see it."""
+    """One buffer, as TMA and as products see it."""
 
     def fill(self, content):
         self.buffers.fill(self.panels[0], content)

@@ -43,15 +43,15 @@ def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int
 
 def _clashes() -> tuple[Any, ...]:
     flash_only_without = [("bias", MASKS[1:]), ("mask", MASKS[1:]), ("score_mod", ("near", "bent", "table")),
-                          ("mask_mod", ("thirds", "document")), ("grad", ("lse",)), ("any_order", (True,))]  # fmt: skip
+                          ("mask_mod", ("thirds", "document")), ("grad", ("lse",)), ("nondeterministic", (True,))]  # fmt: skip
     rules = [never("api", FLASH, axis, values) for axis, values in flash_only_without]
     rules += [
-        never("api", PACKED, "any_order", {True}),
+        never("api", PACKED, "nondeterministic", {True}),
         never("api", TOGETHER, "dim_v", {"less", "1", "odd", "64", "128", "256"}),
         never("api", {"flash_qkv", "flash_varlen_qkv"}, "group", {4, 7, 8}),
         never("api", TOGETHER, "sinks", {"same", "fp32"}),
         never("grad", {"none"}, "more_grads", {True}),
-        never("grad", {"none"}, "any_order", {True}),
+        never("grad", {"none"}, "nondeterministic", {True}),
         never("dropout", {True}, "dim_v", {"1"}),
         never("dropout", {True}, "dim", {"1", "tiny"}),
         never("lse", {False}, "grad", {"lse"}),
@@ -83,7 +83,7 @@ DENSE = Family(
         "lse": (False, True),
         "grad": ("none", "out", "lse"),
         "more_grads": (False, True),
-        "any_order": (False, True),
+        "nondeterministic": (False, True),
         "dropout": (False, True),
     },
     run,

@@ -117,7 +117,7 @@ class Problem:
         given = dict(self.options)
         longest = max([*self.lq, 0]), max([*self.lk, 0])
         if "flash" not in name:
-            if o["any_order"]:
+            if o["nondeterministic"]:
                 given["deterministic"] = False
             if self.packed:
                 found = tilefold.attention_varlen(q, k, v, self.cu(self.lq), self.cu(self.lk), *longest,

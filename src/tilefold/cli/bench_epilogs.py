@@ -32,8 +32,8 @@ ATTENTION_EPILOG = """
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
 block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), if installed, and portable (tilefold's own
 portable kernel, where the plan takes another one). For gradients of dense attention also fa4-det (fa4 with deterministic=True)
-and any-order (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are deterministic, fa4's
-are not. Peers that know no lists compute every pair, and are judged by that.
+and non-deterministic (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are
+deterministic, fa4's are not. Peers that know no lists compute every pair, and are judged by that.
 
 **Lists** keep at least as many KV blocks as the sparsity asks for; the column kept says how many, of how many.
 

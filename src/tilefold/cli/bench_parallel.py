@@ -85,8 +85,11 @@ def parallel(
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "both",
     full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
     per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for two_level.")] = 1,
-    any_order: Annotated[
-        bool, typer.Option("--any-order", help="Gradients by deterministic=False, in any order as torch's are.")
+    nondeterministic: Annotated[
+        bool,
+        typer.Option(
+            "--non-deterministic", help="Gradients by deterministic=False: non-deterministic, as torch's are."
+        ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
@@ -123,7 +126,7 @@ def parallel(
         budget=budget,
         per_node=per_node,
         trace=trace,
-        deterministic=not any_order,
+        deterministic=not nondeterministic,
     )
     lines = _run(work, runtime, ranks)
     if lines is not None:
@@ -224,7 +227,8 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -
     console.print(
         Text(
             f"{lines[0].ranks if lines else 0} ranks, {work.heads[0]} heads on {work.heads[1]}, D={work.dim}, {work.dtype}, "
-            f"{'causal' if work.causal else 'full'}{'' if work.deterministic else ', any order'}; ms, TFLOP/s a rank, GB a rank"
+            f"{'causal' if work.causal else 'full'}{'' if work.deterministic else ', non-deterministic'}; ms, TFLOP/s a rank, "
+            "GB a rank"
         )
     )
     print_tables(console, HEAD, rows_of(lines), keys=3)

@@ -135,7 +135,7 @@ def explain(
     tflops: Annotated[
         float | None,
         typer.Option(
-            help="With --ranks: attention TFLOP/s of one GPU.", show_default="680; backward 530, in any order 565"
+            help="With --ranks: attention TFLOP/s of one GPU.", show_default="680; backward 530, non-deterministic 565"
         ),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
@@ -143,8 +143,8 @@ def explain(
         str | None, typer.Option(help="With --ranks: zigzag or contiguous.", show_default="zigzag")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="With --ranks: gradients follow.")] = False,
-    any_order: Annotated[
-        bool, typer.Option("--any-order", help="With --ranks and --backward: gradients by deterministic=False.")
+    nondeterministic: Annotated[
+        bool, typer.Option("--non-deterministic", help="With --ranks and --backward: gradients by deterministic=False.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -166,7 +166,7 @@ def explain(
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
              "--policy": policy, "--trace": trace}  # fmt: skip
     check_cache(over, unfit)
-    wide = RanksOptions(ranks, per_node, link, tflops, memory, shards, backward, any_order)
+    wide = RanksOptions(ranks, per_node, link, tflops, memory, shards, backward, nondeterministic)
     check_ranks(wide, unfit | {"--cache": cache, "--sinks": sinks, "--alibi": alibi})
     asked = Dispatch(policy, call, capacity, paged, append, 0 if cache else num_splits, prompt, new, as_json)
     others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,

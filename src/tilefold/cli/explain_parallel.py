@@ -16,7 +16,7 @@ __all__ = ["RanksOptions", "check_ranks", "explain_ranks"]
 
 class RanksOptions(NamedTuple):
     """What was given: ranks, ranks of a node, "inside,across" in GB/s, TFLOP/s a rank, spare GB, kind of shards, backward,
-    whether its gradients may come in any order."""
+    whether its gradients may be non-deterministic."""
 
     ranks: int | None
     per_node: int | None
@@ -25,19 +25,19 @@ class RanksOptions(NamedTuple):
     memory: float | None
     shards: str | None
     backward: bool
-    any_order: bool
+    nondeterministic: bool
 
 
 def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
     """Unsupported naming the option that needs --ranks, or does not go with it; others: false if not given."""
     if asked.ranks is None:
-        names = ("--per-node", "--link", "--tflops", "--memory", "--shards", "--backward", "--any-order")
+        names = ("--per-node", "--link", "--tflops", "--memory", "--shards", "--backward", "--non-deterministic")
         for name, value in zip(names, asked[1:], strict=True):
             if value:
                 raise Unsupported(f"{name} needs --ranks")
         return
-    if asked.any_order and not asked.backward:
-        raise Unsupported("--any-order needs --backward")
+    if asked.nondeterministic and not asked.backward:
+        raise Unsupported("--non-deterministic needs --backward")
     for name, given in others.items():
         if given:
             raise Unsupported(f"{name} does not go with --ranks")
@@ -56,13 +56,13 @@ def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Dev
         raise ValueRangeError(f"--shards must be one of {', '.join(KINDS)}, got {kind!r}")
     rates = _rates(asked.link)
     if asked.tflops is not None:
-        rates |= dict.fromkeys(("flops", "flops_backward", "flops_any_order"), asked.tflops * 1e12)
+        rates |= dict.fromkeys(("flops", "flops_backward", "flops_nondeterministic"), asked.tflops * 1e12)
     memory = None if asked.memory is None else asked.memory * 1e9
     links = Links(1 if asked.ranks is None else asked.ranks, asked.per_node or 1, memory=memory, **rates)
     window = (problem.window[0], 0) if problem.causal else problem.window
     whole = ParallelProblem(problem.batch, problem.seq_q, problem.seq_k, problem.heads, problem.kv_heads, problem.dim_qk,
                             problem.dim_v, problem.dtype, window, kind, asked.backward,
-                            deterministic=not asked.any_order)  # fmt: skip
+                            deterministic=not asked.nondeterministic)  # fmt: skip
     plan = plan_parallel(whole, links)
     scaled = scaling(whole, links)
     most, scratch = memory_on(plan, device)

@@ -59,7 +59,7 @@ def disabled() -> bool:
 
 
 def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
-    """Boxes of 64 columns (128 bytes, the widest that the copy engine swizzles) or 32.  heads: a divisor of rows; so many are
+    """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
     from ..kernels.hopper.gluon import TensorDescriptor, gl
 

@@ -1,4 +1,5 @@
-"""The 3-D rotary embedding: against complex numbers in fp64, its laws, its split of channels, tables in tiled order, errors."""
+"""The 3-D rotary embedding: against complex numbers in fp64, its properties, its split of channels, tables
+in tiled order, errors."""
 
 import copy
 import pickle
@@ -60,7 +61,7 @@ def test_computed_in_fp32_and_rounded_once(dtype, device):
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_laws(interleaved, device):
+def test_properties(interleaved, device):
     """Position 0 turns nothing, lengths stay, and scores depend on differences of positions only."""
     q, k = (rand(1, 12, 2, 32, dtype=torch.float64, device=device) for _ in range(2))
     at = torch.randint(0, 20, (12, 3), device=device)

@@ -1,4 +1,4 @@
-"""merge_attention against fp64 and its laws; attention over shared prefixes against fp64 and plain attention; the rule."""
+"""merge_attention against fp64 and its properties; attention over shared prefixes against fp64 and plain attention; the rule."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_merge_strides_and_packed(device):
         assert torch.equal(one[0], part)
 
 
-def test_merge_laws(device):
+def test_merge_properties(device):
     out, lse = rand(2, 6, 3, 16, device=device), rand(2, 3, 6, device=device) * 50
     nothing = torch.full_like(out, float("nan")), torch.full_like(lse, NONE)
     for found in (tilefold.merge_attention(out, lse, *nothing), tilefold.merge_attention(*nothing, out, lse)):

@@ -44,7 +44,7 @@ def forgotten():
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_at_the_first_call(versions, text, monkeypatch, forgotten, device):
-    """Of any operation, and again until it is mended; doctor has the same sentence."""
+    """Of any operation, and again until it is fixed; doctor has the same sentence."""
     there = {"torch": "2.13.0", "triton": "3.6.0", "numpy": "2.3.5"}
     monkeypatch.setattr(environment, "installed", (there | versions).get)
     n = len(text)  # a shape that no other test has: what was checked once is not looked at again

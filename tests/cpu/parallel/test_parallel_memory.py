@@ -83,7 +83,9 @@ GROUPS = [("ring", 1), ("all_gather", 1), ("heads", 1), ("two_level", 2)]
 
 @pytest.mark.no_poison  # tensors without data
 @pytest.mark.parametrize(
-    ("needs", "deterministic"), [(False, True), (True, True), (True, False)], ids=["forward", "backward", "any order"]
+    ("needs", "deterministic"),
+    [(False, True), (True, True), (True, False)],
+    ids=["forward", "backward", "non-deterministic"],
 )
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=["grouped", "each"])
 @pytest.mark.parametrize(("window", "kind"), SHARDS, ids=["zigzag", "contiguous", "full"])

@@ -118,7 +118,7 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     changes: dict[str, Any],
     device: str,
 ) -> None:
-    """Where the kernel that adds in any order is not admitted, the plan is the default's, field for field, and says why."""
+    """Where the non-deterministic kernel is not admitted, the plan is the default's, field for field, and says why."""
     kv_heads, group = heads
     chip = device_named(device)
     problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
@@ -137,11 +137,11 @@ def test_what_is_admitted_was_measured_to_be_faster() -> None:
     runs: Mapping[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
-        if row["implementation"] in ("tilefold", "any-order") and row.get("ms"):
+        if row["implementation"] in ("tilefold", "non-deterministic") and row.get("ms"):
             runs[row["device"], row["commit"], row["date"][:13], row["case"], row["dtype"]][row["implementation"]] = (
                 row["ms"]
             )
-    gains = {key[3]: times["tilefold"] / times["any-order"] for key, times in runs.items() if len(times) == 2}
+    gains = {key[3]: times["tilefold"] / times["non-deterministic"] for key, times in runs.items() if len(times) == 2}
     assert min(gains.values()) > 1.0
     for shape in ("d128_h16_n16384x1", "d64_h32_n16384x1"):
         assert {f"{shape}_backward", f"{shape}_causal_backward"} <= gains.keys()

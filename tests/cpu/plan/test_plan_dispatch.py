@@ -287,7 +287,7 @@ def test_the_caller_decides_and_json_comes_back(policy):
     st.integers(1, 300), st.integers(1, 40000), st.sampled_from([(28, 4), (32, 8), (8, 8), (12, 1)]),
     st.sampled_from([16, 64, 80, 128, 192, 256]), st.booleans(), st.sampled_from([-1, 0, 100, 5000]), st.integers(0, 5000),
 )  # fmt: skip
-def test_laws_of_a_decision(name, policy, call, batch, seq_q, seq_k, heads, dim, causal, left, room):
+def test_properties_of_a_decision(name, policy, call, batch, seq_q, seq_k, heads, dim, causal, left, room):
     problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, causal=causal, window=(left, -1))
     capacity = seq_k + room if call == "kvcache" else None
     made = plan_splits(problem, DEVICES[name], policy, call=call, capacity=capacity)

@@ -40,7 +40,7 @@ def test_which_kernel():
     assert kernel(m=16).kernel == "matmul"
     assert kernel(m=512, n=512).kernel == "matmul"
     assert kernel(m=16, n=4096, batch=100).kernel == "matmul"
-    assert "copy engine needs" in kernel(descriptors=False).rejected[0].why
+    assert "TMA needs" in kernel(descriptors=False).rejected[0].why
     assert plan_matmul(MatmulProblem(1, 4096, 4096, 4096), device_named("a100")).kernel == "matmul"
     assert plan_matmul(MatmulProblem(1, 4096, 4096, 4096), H200, portable=True).kernel == "matmul"
 

@@ -1,4 +1,4 @@
-"""BlockIndex: its constructors and its laws."""
+"""BlockIndex: its constructors and its properties."""
 
 import itertools
 from typing import Any
@@ -24,7 +24,7 @@ def maps(draw: Any) -> torch.Tensor:
     return random_map(*shape, density=density, seed=draw(st.integers(0, 2**32)))
 
 
-# ---------------------------------------------------------------- laws
+# ---------------------------------------------------------------- properties
 
 
 @given(maps())

@@ -115,7 +115,7 @@ def test_what_was_right_and_is_not_any_more_is_a_regression(status):
     assert [one.verdict for one in found.regressions()] == ["worse"]
     assert f"dense n1024 tilefold: ok -> {status}: why" in change_lines(found)
     assert change_table(found).rows[0][-1] == "WORSE"
-    assert compared([bad], [row()]).changes[0].verdict == "mended"
+    assert compared([bad], [row()]).changes[0].verdict == "fixed"
     assert compared([bad], [bad]).changes == ()
 
 

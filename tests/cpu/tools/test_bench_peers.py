@@ -353,15 +353,19 @@ def test_usual_peers_exist_and_only_some_know_lists():
             assert set(names) <= set(IMPLEMENTATIONS)
     lists = {name for name, each in IMPLEMENTATIONS.items() if each.lists}
     assert lists == {"tilefold", "portable", "bsa", "tk", "fastvideo", "fa4", "flex"}
-    assert {name for name, each in IMPLEMENTATIONS.items() if each.ours} == {"tilefold", "any-order", "portable"}
+    assert {name for name, each in IMPLEMENTATIONS.items() if each.ours} == {
+        "tilefold",
+        "non-deterministic",
+        "portable",
+    }
     assert IMPLEMENTATIONS["cudnn"].refuses(Case("sparse", DECODE, Pattern("random", 90)), "cpu") == "needs a GPU"
 
 
-def test_any_order_is_a_row_where_it_is_another_kernel():
-    any_order = IMPLEMENTATIONS["any-order"]
+def test_nondeterministic_is_a_row_where_it_is_another_kernel():
+    nondeterministic = IMPLEMENTATIONS["non-deterministic"]
     short = AttentionProblem(1, 64, 64, 2, 2, 64, 64)
-    assert "gradients of dense attention only" in any_order.refuses(Case("forward", short), "cpu")
+    assert "gradients of dense attention only" in nondeterministic.refuses(Case("forward", short), "cpu")
     backward = Case("backward", short, backward=True)
-    assert any_order.refuses(backward, "cpu") is None
+    assert nondeterministic.refuses(backward, "cpu") is None
     with pytest.raises(Unsupported, match="the plan takes attention_backward in either case"):
-        any_order.prepare(make_inputs(backward, "cpu"))
+        nondeterministic.prepare(make_inputs(backward, "cpu"))

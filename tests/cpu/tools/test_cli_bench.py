@@ -135,7 +135,8 @@ def test_full_sizes_are_refused_without_a_gpu():
         (["sparse", "--quick", "--direction", "up"], "direction must be one of forward, backward, both, got 'up'"),
         (
             ["dense", "--quick", "--peers", "fa3"],
-            "peers must be from cudnn, flash, fa4, fa4-det, flex, efficient, math, portable, any-order, bsa, tk, fastvideo (or",
+            "peers must be from cudnn, flash, fa4, fa4-det, flex, efficient, math, portable, non-deterministic, bsa, tk, "
+            "fastvideo (or",
         ),
         (["dense", "--quick", "--case", "d96"], "case filter 'd96' matches none of"),
         (["dense", "--quick", "--dtype", "int4"], "dtype must be bf16, fp16 or fp32"),

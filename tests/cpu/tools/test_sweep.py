@@ -32,7 +32,7 @@ def test_a_few_problems_of(op: str, setting) -> None:
         assert failure_of(family, problem, setting) is None, json.dumps(problem.plain())
 
 
-FOUND = (  # by the sweep, and mended
+FOUND = (  # by the sweep, and fixed
     # the interpreter's check of factors looked up what stands behind a sequence's last page
     """{"op": "prefix", "o": {"dtype": "fp16", "store": "e4m3", "place": "pages", "page": "1", "packed": true, "causal": true,
     "scale": true, "softcap": false, "sinks": "fp32", "scales": "page", "splits": 1, "lse": false, "dim_v": "64", "group": 4,

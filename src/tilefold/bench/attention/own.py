@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "any_order_refuses",
+    "nondeterministic_refuses",
     "portable_refuses",
-    "prepare_any_order",
+    "prepare_nondeterministic",
     "prepare_portable",
     "prepare_tilefold",
     "tilefold_refuses",
@@ -47,8 +47,8 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
     return prepared(inputs, packed_function if p.varlen else function if index is None else sparse_function)
 
 
-def prepare_any_order(inputs: Inputs) -> Prepared:
-    """Gradients whose sums may be made in any order, where a plan makes them by another kernel then."""
+def prepare_nondeterministic(inputs: Inputs) -> Prepared:
+    """Non-deterministic gradients, where a plan makes them by another kernel then."""
     import tilefold
 
     causal, window = inputs.problem.causal, window_of(inputs.problem)
@@ -84,7 +84,7 @@ def tilefold_refuses(case: Case, device: str) -> str | None:
     return None if case.problem.plain else "this adapter takes plain attention only"
 
 
-def any_order_refuses(case: Case, device: str) -> str | None:
+def nondeterministic_refuses(case: Case, device: str) -> str | None:
     if case.pattern is not None or case.problem.varlen or not case.backward:
         return "a row of its own for gradients of dense attention only"
     return tilefold_refuses(case, device)

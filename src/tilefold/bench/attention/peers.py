@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench.attention.block_peers import BLOCK_PEERS
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.attention.own import (
-    any_order_refuses,
+    nondeterministic_refuses,
     portable_refuses,
-    prepare_any_order,
+    prepare_nondeterministic,
     prepare_portable,
     prepare_tilefold,
     tilefold_refuses,
@@ -332,11 +332,11 @@ _ALL = (
         package="tilefold",
     ),
     Implementation(
-        "any-order",
-        "any order",
+        "non-deterministic",
+        "non-deterministic",
         "tilefold.attention(deterministic=False), where another kernel makes its gradients",
-        any_order_refuses,
-        prepare_any_order,
+        nondeterministic_refuses,
+        prepare_nondeterministic,
         package="tilefold",
     ),
     *BLOCK_PEERS,

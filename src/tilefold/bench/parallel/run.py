@@ -125,7 +125,7 @@ def _plan(
     if way in PEERS:
         return None, "" if tokens % (2 * ranks) == 0 else f"tokens must be a multiple of {2 * ranks}"
     try:
-        links = Links(ranks, work.per_node, flops=rate, flops_backward=rate, flops_any_order=rate)
+        links = Links(ranks, work.per_node, flops=rate, flops_backward=rate, flops_nondeterministic=rate)
         return plan_parallel(work.problem(tokens, backward), links, way), ""
     except TilefoldError as error:
         return None, str(error)

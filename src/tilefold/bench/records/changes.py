@@ -89,7 +89,7 @@ class Change:
     """One implementation on one case, by one method, in both runs.
 
     verdict: "faster", "slower", "same" (within the noise), "unclear" (the interval reaches from within it to beyond), "worse"
-    (was right, now fails, is wrong, refused or out of memory), "mended" (the other way round).  note: what became of it."""
+    (was right, now fails, is wrong, refused or out of memory), "fixed" (the other way round).  note: what became of it."""
 
     key: Key
     method: str
@@ -175,7 +175,7 @@ def _changes(old: Measured, new: Measured, noise: float) -> Iterable[Change]:
         note = f"{old.status} -> {new.status}" + (
             f": {new.note if worse else old.note}" if (new.note or old.note) else ""
         )
-        verdict = "worse" if worse else "mended"
+        verdict = "worse" if worse else "fixed"
         yield Change(new.key, method, new.ours, old.ms(method), new.ms(method), None, verdict, note=note)
         return
     for method in METHODS:

@@ -19,7 +19,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, float], ...]] = {
     "warm": (("graph_warm_us", "", "", 1e-3),),
     "host": (("host_us", "", "", 1e-3),),
 }
-OURS = ("tilefold", "portable", "any-order", "plain")  # of records that do not say whose an implementation is
+OURS = ("tilefold", "portable", "non-deterministic", "plain")  # of records that do not say whose an implementation is
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -46,7 +46,7 @@ def bound_launches(
     order = order_of(n, plan.device, plan.keys_at_once, q.shape[0], k.shape[0])
     rows, kept = n.heads * order.q_places + 1, order.lines * n.group * order.width * UNIT
     pieces, counters = order.keys + order.queries, 1 + 2 * order.blocks
-    q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to the copy engine
+    q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to TMA
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
         **boxed_sides(side_boxes(q4, dout4, k4, v4, call.layout)),

@@ -102,7 +102,7 @@ def _tile_constants(call: Call) -> dict[str, Any]:
 def _boxes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
 ) -> dict[str, Slot]:
-    """The descriptors; a packed batch is one sequence to the copy engine."""
+    """The descriptors; a packed batch is one sequence to TMA."""
     from ...plan.dense.attention_hopper import width_of
 
     made = {}

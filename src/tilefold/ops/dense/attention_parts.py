@@ -124,7 +124,7 @@ def problem_of(
 
 
 def boxable(t: torch.Tensor) -> bool:
-    """Can the copy engine read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
+    """Can TMA read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
     step = 16 // t.element_size()
     outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
     return (

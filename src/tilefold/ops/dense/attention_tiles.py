@@ -1,4 +1,4 @@
-"""A bias or a boolean mask as the copy engine reads it: whether it can, the boxes, and what a broadcast dimension becomes."""
+"""A bias or a boolean mask as TMA reads it: whether it can, the boxes, and what a broadcast dimension becomes."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def steps_of(t: torch.Tensor) -> tuple[int, int]:
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """The tensor that the descriptor is of: booleans are bytes to the copy engine."""
+    """The tensor that the descriptor is of: booleans are bytes to TMA."""
     return t.view(torch.uint8) if t.dtype == torch.bool else t
 
 

@@ -35,7 +35,7 @@ def panel_box(t: torch.Tensor, rows: int) -> "Box":
 
 
 def box_of_result(shape: tuple[int, int, int], dtype: torch.dtype) -> "Box":
-    """The descriptor of a result that the copy engine stores."""
+    """The descriptor of a result that TMA stores."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
 

@@ -1,4 +1,4 @@
-"""The tensors of a product as its kernels see them: batches and layouts as strides, and what the copy engine can read."""
+"""The tensors of a product as its kernels see them: batches and layouts as strides, and what TMA can read."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 BIAS = {"none": 0, "columns": 1, "rows": 2, "full": 3}  # of device.epilogue
-TOO_LONG = 1 << 31  # elements of a dimension, for the copy engine and for 32-bit offsets
+TOO_LONG = 1 << 31  # elements of a dimension, for TMA and for 32-bit offsets
 GIVEN_TO_PRODUCTS = ("A", "B", "Out", "Pre", "Bias", "ScaleA", "ScaleB")
 """What a call gives to every kernel of products."""
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -91,7 +91,7 @@ def major(t: torch.Tensor, row: str, column: str) -> str:
 
 
 def boxable(t: torch.Tensor) -> bool:
-    """Whether the copy engine can read t [batch, rows, columns], one of whose last two dimensions lies side by side."""
+    """Whether TMA can read t [batch, rows, columns], one of whose last two dimensions lies side by side."""
     step = 16 // t.element_size()
     across = 1 if t.stride(2) == 1 or t.shape[2] == 1 else 2
     strides = [t.stride(d) for d in (0, across) if t.shape[d] > 1]

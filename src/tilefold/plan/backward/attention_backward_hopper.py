@@ -91,7 +91,7 @@ def tiles(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def width_of(problem: AttentionProblem) -> int:
-    """Columns of a tile: 64, 128 or 256, the least that hold both head dims; the copy engine fills the rest with zeros."""
+    """Columns of a tile: 64, 128 or 256, the least that hold both head dims; TMA fills the rest with zeros."""
     return next(width for width in (64, 128, WIDE) if width >= max(problem.dim_qk, problem.dim_v))
 
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 KERNEL = "attention_forward_hopper"
-WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; the copy engine fills what a head dim leaves of it with zeros
+WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
 BARRIER_BYTES = 704  # barriers, the note, what blocks tell, and what the compiler keeps to start the partitions
@@ -49,7 +49,7 @@ THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
 )
 PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
-PACE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
+RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
 LAZY_FROM = {"full": 2048, "causal": 4096}  # keys
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
@@ -310,7 +310,7 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
     width = width_of(n.dim_qk)
     if (
         width != width_of(n.dim_v)
-        or width not in PACE
+        or width not in RATE
         or n.score_mods
         or n.mask_mods
         or n.varlen
@@ -327,11 +327,11 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
 
 
 def _seconds(problem: AttentionProblem, rows: int, keys: int, programs: int) -> float:
-    """Time of a call that sees all keys, in units of its own: rounds of blocks, by the work of one and the pace of an SM."""
+    """Time of a call that sees all keys, in units of its own: rounds of blocks, by the work of one and the rate of an SM."""
     n = problem
     pack = packable_heads(n)
     blocks = -(-n.seq_q * pack // rows) * n.batch * n.heads // pack
-    return -(-blocks // programs) * rows * -(-n.seq_k // keys) * keys / PACE[width_of(n.dim_qk)][rows] * programs
+    return -(-blocks // programs) * rows * -(-n.seq_k // keys) * keys / RATE[width_of(n.dim_qk)][rows] * programs
 
 
 def _registers_held(problem: AttentionProblem, tile: Tile) -> int:

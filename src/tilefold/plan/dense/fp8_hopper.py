@@ -26,7 +26,7 @@ __all__ = [
 
 KERNEL = "attention_forward_fp8"
 DEQUANTISE = "dequantise"
-WIDTHS = (64, 128, 256)  # bytes of a tile's row; the copy engine fills what a head dim leaves of it with zeros
+WIDTHS = (64, 128, 256)  # bytes of a tile's row; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {2: 208, 3: 112}  # of a folding thread, by accumulators and weights: with more, compilers spill in the loop
 BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
@@ -74,7 +74,7 @@ def fp8_width(dim: int) -> int:
 
 
 def places_of(seq_k: int) -> int:
-    """Keys of V transposed, with those that fill the last 16 up: rows of a tensor that the copy engine reads."""
+    """Keys of V transposed, with those that fill the last 16 up: rows of a tensor that TMA reads."""
     return -(-seq_k // 16) * 16
 
 

@@ -29,7 +29,7 @@ WIDE, NARROW, FEW = 0.9, 0.8, 0.4
 class EightProblem:
     """x [m, k] in 8 bits times the transpose of a weight [n, k]; kind: "int8" or "float8_e4m3fn".
 
-    aligned: the weight's base and the stride of its rows are multiples of 16 bytes, as the copy engine needs them."""
+    aligned: the weight's base and the stride of its rows are multiples of 16 bytes, as TMA needs them."""
 
     m: int
     n: int
@@ -133,9 +133,9 @@ def hopper_refusal(problem: EightProblem, device: Device) -> str | None:
     if refusal := architecture_refusal("matmul_eight_hopper", device):
         return refusal
     if not problem.aligned:
-        return "the copy engine needs a weight whose base and rows lie at multiples of 16 bytes"
+        return "TMA needs a weight whose base and rows lie at multiples of 16 bytes"
     if max(problem.m, problem.n, problem.k) >= 1 << 31:
-        return "the copy engine takes sides below 2^31"
+        return "TMA takes sides below 2^31"
     return None
 
 
@@ -190,9 +190,7 @@ def _plan_hopper(problem: EightProblem, device: Device) -> EightPlan:
     slower = f"The estimate is {seconds(other) * 1e6:.1f} us, not {seconds(best) * 1e6:.1f}."
     waits = Rejected(PORTABLE, "Its warps load by pointers and wait for loads and products in turn.")
     few = "The least estimated time: weights stream through a ring that is filled before x's codes are there."
-    many = (
-        "Loads by the copy engine and products by two warpgroups run side by side, over tiles that stay in one launch."
-    )
+    many = "Loads by TMA and products by two warpgroups run side by side, over tiles that stay in one launch."
     return replace(best, reason=few if best.kernel == ROWS else many, rejected=(Rejected(other.kernel, slower), waits))
 
 

@@ -94,7 +94,7 @@ class LowbitPlan(Plan):
     """The decision for one product on one device; `print` it.
 
     path: "rows": few rows of x, each warp a part of K, weights from memory to registers;
-          "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by the copy engine;
+          "hopper": sm_90's tensor instructions with weights dequantised in registers, loads by TMA;
           "tile": the portable kernel; "dequantise": the weight as floats, then torch's product.
     block_n, block_m: tile of rows of the weight and rows of x.  num_warps: of a program ("hopper": of a consumer).
     stages: slots of the ring of weights ("rows"), of blocks ("hopper"), of the pipeline ("tile").

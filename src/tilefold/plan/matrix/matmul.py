@@ -33,7 +33,7 @@ ORDERS = ("grouped", "plain")
 class MatmulPlan(Plan):
     """The decision for one product on one device.  `print` it; keep it as JSON; change it with `with_tile`.
 
-    kernel: "matmul" (portable) or "matmul_hopper" (sm_90: one warp loads by the copy engine, two warpgroups multiply).
+    kernel: "matmul" (portable) or "matmul_hopper" (sm_90: one warp loads by TMA, two warpgroups multiply).
     block_m, block_n, block_k: tile of the result, and how much of k at a time. num_warps: of a program (of a warpgroup with
         "matmul_hopper"); num_stages: buffers of A and of B.
     order: "grouped" (`group` rows of tiles are made together, column by column) or "plain" (row by row, group 1).
@@ -149,7 +149,7 @@ def rules_matmul(problem: MatmulProblem, device: Device, order: str = "grouped",
         refusal = hopper_slower(problem, device)
     if refusal is None:
         tile = choose_hopper(problem, device, order)
-        reason = "Loads by the copy engine and products by two warpgroups run side by side, over tiles that stay in one launch."
+        reason = "Loads by TMA and products by two warpgroups run side by side, over tiles that stay in one launch."
         other = Rejected(PORTABLE, "Its warps wait for loads and products in turn, and every tile pays for its start.")
         return _plan(problem, device, HOPPER, tile, order, _rule(problem, device, tile), reason, (other,))
     tile = choose_portable(problem, device, order)

@@ -21,7 +21,7 @@ class MatmulProblem:
     a_major, b_major: the dimension whose elements lie side by side, "m" or "k" of A, "k" or "n" of B.
     a_shared, b_shared: one matrix serves the whole batch. bias: "none", or "columns" (the same for all rows), "rows", "full".
     saved: what the activation is applied to is stored, too, for the backward pass. scaled: factors a row or a column.
-    descriptors: bases and strides of A and B are multiples of 16 bytes, as the copy engine needs them; out_descriptors:
+    descriptors: bases and strides of A and B are multiples of 16 bytes, as TMA needs them; out_descriptors:
         so are those of the result. tf32: fp32 factors are rounded to 10 bits.
     """
 

@@ -146,7 +146,7 @@ def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     if eight and (problem.batch != 1 or problem.fold or problem.saved):
         return "it has no batches of float8_e4m3fn, nor sums over one, nor saved results"
     if not problem.descriptors:
-        return "the copy engine needs bases and strides of A and B that are multiples of 16 bytes, and some are not"
+        return "TMA needs bases and strides of A and B that are multiples of 16 bytes, and some are not"
     if not problem.summed:
         return "there is nothing to multiply"
     return None

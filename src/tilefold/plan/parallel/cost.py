@@ -82,7 +82,7 @@ def _reach(n: ParallelProblem, parts: int) -> int:
 
 def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
     s, steps = _sizes(n, links), _reach(n, links.ranks)
-    rate = links.across if links.nodes > 1 else links.inside  # the slowest link of the ring sets its pace
+    rate = links.across if links.nodes > 1 else links.inside  # the slowest link of the ring sets its rate
     seconds = _turns(steps, s.fold, s.kv, rate, links.latency)
     sent, messages = (steps - 1) * s.kv, steps - 1
     seconds += _merged(s, steps, n.backward) / links.dram

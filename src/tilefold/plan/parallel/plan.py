@@ -45,7 +45,9 @@ class ParallelPlan:
     def __str__(self) -> str:
         n, links = self.problem, self.links
         backward = f" ({links.backward(n) / 1e12:.0f} backward)" if n.backward else ""
-        gradients = "" if not n.backward else ", with backward" if n.deterministic else ", with backward in any order"
+        gradients = (
+            "" if not n.backward else ", with backward" if n.deterministic else ", with non-deterministic backward"
+        )
         lines = [
             f"Context-parallel plan for {counted(links.ranks, 'rank')}, {counted(links.nodes, 'node')}: {self.scheme}",
             f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "

@@ -18,9 +18,9 @@ class Links:
 
     ranks: GPUs that share a sequence; ranks_per_node: of those with fast links to each other, 1 if not known.
     inside, across: bytes/s that one rank sends, within a node and between nodes.  latency: seconds a message takes at least.
-    flops, flops_backward, flops_any_order: attention FLOP/s of one rank, of each pass, the last of a backward pass that is not
-    deterministic; where ranks differ, of the slowest.  dram: bytes/s of a rank's memory.  memory: bytes that one rank can spare
-    for what the scheme adds, None: not limited.
+    flops, flops_backward, flops_nondeterministic: attention FLOP/s of one rank, of each pass, the last of a
+    non-deterministic backward pass; where ranks differ, of the slowest.  dram: bytes/s of a rank's memory.  memory: bytes that
+    one rank can spare for what the scheme adds, None: not limited.
     """
 
     ranks: int
@@ -32,7 +32,7 @@ class Links:
     latency: float = 10e-6
     flops: float = 680e12  # bfloat16, D=128, at the power limit: slow H200 had 640 before `lazy`, 718 with it
     flops_backward: float = 530e12  # the slowest of four
-    flops_any_order: float = 565e12  # three H200 had 555 to 585 with 32768 keys and more in a call
+    flops_nondeterministic: float = 565e12  # three H200 had 555 to 585 with 32768 keys and more in a call
     dram: float = 4e12  # of an H200, as kernels that add and merge reach it
     memory: float | None = None
 
@@ -43,7 +43,16 @@ class Links:
                 raise ValueRangeError(f"{name} must be an int, at least 1, got {value!r}")
         if self.ranks % self.ranks_per_node:
             raise ValueRangeError(f"ranks_per_node must divide ranks={self.ranks}, got {self.ranks_per_node}")
-        for name in ("inside", "across", "flops", "flops_backward", "flops_any_order", "dram", "latency", "memory"):
+        for name in (
+            "inside",
+            "across",
+            "flops",
+            "flops_backward",
+            "flops_nondeterministic",
+            "dram",
+            "latency",
+            "memory",
+        ):
             value = getattr(self, name)
             if name == "memory" and value is None:
                 continue
@@ -56,7 +65,7 @@ class Links:
 
     def backward(self, problem: "ParallelProblem") -> float:
         """FLOP/s of a problem's backward pass."""
-        return self.flops_backward if problem.deterministic else self.flops_any_order
+        return self.flops_backward if problem.deterministic else self.flops_nondeterministic
 
     @property
     def nodes(self) -> int:
@@ -68,7 +77,7 @@ class Links:
 class ParallelProblem:
     """What is asked: sizes of the whole attention over all ranks.  window: (left, right), -1 for unbounded; (-1, 0) is causal.
     kind: how tokens are sharded.  backward: gradients follow.  sequences: packed ones, of which seq_q and seq_k are the sums.
-    deterministic: gradients have the same bits every run; else a rank's kernels may add in any order, with other memory."""
+    deterministic: gradients have the same bits every run; else they may be non-deterministic, with other memory."""
 
     batch: int
     seq_q: int

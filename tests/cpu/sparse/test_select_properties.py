@@ -1,4 +1,4 @@
-"""Laws of selection, by hypothesis: more mass never drops a block, heads do not see one another, lengths stay in bounds."""
+"""Properties of selection, by hypothesis: more mass never drops a block, heads do not see one another, lengths stay in bounds."""
 
 import pytest
 import torch
