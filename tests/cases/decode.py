@@ -144,23 +144,27 @@ def run(case: Case, device: Any, plan: Any = None, **more: Any) -> tuple[torch.T
 
 
 def hold(case: Case, q: torch.Tensor, meant: Any, tokens: list[int], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Every sequence against fp64, all of them judged at once."""
-    packed, first, got, exact, plain = isinstance(case.seq_q, list), 0, [], [], []
+    """Every sequence against fp64, all of them judged at once; several of the same lengths are one call of the oracle."""
+    packed, got, exact, plain = isinstance(case.seq_q, list), [], [], []
+    firsts = [0, *torch.tensor(tokens).cumsum(0).tolist()]
+    slopes = case.options.get("alibi_slopes")
+    own = slopes is not None and slopes.dim() == 2  # of each sequence
+    alike: dict[Any, list[int]] = {}
     for b, (n, t) in enumerate(zip(case.lengths, tokens, strict=True)):
-        mine = slice(first, first + t)
-        first += t
-        if t == 0:
-            continue
-        rows = q[None, mine] if packed else q[b : b + 1]
         pad = min(case.pads[b], n) if case.pads else 0
-        keys = [x[b : b + 1, pad:n] for x in meant]
-        options = dict(case.options)
-        if options.get("alibi_slopes") is not None and options["alibi_slopes"].dim() == 2:
-            options["alibi_slopes"] = options["alibi_slopes"][b]
+        if t > 0:
+            alike.setdefault((n, t, pad, b if own else 0), []).append(b)
+    for (n, t, pad, _), each in alike.items():
+        at = [slice(firsts[b], firsts[b] + t) for b in each]
+        rows = torch.stack([q[mine] for mine in at]) if packed else q[each]
+        keys = [x[each, pad:n] for x in meant]
+        options = {**case.options, "alibi_slopes": slopes[each[0]]} if own else case.options
         options = {name: value for name, value in options.items() if name != "num_splits"}
         exact.append([x.flatten() for x in reference.attention(rows, *keys, **options)])
         plain.append([x.flatten() for x in reference.attention(rows, *keys, dtype=case.dtype, **options)])
-        got.append([out[mine] if packed else out[b], lse[:, mine] if packed else lse[b]])
+        outs = torch.stack([out[mine] for mine in at]) if packed else out[each]
+        lses = torch.stack([lse[:, mine] for mine in at]) if packed else lse[each]
+        got.append([outs, lses])
     for i, name in enumerate(("out", "lse")):
         if got:
             judge(torch.cat([g[i].flatten() for g in got]), torch.cat([e[i] for e in exact]),

@@ -13,6 +13,8 @@ from .rounding import attended, in_dtype
 __all__ = ["attention", "attention_varlen", "philox"]
 
 Mod = Callable[..., torch.Tensor]
+SHARED = ("causal", "window", "scale", "softcap", "sinks", "layout", "dtype")
+"""Options that are the same for all sequences of a packed call."""
 
 
 @in_dtype
@@ -139,12 +141,15 @@ def attention_varlen(
     max_seqlen_k: int,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as `tilefold.attention_varlen(..., return_lse=True)`: the dense oracle, sequence by sequence."""
+    """(out, lse) as `tilefold.attention_varlen(..., return_lse=True)`: the dense oracle, sequence by sequence, or several of
+    the same lengths at once."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float64, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b in range(len(starts_q) - 1):
-        rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+    offsets = zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False)
+    places = [(slice(*each[:2]), slice(*each[2:])) for each in offsets]
+    for same in _alike(places, options):
+        b, (rows, keys) = same[0], places[same[0]]
         seq_q, seq_k = rows.stop - rows.start, keys.stop - keys.start
         mine = dict(options)
         for name in ("bias", "mask"):
@@ -162,9 +167,22 @@ def attention_varlen(
         for name in ("score_mod", "mask_mod"):
             if mine.get(name) is not None:
                 mine[name] = _in_batch(mine[name], b)
-        o, e = attention(q[None, rows], k[None, keys], v[None, keys], first_batch=b, **mine)
-        out[rows], lse[:, rows] = o[0], e[0]
+        at_once = [torch.stack([t[places[i][side]] for i in same]) for t, side in ((q, 0), (k, 1), (v, 1))]
+        o, e = attention(*at_once, first_batch=b, **mine)
+        for i, each in enumerate(same):
+            out[places[each][0]], lse[:, places[each][0]] = o[i], e[i]
     return out, lse
+
+
+def _alike(places: list[tuple[slice, slice]], options: dict[str, Any]) -> list[list[int]]:
+    """Sequences that are one call of the dense oracle: of the same lengths, where no option differs between sequences."""
+    others = [value for name, value in options.items() if name not in SHARED]
+    if any(isinstance(value, torch.Tensor) or value not in (None, (), 0.0) for value in others):
+        return [[b] for b in range(len(places))]
+    found: dict[tuple[int, int], list[int]] = {}
+    for b, (rows, keys) in enumerate(places):
+        found.setdefault((rows.stop - rows.start, keys.stop - keys.start), []).append(b)
+    return list(found.values())
 
 
 def _in_batch(mod: Mod, b: int) -> Mod:
