@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "kernels": {"device"},
     "cpu": {"plan", "errors"},  # found by the names in plan/capabilities.py
-    "ops": {"plan", "kernels", "device", "quant", "cpu"} | LEAVES,
+    "ops": {"plan", "kernels", "device", "quant"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,

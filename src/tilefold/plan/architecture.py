@@ -23,7 +23,8 @@ __all__ = [
 class Architecture:
     """name: as capabilities and messages say it.  title: for people.  backend, arch: of the devices that it serves (arch None:
     all of the backend).  tensors: the kind of torch device whose tensors it takes.  interpreted: it runs kernels in Triton's
-    interpreter."""
+    interpreter.  planner: "package.module:function" that plans its calls, where operations are functions; "": kernels are
+    launched."""
 
     name: str
     title: str
@@ -31,6 +32,7 @@ class Architecture:
     arch: int | None
     tensors: str
     interpreted: bool = False
+    planner: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -40,7 +42,7 @@ SM_90 = Architecture("sm_90", "NVIDIA Hopper", "cuda", 90, "cuda")
 CUDA = Architecture("cuda", "NVIDIA GPU", "cuda", None, "cuda")
 HIP = Architecture("hip", "AMD GPU", "hip", None, "cuda")
 INTERPRETER = Architecture("interpreter", "Triton interpreter (CPU)", "interpreter", None, "cpu", interpreted=True)
-CPU = Architecture("cpu", "torch (CPU)", "cpu", None, "cpu")
+CPU = Architecture("cpu", "torch (CPU)", "cpu", None, "cpu", planner="tilefold.plan.torch_cpu:plan_torch")
 
 ARCHITECTURES = (SM_90, CUDA, HIP, INTERPRETER, CPU)
 """The special ones before those that serve all of a backend."""
@@ -65,4 +67,4 @@ def architecture_at(tensors: str, interpreted: bool) -> Architecture | None:
     None: nobody.  interpreted: TRITON_INTERPRET=1, which takes tensors wherever they lie."""
     if interpreted:
         return INTERPRETER
-    return {"cuda": CUDA, "cpu": CPU}.get(tensors)
+    return next((a for a in ARCHITECTURES if a.tensors == tensors and a.arch is None and not a.interpreted), None)
