@@ -1,21 +1,24 @@
-"""The registry of architectures: for what code is written, and which one serves a device.
+"""The registry of architectures: for what code is written, which one serves a device, and which features devices have.
 
 An architecture is a line here, and a folder for what is written for it alone (`kernels/hopper`, `cpu`).  What of it serves a call
 stands in `capabilities.py`."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 __all__ = [
     "ARCHITECTURES",
     "CPU",
     "CUDA",
+    "FEATURES",
     "HIP",
     "INTERPRETER",
     "SM_90",
     "Architecture",
+    "Feature",
     "architecture_at",
     "architecture_of",
+    "has_feature",
 ]
 
 
@@ -68,3 +71,35 @@ def architecture_at(tensors: str, interpreted: bool) -> Architecture | None:
     if interpreted:
         return INTERPRETER
     return next((a for a in ARCHITECTURES if a.tensors == tensors and a.arch is None and not a.interpreted), None)
+
+
+# ---------------------------------------------------------------- features
+
+
+class Feature(NamedTuple):
+    """NVIDIA GPUs have it from sm_`least` to before sm_`below`; beside them the interpreter, if it says so."""
+
+    least: int = 0
+    below: int = 1000
+    interpreted: bool = False
+
+
+FEATURES = {
+    "ptx": Feature(),  # inline assembly, and a limit of registers for a kernel
+    "e4m3": Feature(89),  # conversions to and from e4m3
+    "e4m3 products": Feature(89, interpreted=True),
+    "tma": Feature(90),  # the tensor memory accelerator
+    "descriptors": Feature(90, interpreted=True),  # loads and stores of tiles by tensor descriptors
+    "dependent launches": Feature(90),  # programmatic dependent launch
+    "shared operands": Feature(90, 120),  # products read both operands from shared memory: wgmma, tcgen05
+    "tcgen05": Feature(100, 120),
+}
+"""By name: planners and operations ask for these, not for a number."""
+
+
+def has_feature(device: HasArchitecture, name: str) -> bool:
+    """Whether a device has a feature of FEATURES."""
+    least, below, interpreted = FEATURES[name]
+    if device.backend == CUDA.backend:
+        return least <= int(device.arch) < below
+    return interpreted and device.backend == INTERPRETER.backend

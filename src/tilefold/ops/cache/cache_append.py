@@ -252,7 +252,7 @@ def _prepare(call: Append) -> Prepared:
     if call.k_cache.device.type == "meta":
         return _bind(call, n, True, 132)
     device = device_of(call.k_cache.device)
-    return _bind(call, n, device.generation >= 89, device.sms)
+    return _bind(call, n, device.has("e4m3"), device.sms)
 
 
 def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:

@@ -222,7 +222,6 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
     from ..launch import Launch
 
     p = plan.problem
-    cuda = plan.device.backend == "cuda"
     exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
     early, option = _early(plan)
     words = p.n % 4 == 0 and p.exact and weight.scales.numel() > 1
@@ -233,7 +232,7 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
         "CHUNK": p.chunk,
         "SPLITS": plan.parts,
         "ATOMIC": plan.atomic,
-        "ASM": cuda,
+        "ASM": plan.device.has("ptx"),
         "EMULATE": interpreting(),
         "EVEN": p.k % (p.slabs * 32) == 0,
         "WORDS": words,
@@ -269,7 +268,7 @@ def _kept_lanes(device: torch.device) -> torch.Tensor:
 
 def _registers(plan: "LowbitPlan") -> dict[str, int]:
     """The option that keeps threads below a number of registers."""
-    return {"maxnreg": plan.registers} if plan.registers and plan.device.backend == "cuda" else {}
+    return {"maxnreg": plan.registers} if plan.registers and plan.device.has("ptx") else {}
 
 
 def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
