@@ -210,7 +210,7 @@ def explain(
     made = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
     if made is not None:
         if as_json:
-            raise Unsupported(f"--json: plans for {record.title} have none")
+            raise Unsupported(f"--json: plans of {record.title} have none")
         typer.echo(str(made))
         return
     plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)

@@ -4,6 +4,7 @@ An architecture is a line here, and a folder for what is written for it alone (`
 stands in `capabilities.py`."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 __all__ = [
@@ -58,8 +59,10 @@ class HasArchitecture(Protocol):
     def backend(self) -> str: ...
     @property
     def arch(self) -> int | str: ...
+    def __hash__(self) -> int: ...
 
 
+@lru_cache(maxsize=256)
 def architecture_of(device: HasArchitecture) -> Architecture:
     """The architecture of a device record."""
     return next(a for a in ARCHITECTURES if a.backend == device.backend and a.arch in (None, device.arch))

@@ -106,8 +106,8 @@ def function_of(operation: str, architecture: Architecture) -> Callable[..., Any
 
 def plan_of(operation: str, problem: Any, device: Any) -> Any:
     """The plan of an operation that is a function on this `Device`; None where kernels are launched."""
-    architecture = architecture_of(device)
-    return _imported(architecture.planner)(operation, problem, device) if architecture.planner else None
+    planner = architecture_of(device).planner
+    return _imported(planner)(operation, problem, device) if planner else None
 
 
 @lru_cache(maxsize=256)
