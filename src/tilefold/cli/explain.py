@@ -158,9 +158,8 @@ def explain(
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_forward
-    from tilefold.plan.architecture import CPU
+    from tilefold.plan.capabilities import plan_of
     from tilefold.plan.sparse.sparse import plan_sparse
-    from tilefold.plan.torch_cpu import plan_torch
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -208,10 +207,10 @@ def explain(
         return
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)
-    if record.architecture is CPU:
+    made = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
+    if made is not None:
         if as_json:
-            raise Unsupported("--json: plans of plain torch on the CPU have none")
-        made = plan_torch("attention", problem) if sparse is None else plan_torch("sparse_attention", sparse)
+            raise Unsupported(f"--json: plans of {record.title} have none")
         typer.echo(str(made))
         return
     plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)

@@ -105,10 +105,10 @@ def append(
     k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
     out: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, cu: torch.Tensor | None, lengths: torch.Tensor,
     batch_index: torch.Tensor | None, table: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-    interleaved: bool,
+    fault: None, interleaved: bool,
 ) -> None:  # fmt: skip
     """Write the rows of new tokens behind those that each sequence has, keys turned and both encoded as the cache holds numbers;
-    out: the queries q, turned.  Tensors as `ops/cache/cache_append.py` has them."""
+    out: the queries q, turned.  Tensors as `ops/cache/cache_append.py` has them; nobody notes faults here."""
     if q is not None and out is not None:
         out.copy_(q)
     for b, length in enumerate(lengths.tolist()):

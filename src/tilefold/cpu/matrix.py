@@ -1,11 +1,13 @@
 """Matrix products with bias and activation, in fp32; and weights of few bits."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-__all__ = ["ACTIVATIONS", "activation_gradient", "product"]
+__all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
@@ -47,3 +49,8 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, dz: torch.Tenso
     else:
         made = torch.ops.aten.gelu_backward(do, x, approximate="tanh" if activation == "gelu_tanh" else "none")
     dz.copy_(made)
+
+
+def dequantise(weight: Any, out: torch.Tensor) -> None:
+    """Write a `QuantizedTensor` in out's dtype, columns as stored."""
+    out.copy_(dataclasses.replace(weight, perm=None).dequantize(out.dtype))

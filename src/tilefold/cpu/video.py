@@ -9,7 +9,7 @@ from . import dense
 from .dense import Gradients
 from .state import LOG2E
 from .terms import Terms
-from .tiles import rows_of, spans
+from .tiles import delta_of, heads_first, rows_of, spans
 
 __all__ = ["attend", "attend_backward", "gather", "gini", "mix", "mix_backward", "select", "spread", "weight_gradient"]
 
@@ -49,25 +49,26 @@ def _in_blocks(x: Tensor, blocks: int, block: int) -> Tensor:
     return wide.view(*x.shape[:2], blocks, block, x.shape[3])
 
 
-def gather(x: Tensor, weight: Maybe, sizes: Maybe, rows: Tensor, block: int, kind: int) -> None:
-    """rows [batch, heads, blocks, dim]: weighted sums over the valid tokens of x [batch, heads, seq, dim]; what lies past them is
-    not looked at."""
+def gather(x: Tensor, weight: Maybe, sizes: Maybe, rows: Tensor, layout: str, block: int, kind: int) -> None:
+    """rows, of blocks: weighted sums over the valid tokens of x; what lies past them is not looked at.  layout: of both."""
+    x, rows = heads_first(x, layout), heads_first(rows, layout)
     blocks = rows.shape[2]
     factor, valid = _factors(weight, sizes, x.shape[2], blocks, block, kind)
     tokens = _in_blocks(x, blocks, block).masked_fill_(~valid[..., None], 0.0)
     rows.copy_((tokens * factor[..., None]).sum(3))
 
 
-def spread(rows: Tensor, weight: Maybe, sizes: Maybe, x: Tensor, block: int, kind: int) -> None:
-    """x [batch, heads, seq, dim] of rows [batch, heads, blocks, dim], the transpose of `gather`: 0 for tokens that are not
-    valid."""
+def spread(rows: Tensor, weight: Maybe, sizes: Maybe, x: Tensor, layout: str, block: int, kind: int) -> None:
+    """x of rows, the transpose of `gather`: 0 for tokens that are not valid."""
+    rows, x = heads_first(rows, layout), heads_first(x, layout)
     factor, valid = _factors(weight, sizes, x.shape[2], rows.shape[2], block, kind)
     tokens = (rows.float()[:, :, :, None] * factor[..., None]).masked_fill(~valid[..., None], 0.0)
     x.copy_(tokens.flatten(2, 3)[:, :, : x.shape[2]])
 
 
-def weight_gradient(x: Tensor, drows: Tensor, sizes: Maybe, part: Tensor, block: int) -> None:
+def weight_gradient(x: Tensor, drows: Tensor, sizes: Maybe, part: Tensor, layout: str, block: int) -> None:
     """part [batch, blocks, heads, block] fp32: x_t . drow * block / size for the valid tokens of each block, 0 for the others."""
+    x, drows = heads_first(x, layout), heads_first(drows, layout)
     blocks = drows.shape[2]
     factor, valid = _factors(None, sizes, x.shape[2], blocks, block, WEIGHTED)
     tokens = _in_blocks(x, blocks, block).masked_fill_(~valid[..., None], 0.0)
@@ -105,10 +106,12 @@ def _live_rows(t: Tensor, terms: Terms, group: int) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Tensor, block_sizes: Maybe, query_sizes: Maybe,
-    scale: float, block: int, reduction: str,
+    plan: Any, layout: str, scale: float,
 ) -> None:  # fmt: skip
-    """out, lse as `dense.forward`, of every query over the rows k and v, and scores [batch, heads, blocks, rows]: the mean or the
-    maximum of the weights of a block's valid queries; "each": [batch, heads, seq_q, rows]."""
+    """out, lse of every query over the rows k and v, and scores [1, batch, heads, blocks, rows]: the mean or the maximum of the
+    weights of a block's valid queries; "each": [1, batch, heads, seq_q, rows]."""
+    scores, block, reduction = scores[0], plan.problem.block, plan.problem.reduction
+    q, k, v, out = (heads_first(t, layout) for t in (q, k, v, out))
     terms = _coarse_terms(scale, block_sizes, q.shape[1])
     group = q.shape[1] // k.shape[1]
     k, v = (_live_rows(t, terms, group) for t in (k, v))
@@ -148,18 +151,23 @@ def _reduced(p: Tensor, query_sizes: Maybe, b: int, own: slice, block: int, redu
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, statistics: tuple[Tensor, Tensor], dout: Tensor, block_sizes: Maybe, scale: float,
-    grads: tuple[Maybe, Maybe, Maybe],
-) -> None:  # fmt: skip
-    """Gradients of `attend`'s out and lse; queries that a block does not have have lse -inf, and no gradient."""
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Maybe, block_sizes: Maybe,
+    wanted: tuple[bool, ...], layout: str, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of `attend`'s out and lse by q, k and v, empty where not wanted; queries that a block does not have have lse
+    -inf, and no gradient."""
+    made = [torch.empty(t.shape if w else (0,), dtype=t.dtype) for t, w in zip((q, k, v), wanted, strict=True)]
+    grads = (heads_first(t, layout) if w else None for t, w in zip(made, wanted, strict=True))
+    delta = delta_of(out, dout, dlse, layout)
+    q, k, v, dout = (heads_first(t, layout) for t in (q, k, v, dout))
     cut = cut_of(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
-    lse, delta = statistics
     dead = lse == -torch.inf
     dout, delta = torch.where(dead[..., None], 0.0, dout.float()), torch.where(dead, 0.0, delta)
     q = torch.where(dead[..., None], 0.0, q.float())
     terms = _coarse_terms(scale, block_sizes, q.shape[1])
     k, v = (_live_rows(t, terms, q.shape[1] // k.shape[1]) for t in (k, v))
     dense.backward(q, k, v, terms, cut, (lse, delta), dout, Gradients(*grads))
+    return made
 
 
 # ---------------------------------------------------------------- selection
@@ -206,8 +214,10 @@ def _whole(value: Any, blocks: int) -> Tensor:
     return _number(value).clamp(0, blocks).long()
 
 
-def _wanted(call: Any, scores: Tensor, order: Tensor, parts: tuple[Tensor, Tensor, Tensor], made: Any) -> Tensor:
-    """How many blocks each row asks for, forced ones among them; writes made.tau.  parts: forced, scored, mass, by columns."""
+def _wanted(
+    call: Any, scores: Tensor, order: Tensor, parts: tuple[Tensor, Tensor, Tensor], gini_of: Tensor, tau_of: Tensor
+) -> Tensor:
+    """How many blocks each row asks for, forced ones among them; writes tau_of.  parts: forced, scored, mass, by columns."""
     forced, scored, mass = (t.gather(-1, order) for t in parts)
     held = forced.sum(-1)
     if call.method == "count":
@@ -216,54 +226,70 @@ def _wanted(call: Any, scores: Tensor, order: Tensor, parts: tuple[Tensor, Tenso
     tau = _number(call.amount[0])
     if call.method == "gini":
         high = _number(call.amount[1])
-        tau = high - (high - tau) * made.gini.double()
-    tau = tau.nan_to_num(1.0).clamp(0.0, 1.0).expand(made.tau.shape)
-    made.tau.copy_(tau)
+        tau = high - (high - tau) * gini_of.double()
+    tau = tau.nan_to_num(1.0).clamp(0.0, 1.0).expand(tau_of.shape)
+    tau_of.copy_(tau)
     goal = torch.where(tau < 1.0, tau * mass.sum(-1), torch.inf)
     before = mass.cumsum(-1) - mass
     positive = scores.gather(-1, order) > 0
     return (~forced & scored & positive & (before < goal[..., None])).sum(-1) + held
 
 
-def select(scores: Tensor, call: Any, made: Any) -> None:
-    """Fill `made` as `ops`' Selected: blocks in the order of their scores until a share of the mass, or a number, is reached."""
-    scored, mass = _scored(scores, call.block_sizes)
-    gini(scores, call.block_sizes, made.gini)
+def select(
+    scores: Tensor, sizes: Maybe, force: Maybe, indices: Tensor, counts: Tensor, gini_of: Tensor, tau: Tensor, mass_of: Tensor,
+    amount: tuple[Any, ...], least: tuple[Any, ...], most: tuple[Any, ...], call: Any,
+) -> None:  # fmt: skip
+    """Write what `ops`' Selected has: blocks in the order of their scores until a share of the mass, or a number, is reached.
+
+    amount, least, most: what the kernel's settings are, first their value.  call: `ops`' SelectCall without tensors."""
+    call = call._replace(amount=tuple(one[0] for one in amount), force=force)
+    scored, mass = _scored(scores, sizes)
+    gini(scores, sizes, gini_of)
     forced = _forced(scores, call).expand(scores.shape)
-    empty = torch.zeros((), dtype=torch.bool) if call.block_sizes is None else (call.block_sizes <= 0)[:, :, None]
+    empty = torch.zeros((), dtype=torch.bool) if sizes is None else (sizes <= 0)[:, :, None]
     key = torch.where(scored, scores.double(), torch.where(empty, -2.0, -1.0))
     order = key.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, (~forced.gather(-1, order)).to(torch.uint8).argsort(dim=-1, stable=True))
-    held = forced.sum(-1)
-    count = torch.maximum(
-        _wanted(call, scores, order, (forced, scored, mass), made), _whole(call.least, scores.shape[-1])
-    )
-    count = torch.maximum(torch.minimum(count, _whole(call.most, scores.shape[-1])), held).clamp_max(call.capacity)
-    ranked = torch.arange(scores.shape[-1]) < count[..., None]
+    held, blocks = forced.sum(-1), scores.shape[-1]
+    wanted = _wanted(call, scores, order, (forced, scored, mass), gini_of, tau)
+    count = torch.maximum(wanted, _whole(least[0], blocks))
+    count = torch.maximum(torch.minimum(count, _whole(most[0], blocks)), held).clamp_max(call.capacity)
+    ranked = torch.arange(blocks) < count[..., None]
     keep = torch.zeros_like(forced).scatter(-1, order, ranked)
-    made.indices.copy_((~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., : call.capacity])
-    made.counts.copy_(count)
+    indices.copy_((~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., : call.capacity])
+    counts.copy_(count)
     total = mass.sum(-1)
     share = torch.where(keep, mass, 0.0).sum(-1) / torch.where(total > 0, total, 1.0)
-    made.mass.copy_(torch.where(total > 0, share, 1.0))
+    mass_of.copy_(torch.where(total > 0, share, 1.0))
 
 
 # ---------------------------------------------------------------- gates
 
 
-def mix(branches: tuple[Maybe, Maybe], gates: tuple[Maybe, Maybe], out: Tensor) -> None:
-    """out: the sum of the branches, each times its gate (of four dimensions that broadcast), in fp32."""
-    parts = [x.float() if g is None else x.float() * g for x, g in zip(branches, gates, strict=True) if x is not None]
+def _gated(x: Tensor, gate: Maybe, layout: str) -> Tensor:
+    """x in fp32, times its gate [heads], [.., .., ..] or [.., .., .., dim or 1]."""
+    wide = x.float()
+    if gate is None or gate.dim() == 4:
+        return wide if gate is None else wide * gate
+    return wide * (gate[:, None, None] if gate.dim() == 1 and layout == "bhsd" else gate[..., None])
+
+
+def mix(coarse: Maybe, fine: Maybe, gate_coarse: Maybe, gate_fine: Maybe, out: Tensor, layout: str) -> None:
+    """out: the sum of the branches, each times its gate, in fp32."""
+    parts = [_gated(x, gate, layout) for x, gate in ((coarse, gate_coarse), (fine, gate_fine)) if x is not None]
     out.copy_(parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
-def mix_backward(branches: tuple[Maybe, Maybe], gates: tuple[Maybe, Maybe], dout: Tensor, targets: list[Maybe]) -> None:
+def mix_backward(
+    coarse: Maybe, fine: Maybe, gate_coarse: Maybe, gate_fine: Maybe, dout: Tensor, dcoarse: Maybe, dfine: Maybe,
+    dgate_coarse: Maybe, dgate_fine: Maybe, layout: str,
+) -> None:  # fmt: skip
     """Gradients of both branches, then of both gates, the latter for every row; None: not wanted."""
     do = dout.float()
-    for target, gate in zip(targets[:2], gates, strict=True):
+    for target, gate in ((dcoarse, gate_coarse), (dfine, gate_fine)):
         if target is not None:
-            target.copy_(do if gate is None else do * gate)
-    for target, branch in zip(targets[2:], branches, strict=True):
+            target.copy_(_gated(do, gate, layout))
+    for target, branch in ((dgate_coarse, coarse), (dgate_fine, fine)):
         if target is not None and branch is not None:
             product = branch.float() * do
             target.copy_(product if target.shape[-1] > 1 or product.shape[-1] == 1 else product.sum(-1, keepdim=True))

@@ -12,7 +12,15 @@ from typing import Any
 from tilefold.errors import Unsupported
 from tilefold.plan.architecture import CPU, SM_90, Architecture, HasArchitecture, architecture_of
 
-__all__ = ["CAPABILITIES", "Capability", "architecture_refusal", "capability", "function_of", "refuse_arguments"]
+__all__ = [
+    "CAPABILITIES",
+    "Capability",
+    "architecture_refusal",
+    "capability",
+    "function_of",
+    "plan_of",
+    "refuse_arguments",
+]
 
 FLOATS = ("float16", "bfloat16", "float32")
 HALVES = ("float16", "bfloat16")
@@ -24,7 +32,8 @@ class Capability:
 
     operation: what it computes, as the public function is called.  kernel: its name in plans.  architecture: for which it is
     written.  function: "package.module:function" where it is called by this record.  dtypes: of the tensors.  sources: where keys
-    may lie.  refused: arguments of the operation that it does not serve, each with the reason."""
+    may lie.  refused: arguments of the operation that it does not serve, each with the reason.  rules: a mask_mod of named
+    rules is served."""
 
     operation: str
     kernel: str
@@ -33,6 +42,7 @@ class Capability:
     dtypes: tuple[str, ...] = FLOATS
     sources: tuple[str, ...] = ("dense",)
     refused: tuple[tuple[str, str], ...] = ()
+    rules: bool = False
 
 
 _MODS = tuple(
@@ -52,17 +62,17 @@ CAPABILITIES = (
     Capability("sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed",)),
     Capability("matmul", "matmul_hopper", SM_90, dtypes=(*HALVES, "float8_e4m3fn")),
     Capability("matmul_w8a8", "matmul_eight_hopper", SM_90, dtypes=("int8", "float8_e4m3fn")),
-    _torch("attention", "dense:forward", sources=("dense", "packed"), refused=_MODS),
-    _torch("attention_backward", "dense:backward", sources=("dense", "packed"), refused=_MODS),
+    _torch("attention", "calls:attention", sources=("dense", "packed"), refused=_MODS, rules=True),
+    _torch("attention_backward", "calls:attention_backward", sources=("dense", "packed"), refused=_MODS, rules=True),
     _torch(
-        "attention_kvcache", "cached:forward", sources=("cached", "paged"), dtypes=(*FLOATS, "float8_e4m3fn", "int8")
+        "attention_kvcache", "calls:kvcache", sources=("cached", "paged"), dtypes=(*FLOATS, "float8_e4m3fn", "int8")
     ),
-    _torch("attention_cached", "cached:forward", sources=("cached", "paged", "packed")),
+    _torch("attention_cached", "calls:attention_cached", sources=("cached", "paged", "packed")),
     _torch("kvcache_append", "cached:append", dtypes=(*FLOATS, "float8_e4m3fn", "int8")),
     _torch("apply_rotary", "rotary:rotary"),
-    _torch("merge_attention", "state:merge"),
-    _torch("sparse_attention", "sparse:forward", sources=("listed", "packed", "paged"), refused=_MODS),
-    _torch("sparse_attention_backward", "sparse:backward", sources=("listed", "packed"), refused=_MODS),
+    _torch("merge_attention", "calls:merge_results"),
+    _torch("sparse_attention", "calls:sparse_attention", sources=("listed", "packed", "paged"), refused=_MODS),
+    _torch("sparse_attention_backward", "calls:sparse_attention_backward", sources=("listed", "packed"), refused=_MODS),
     _torch("gather_blocks", "video:gather"),
     _torch("spread_blocks", "video:spread"),
     _torch("block_weight_gradient", "video:weight_gradient"),
@@ -74,7 +84,7 @@ CAPABILITIES = (
     _torch("fuse_backward", "video:mix_backward"),
     _torch("matmul", "matrix:product"),
     _torch("activation_gradient", "matrix:activation_gradient"),
-    _torch("lowbit_matmul", "matrix:product"),
+    _torch("lowbit_matmul", "matrix:dequantise"),
 )
 
 
@@ -84,12 +94,20 @@ def capability(operation: str, architecture: Architecture) -> Capability | None:
     return next((c for c in CAPABILITIES if (c.operation, c.architecture) == (operation, architecture)), None)
 
 
-def function_of(operation: str, architecture: Architecture) -> Callable[..., Any]:
-    """The function that computes an operation there."""
+def function_of(operation: str, architecture: Architecture) -> Callable[..., Any] | None:
+    """The function that computes an operation there; None where kernels are launched.  Unsupported if there is neither."""
+    if not architecture.planner:
+        return None
     found = capability(operation, architecture)
-    if found is None or not found.function:
+    if found is None:
         raise Unsupported(f"{operation} is not served by {architecture.title}")
     return _imported(found.function)
+
+
+def plan_of(operation: str, problem: Any, device: Any) -> Any:
+    """The plan of an operation that is a function on this `Device`; None where kernels are launched."""
+    planner = architecture_of(device).planner
+    return _imported(planner)(operation, problem, device) if planner else None
 
 
 @lru_cache(maxsize=256)

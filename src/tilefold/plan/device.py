@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tilefold.errors import DeviceError
-from tilefold.plan.architecture import CPU, Architecture, architecture_of
+from tilefold.plan.architecture import CPU, Architecture, architecture_of, has_feature
 
 __all__ = ["DEVICES", "Device", "device_named"]
 
@@ -75,7 +75,11 @@ class Device:
     @property
     def dependent_launches(self) -> bool:
         """Whether a kernel can be launched before the one that it depends on is through (programmatic dependent launch)."""
-        return self.generation >= 90
+        return self.has("dependent launches")
+
+    def has(self, feature: str) -> bool:
+        """Whether it has a feature of `plan.architecture.FEATURES`."""
+        return has_feature(self, feature)
 
     def matmul_rate(self, dtype: str) -> float:
         """Matrix-multiply roof for a dtype (FLOP/s): measured, else the datasheet's. DeviceError if there is none."""

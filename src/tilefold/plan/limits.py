@@ -16,6 +16,7 @@ __all__ = [
     "grid_of",
     "programs_per_sm",
     "registers_estimate",
+    "require_kernels",
     "require_supported",
     "shared_bytes",
     "tile_violation",
@@ -54,7 +55,7 @@ class Tile:
 
 def uses_wgmma(problem: AttentionProblem, device: Device, tile: Tile) -> bool:
     """Whether products read both operands from shared memory (wgmma, tcgen05): sm_90 and newer, 64 rows, 4 warps."""
-    takes = 90 <= device.generation < 120 and problem.dtype != "float32"
+    takes = device.has("shared operands") and problem.dtype != "float32"
     return takes and tile.block_m >= 64 and tile.num_warps >= 4
 
 
@@ -181,7 +182,7 @@ def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, 
 
 def box_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why K and V cannot be loaded as descriptor boxes, as a sentence, or None if they can."""
-    if device.generation < 90 and device.backend != "interpreter":
+    if not device.has("descriptors"):
         return f"{device.target} has no tensor-descriptor loads (sm_90 and newer have)"
     if problem.varlen:
         return (
@@ -205,6 +206,11 @@ def require_supported(problem: AttentionProblem, device: Device) -> None:
     for name in ("seq_q", "seq_k"):
         if getattr(problem, name) > MAX_LENGTH:
             raise Unsupported(f"{name} must be at most 2**30 = {MAX_LENGTH}, got {getattr(problem, name)}")
+    require_kernels(device)
+
+
+def require_kernels(device: Device) -> None:
+    """Raise Unsupported where no kernel runs."""
     if device.backend == "cuda" and device.generation < 80:
         raise Unsupported(f"device must be sm_80 or newer, got {device.name} ({device.target})")
     if device.backend not in ("cuda", "hip", "interpreter"):

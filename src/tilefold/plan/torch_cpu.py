@@ -1,13 +1,12 @@
-"""Plans of the architecture `cpu`: how plain torch cuts a call of attention into tiles."""
+"""Plans of operations that are functions of torch: how these cut a call of attention into tiles."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError
-from tilefold.plan.architecture import CPU, architecture_of
 from tilefold.plan.capabilities import capability
-from tilefold.plan.device import Device, device_named
+from tilefold.plan.device import Device
 
 __all__ = ["Cut", "TorchPlan", "cut_of", "plan_torch"]
 
@@ -38,7 +37,7 @@ def cut_of(batch: int, kv_heads: int, group: int, seq_q: int, seq_k: int) -> Cut
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """The decision for one call on the CPU.  `print` it.
+    """The decision for one call of a function.  `print` it.
 
     operation: as in the capabilities; problem: of the operation; cut: None where nothing is folded in tiles."""
 
@@ -51,7 +50,7 @@ class TorchPlan:
 
     @property
     def kernel(self) -> str:
-        found = capability(self.operation, CPU)
+        found = capability(self.operation, self.device.architecture)
         return "" if found is None else found.kernel
 
     def with_tile(
@@ -74,7 +73,7 @@ class TorchPlan:
 
     def check(self, problem: Any, device: Device) -> None:
         """PlanError unless the plan is one for this problem and device."""
-        if architecture_of(device) is not CPU:
+        if device.architecture is not self.device.architecture:
             raise PlanError(f"plan is for {self.device.title}, the call is on {device.title}")
         if problem != self.problem:
             raise PlanError(f"plan is for {self.problem}, the call is {problem}")
@@ -97,8 +96,8 @@ class TorchPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_torch(operation: str, problem: Any) -> TorchPlan:
-    """The plan of an operation of attention on the CPU; problem: an AttentionProblem, or one that has it as `attention`."""
+def plan_torch(operation: str, problem: Any, device: Device) -> TorchPlan:
+    """The plan of an operation of attention; problem: an AttentionProblem, or one that has it as `attention`."""
     n = getattr(problem, "attention", problem)
     cut = cut_of(n.batch, n.kv_heads, n.heads // max(1, n.kv_heads), n.seq_q, n.seq_k)
-    return TorchPlan(operation, problem, device_named("cpu"), cut)
+    return TorchPlan(operation, problem, device, cut)

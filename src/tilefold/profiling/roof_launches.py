@@ -18,13 +18,13 @@ Call = Callable[[], object]
 FMA_BLOCK = 2048
 UNROLLED = 8  # steps of a turn in the kernels that loop in registers
 
-# dtype of the roof -> dtype of the tiles, of the sums, precision of tl.dot, the oldest generation that has it
-PRODUCTS: dict[str, tuple[torch.dtype, torch.dtype, str | None, int]] = {
-    "bfloat16": (torch.bfloat16, torch.float32, None, 80),
-    "float16": (torch.float16, torch.float32, None, 80),
-    "tf32": (torch.float32, torch.float32, "tf32", 80),
-    "float8_e4m3fn": (torch.float8_e4m3fn, torch.float32, None, 89),
-    "int8": (torch.int8, torch.int32, None, 80),
+# dtype of the roof -> dtype of the tiles, of the sums, precision of tl.dot, the feature of a GPU that it needs
+PRODUCTS: dict[str, tuple[torch.dtype, torch.dtype, str | None, str]] = {
+    "bfloat16": (torch.bfloat16, torch.float32, None, ""),
+    "float16": (torch.float16, torch.float32, None, ""),
+    "tf32": (torch.float32, torch.float32, "tf32", ""),
+    "float8_e4m3fn": (torch.float8_e4m3fn, torch.float32, None, "e4m3 products"),
+    "int8": (torch.int8, torch.int32, None, ""),
 }
 
 
@@ -46,7 +46,7 @@ class Work:
             return ("float16", "tf32", "int8", "float32")  # numpy, which multiplies there, has no bfloat16
         if self.device.backend == "hip":
             return ("bfloat16", "float16", "int8", "float32")
-        return (*(name for name, entry in PRODUCTS.items() if self.device.generation >= entry[3]), "float32")
+        return (*(name for name, entry in PRODUCTS.items() if not entry[3] or self.device.has(entry[3])), "float32")
 
     def _launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> "functools.partial[None]":
         options = {"num_warps": self.sizes.warps}

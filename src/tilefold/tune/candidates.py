@@ -169,7 +169,7 @@ def _decode_tiles(plan: Any) -> Iterator[Changes]:
 def _decode_bytes(plan: DecodePlan) -> int:
     """Shared memory of a program, as `plan.decode` estimates it: queries, probabilities, tiles in flight."""
     problem, size = plan.problem, plan.problem.attention.itemsize
-    spare = 0 if plan.block_m == 64 and 90 <= plan.device.generation < 120 else 1
+    spare = 0 if plan.block_m == 64 and plan.device.has("shared operands") else 1
     held = plan.block_m * (problem.block_k + problem.block_rest + plan.block_n) * size
     return held + max(1, plan.num_stages - spare) * plan.block_n * problem.row_bytes
 

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "kernels": {"device"},
     "cpu": {"plan", "errors"},  # found by the names in plan/capabilities.py
-    "ops": {"plan", "kernels", "device", "quant", "cpu"} | LEAVES,
+    "ops": {"plan", "kernels", "device", "quant"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
     "sparse_api": {"ops", "plan", "sparse"} | LEAVES,
@@ -315,3 +315,43 @@ def reached_modules(name: str, modules: set[tuple[str, ...]]) -> list[tuple[str,
         inside = parts[1:end]
         reached += [one for one in (inside, (*inside, "__init__")) if one in modules]
     return reached
+
+
+# Where a comparison may ask which architecture a device has, in ops; and which generation, anywhere.
+TILES = "tiles of a generation of GPUs, with their evidence"
+MAY_ASK = {
+    ("ops", "device"): "it finds the record of a torch device",
+    ("plan", "limits"): "the oldest GPU that kernels run on",
+    ("plan", "rules"): TILES,
+    ("plan", "sparse"): TILES,
+    ("plan", "matrix", "conv"): TILES,
+    ("plan", "flash_split"): "flash-attention's own heuristic",
+}
+REGISTERED = {
+    target.id
+    for node in ast.parse((SRC / "plan" / "architecture.py").read_text()).body
+    if isinstance(node, ast.Assign) and "Architecture(" in ast.unparse(node.value)
+    for target in node.targets
+    if isinstance(target, ast.Name)
+}
+
+
+def asks(node: ast.AST, in_ops: bool) -> bool:
+    """Is this what a device record says of its architecture, or a constant of the registry?"""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ({"backend", "generation", "arch", "architecture"} if in_ops else {"generation"})
+    return in_ops and isinstance(node, ast.Name) and node.id in REGISTERED
+
+
+def test_who_asks_for_an_architecture() -> None:
+    """An operation asks `ops.serve` what runs it, and a device record which features it has (`plan.architecture.FEATURES`)."""
+    assert {"CPU", "SM_90"} <= REGISTERED
+    found: dict[tuple[str, ...], list[int]] = {}
+    for path in FILES:
+        module = module_name(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(
+                asks(part, module[0] == "ops") for one in (node.left, *node.comparators) for part in ast.walk(one)
+            ):
+                found.setdefault(module, []).append(node.lineno)
+    assert set(found) == set(MAY_ASK), f"files and lines that ask: {found}; allowed: {MAY_ASK}"

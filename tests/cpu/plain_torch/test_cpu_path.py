@@ -1,5 +1,6 @@
 """CPU tensors without Triton: who serves them, what plans and refusals say, and a process that has no Triton at all."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import triton
 
 import tilefold
 from tilefold import DeviceError, PlanError, Unsupported, ops
-from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, device_named, plan_attention
+from tilefold.cpu import calls
+from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
+from tilefold.plan import device as devices
 from tilefold.plan.architecture import (
     ARCHITECTURES,
     CPU,
@@ -61,6 +64,36 @@ def test_every_function_that_is_named_exists():
     assert all(callable(function_of(c.operation, CPU)) for c in named)
     with pytest.raises(Unsupported, match=r"conv2d is not served by torch \(CPU\)"):
         function_of("conv2d", CPU)
+
+
+def test_another_architecture_is_a_line_and_its_records(monkeypatch):
+    """With its functions in a module of its own, here this one.  No file of ops knows of it."""
+    toy = dataclasses.replace(CPU, name="toy", title="a toy", backend="toy")
+    record = dataclasses.replace(device_named("cpu"), name="toy", title="a toy", backend="toy")
+    served = [dataclasses.replace(c, architecture=toy) for c in CAPABILITIES if c.architecture is CPU]
+    own = dataclasses.replace(served[0], function=f"{__name__}:own_attention")
+    monkeypatch.setattr(architecture, "ARCHITECTURES", (toy,))
+    monkeypatch.setattr(capabilities, "CAPABILITIES", (own, *served[1:]))
+    monkeypatch.setattr(devices, "device_named", {"toy": record}.get)
+    q, k, v = (t.requires_grad_() for t in qkv())
+    plan = tilefold.attention_plan(q, k, v)
+    assert str(plan).startswith("Attention plan for a toy")
+    assert plan.device is record
+    seen.clear()
+    tilefold.attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    assert seen == [plan]
+    tilefold.matmul(q[0, :, 0], k[0, :, 0].t())
+    with pytest.raises(Unsupported, match="score_mod is not served by a toy"):
+        tilefold.attention(q, k, v, score_mod=plus_one)
+
+
+seen: list[TorchPlan] = []
+
+
+def own_attention(q, k, v, out, lse, call, plan):
+    seen.append(plan)
+    calls.attention(q, k, v, out, lse, call, plan)
 
 
 # ---------------------------------------------------------------- plans and refusals

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
-from .. import torch_cpu
 from ..bound import Bound, meta
 from ..call import Call, facts_of, window_of
 from ..dense import attention
@@ -14,6 +13,7 @@ from ..dense.attention_parts import band_of, kind_of, option_values
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
+from ..serve import BoundFunction, function_at, plan_at
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 
@@ -72,16 +72,17 @@ def backward(
     q, k, v, out, lse = saved
     require_score_grad(call.score_mod, call.score_grad)
     prepared = attention.prepare(q, k, v, call)
+    keys = wanted[1] or wanted[2]  # dk and dv come together
+    asked = wanted[0], keys, keys, *wanted[3:]
     if prepared.plan is None:
-        asked = wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]
         targets = zip((q, k, v, call.bias, call.sinks), asked, strict=True)
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
         )
-    if torch_cpu.on_cpu(prepared.plan):
-        cut = backward_plan_of(prepared.problem, call, q, wanted[3]).cut  # type: ignore[attr-defined]
-        both = wanted[1] or wanted[2]  # dk and dv come together, as from the kernels
-        return torch_cpu.backward(saved, dout, dlse, call, prepared.bound, cut, (wanted[0], both, both, *wanted[3:]))
+    if isinstance(prepared.bound, BoundFunction):
+        plan = backward_plan_of(prepared.problem, call, q, wanted[3])
+        own = function_at("attention_backward", q.device, plan)
+        return own.run(*saved, dout, dlse, call, asked)  # type: ignore[no-any-return]
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -89,7 +90,6 @@ def backward(
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
-        keys = wanted[1] or wanted[2]  # which come together, as from the portable kernels
         return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
     lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
     bound.delta((out, dout, lse, dlse, lse2, delta))
@@ -99,7 +99,7 @@ def backward(
     dq = dk = dv = parts = sinks = None
     if wanted[0]:
         dq = new(q.shape, dtype=q.dtype, device=q.device)
-    if wanted[1] or wanted[2]:
+    if keys:
         dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     if wanted[3] and call.bias is not None and bound.bias is not None:
         shares = bound.plan.bias_shares  # added in order, in fp32
@@ -141,9 +141,8 @@ def backward_plan_of(
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     device = device_of(q.device, "attention_backward")
-    if device.backend == "cpu":
-        made: AttentionBackwardPlan = torch_cpu.planned("attention_backward", problem, call, call.backward_plan)
-        return made
+    if (own := plan_at("attention_backward", problem, device, call, call.backward_plan)) is not None:
+        return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
         return plan_attention_backward(problem, device, bias, disabled(), call.deterministic)
     given = call.backward_plan

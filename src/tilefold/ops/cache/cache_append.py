@@ -7,7 +7,6 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
@@ -15,6 +14,7 @@ from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
 from ..records import facts_of_values, recorded
+from ..serve import function_at
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
@@ -247,14 +247,12 @@ def _code(k_cache: torch.Tensor, native: bool) -> int:
 @recorded("cache_append", lambda call: facts_of_values(*call))
 def _prepare(call: Append) -> Prepared:
     n = _sizes(call)
-    native, sms = True, 132
-    if call.k_cache.device.type != "meta":
-        device = device_of(call.k_cache.device, "kvcache_append")
-        if device.backend == "cpu":
-            run, interleaved = torch_cpu.served("kvcache_append"), call.interleaved
-            return Prepared(n, lambda given: run(*given[:14], interleaved))  # type: ignore[arg-type]
-        native, sms = device.generation >= 89, device.sms
-    return _bind(call, n, native, sms)
+    if (own := function_at("kvcache_append", call.k_cache.device, call.interleaved)) is not None:
+        return Prepared(n, own)
+    if call.k_cache.device.type == "meta":
+        return _bind(call, n, True, 132)
+    device = device_of(call.k_cache.device)
+    return _bind(call, n, device.has("e4m3"), device.sms)
 
 
 def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from .. import torch_cpu
 from ..bound import Bound, strides_named
 from ..call import Call, check_options, window_of
 from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
@@ -16,6 +15,7 @@ from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
 from ..records import recorded
+from ..serve import function_at, plan_at
 from ..watch import is_transformed, is_watched, refuse_derivatives
 from .cached_call import (
     Cache,
@@ -140,17 +140,13 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cach
     device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
-    if device.backend == "cpu":
-        problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(call.window, call.causal))
-        scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
-        return Prepared(
-            sizes, *shapes, launch=torch_cpu.Cached(torch_cpu.planned("attention_cached", problem, call), call, scale)
-        )
+    window = window_of(call.window, call.causal)
+    problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
+    if (own := plan_at("attention_cached", problem, device, call)) is not None:
+        return Prepared(sizes, *shapes, launch=function_at("attention_cached", q.device, own))
     if (decode := _decoder(q, k, v, call, cache, sizes, device)) is not None:
         return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
-    named = {**sizes, "seq_k": sizes["capacity"]}
-    window = window_of(call.window, call.causal)
-    tile, splits = plan_cached(problem_of(q, k, v, call, named, window), device, cache.splits)
+    tile, splits = plan_cached(problem, device, cache.splits)
     few = few_queries(sizes)
     short = _decoder(q, k, v, call, cache, {**sizes, "seq_q": few}, device) if _may_mix(call, cache, sizes) else None
     made = _bind(q, k, v, call, cache, sizes, tile, splits, 0 if short is None else few + 1)

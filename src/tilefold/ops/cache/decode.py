@@ -168,10 +168,9 @@ def _quant(storage: str, device: "Device") -> int:
 
     if storage == "plain":
         return int(kinds.PLAIN.value)
-    native = device.backend == "cuda"
     if storage == "int8":
-        return int((kinds.INT8 if native else kinds.INT8_CAST).value)
-    return int((kinds.E4M3 if native and device.generation >= 89 else kinds.E4M3_BITS).value)
+        return int((kinds.INT8 if device.has("ptx") else kinds.INT8_CAST).value)
+    return int((kinds.E4M3 if device.has("e4m3") else kinds.E4M3_BITS).value)
 
 
 def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache: Cache, scales: Scales, wide: bool,

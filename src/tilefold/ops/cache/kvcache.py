@@ -3,7 +3,6 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .. import torch_cpu
 from ..call import MAX_HEAD_DIM, Call, check_options
 from ..dense.attention_parts import new_results
 from ..device import device_of, on_host
@@ -19,6 +17,7 @@ from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
 from ..records import facts_of, recorded
+from ..serve import BoundFunction, function_at, plan_at
 from ..watch import is_watched, refuse_derivatives
 from .cached_call import (
     QUANTISED,
@@ -56,7 +55,7 @@ class Prepared:
     sizes: dict[str, int]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    decoder: Decoder | torch_cpu.Cached | None = None
+    decoder: Decoder | BoundFunction | None = None
     prompts: bool = False
     interpreted: bool = False  # where reading what index tensors hold costs nothing
 
@@ -126,7 +125,7 @@ def _key(
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
 ) -> Prepared:  # fmt: skip
-    from ...plan.cache.decode import decode_kernel_refusal
+    from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
     sizes, shared = _checked(q, k, v, call, cache, scales)
     shapes = cached_shapes(sizes, cache)
@@ -136,9 +135,8 @@ def _prepare(
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes)
     made: Any = _planned(q, k, v, call, cache, sizes, shared, plan)
-    if torch_cpu.on_cpu(made):
-        scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
-        return Prepared(sizes, *shapes, torch_cpu.Cached(made, call, scale), interpreted=True)
+    if not isinstance(made, DecodePlan):
+        return Prepared(sizes, *shapes, function_at("attention_kvcache", q.device, made), interpreted=on_host(q))
     if plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, cache, sizes, scales, made, watched)
@@ -151,9 +149,8 @@ def _planned(
     from ...plan.cache.decode import DecodePlan, plan_decode
 
     problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device, "attention_kvcache")
-    if device.backend == "cpu":
-        made: DecodePlan = torch_cpu.planned("attention_kvcache", problem, call, plan)
-        return made
+    if (own := plan_at("attention_kvcache", problem, device, call, plan)) is not None:
+        return own  # type: ignore[no-any-return]
     if plan is None:
         return plan_decode(problem, device, cache.splits)
     if not isinstance(plan, DecodePlan):

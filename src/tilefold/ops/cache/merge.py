@@ -9,10 +9,10 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
-from .. import torch_cpu
-from ..device import device_of, interpreting
+from ..device import interpreting
 from ..operator import Operation
 from ..records import recorded
+from ..serve import function_at
 from ..watch import refuse_at_once
 from .cache_append import LARGEST_DIM
 
@@ -111,20 +111,13 @@ def _prepare(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[Any, tuple[int, ...]]:
     n = _sizes(out_a, lse_a, out_b, lse_b)
-    if out_a.device.type != "meta" and device_of(out_a.device, "merge_attention").backend == "cpu":
-        return _merge_on_cpu, ()
+    if (own := function_at("merge_attention", out_a.device)) is not None:
+        return own, ()
     total = n["batch"] * n["seq"] * n["heads"]
     if total >= MOST_ROWS:
         raise Unsupported(f"out_a has shape {tuple(out_a.shape)}: {total} rows, accepted: below 2^30")
     likely = torch.empty(out_a.shape, dtype=out_a.dtype, device="meta"), torch.empty(lse_a.shape, device="meta")
     return _bind(out_a, lse_a, out_b, lse_b, *likely)
-
-
-def _merge_on_cpu(given: tuple[torch.Tensor, ...]) -> None:
-    out_a, lse_a, out_b, lse_b, out, lse = given
-    made, log = torch_cpu.served("merge_attention")(out_a.transpose(-2, -3), lse_a, out_b.transpose(-2, -3), lse_b)
-    out.copy_(made.transpose(-2, -3))
-    lse.copy_(log)
 
 
 @recorded("merge_into")

@@ -6,15 +6,15 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .. import torch_cpu
 from ..bound import Bound, Prepared, meta, strides_named
 from ..call import MAX_HEAD_DIM, Packed, check_integer
 from ..dense.attention_parts import sequence_strides
-from ..device import device_of, interpreting, on_host
+from ..device import interpreting, on_host
 from ..faults import Mode
 from ..operator import Operator
 from ..places import check_offsets
 from ..records import facts_of_values, recorded
+from ..serve import function_at
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
@@ -177,12 +177,11 @@ def _prepare(
     n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
     if x is out:
         check_own_rows("x", x)
-    machine = None if x.device.type == "meta" else device_of(x.device, "apply_rotary")
+    own = function_at("apply_rotary", x.device, step, n["seq"], interleaved, conjugate)
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
         return Prepared(n, None)
-    if machine is not None and machine.backend == "cpu":
-        run, options = torch_cpu.served("apply_rotary"), (step, n["seq"], interleaved, conjugate)
-        return Prepared(n, lambda given: run(*given, *options))  # type: ignore[arg-type]
+    if own is not None:
+        return Prepared(n, own)
     from ...kernels.cache.rotary import rotary
     from ..launch import Launch
 

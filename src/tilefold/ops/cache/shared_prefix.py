@@ -10,6 +10,7 @@ from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
 from ..operator import Operation
 from ..records import facts_of_values, recorded
+from ..serve import function_at
 from ..watch import refuse_at_once
 from .cached_call import Cache, cached_shapes
 from .decode import Scales, storage_of
@@ -95,9 +96,9 @@ def _decided(
     n = _sizes(q, k_cache, v_cache, given)
     empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
     apart = given.cascade
-    if apart is None:  # on the CPU keys that are read once are always cheaper
-        on_cpu = device_of(q.device, "attention_kvcache").backend == "cpu"
-        apart = not empty and (on_cpu or _plan(q, k_cache, given, n).cascade)
+    if apart is None:  # without launches keys that are read once are always cheaper
+        direct = function_at("attention_kvcache", q.device) is not None
+        apart = not empty and (direct or _plan(q, k_cache, given, n).cascade)
     return n, apart and not empty
 
 

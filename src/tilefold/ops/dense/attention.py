@@ -13,7 +13,7 @@ import torch
 
 from ...errors import DtypeError
 from ...types import Layout, Rule, Rules
-from .. import records, torch_cpu
+from .. import records
 from ..bound import Bound
 from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
@@ -29,10 +29,11 @@ from ..call import (
     sizes_of,
     window_of,
 )
-from ..device import device_of, interpreting
+from ..device import device_of, interpreting, on_host
 from ..first_call import without_collector
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
+from ..serve import function_at, plan_at
 from .attention_parts import (
     GIVEN,
     Prepared,
@@ -70,7 +71,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     prepared = prepare(q, k, v, call)
     out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
     if prepared.planned is not None:
-        if call.packed is not None and interpreting():
+        if call.packed is not None and on_host(q):
             check_inside(call.packed, q.shape[0], k.shape[0])
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), NO_SCALES)
@@ -166,11 +167,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
-    if device.backend == "cpu":
-        made = torch_cpu.planned("attention", problem, call, call.plan)
-        return Prepared(
-            made, out_shape, lse_shape, scale, softcap, torch_cpu.bind(call, made, scale), keep=hooks_of(call)
-        )
+    if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
+        bound = function_at("attention", q.device, own)
+        return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))
     plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)

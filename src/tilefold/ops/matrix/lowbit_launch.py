@@ -1,6 +1,5 @@
 """The launches behind `lowbit_matmul`: each bound once for a weight and a kind of activations."""
 
-import dataclasses
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ..cache.decode_counters import counters
 from ..call import facts_of
 from ..device import device_of, interpreting
 from ..records import recorded, remember
+from ..serve import function_at
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
@@ -46,9 +46,10 @@ def dequantise(weight: QuantizedTensor, dtype: torch.dtype, out: torch.Tensor | 
     n, k = weight.shape
     if out is None:
         out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    if weight.device.type != "meta" and device_of(weight.device, "lowbit_matmul").backend == "cpu":
-        return out.copy_(dataclasses.replace(weight, perm=None).dequantize(dtype))
-    _bind_dequantise(weight, out)((*_parts(weight), out))
+    if (own := function_at("lowbit_matmul", weight.device)) is not None:
+        own((weight, out))
+    else:
+        _bind_dequantise(weight, out)((*_parts(weight), out))
     return out
 
 
@@ -152,9 +153,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
     """The function that makes calls like this one, after all checks."""
     check(x, weight, bias)
-    if device_of(x.device, "lowbit_matmul").backend == "cpu":
+    if function_at("lowbit_matmul", x.device) is not None:  # which makes the weight
         if plan is not None:
-            raise PlanError(f"plan is for {plan.device.name}, the call is on torch (CPU)")
+            title = device_of(x.device, "lowbit_matmul").title
+            raise PlanError(f"plan is for {plan.device.name}, the call is on {title}")
         return _dequantised if weight.perm is None else functools.partial(_permuted, _dequantised)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
     if plan is None:
@@ -220,7 +222,6 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
     from ..launch import Launch
 
     p = plan.problem
-    cuda = plan.device.backend == "cuda"
     exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
     early, option = _early(plan)
     words = p.n % 4 == 0 and p.exact and weight.scales.numel() > 1
@@ -231,7 +232,7 @@ def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> 
         "CHUNK": p.chunk,
         "SPLITS": plan.parts,
         "ATOMIC": plan.atomic,
-        "ASM": cuda,
+        "ASM": plan.device.has("ptx"),
         "EMULATE": interpreting(),
         "EVEN": p.k % (p.slabs * 32) == 0,
         "WORDS": words,
@@ -267,7 +268,7 @@ def _kept_lanes(device: torch.device) -> torch.Tensor:
 
 def _registers(plan: "LowbitPlan") -> dict[str, int]:
     """The option that keeps threads below a number of registers."""
-    return {"maxnreg": plan.registers} if plan.registers and plan.device.backend == "cuda" else {}
+    return {"maxnreg": plan.registers} if plan.registers and plan.device.has("ptx") else {}
 
 
 def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:

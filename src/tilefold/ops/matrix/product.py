@@ -1,16 +1,15 @@
 """One product and what follows it: checked operands -> plan -> launches.  Batches and layouts are strides, nothing is copied."""
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import PlanError, ShapeError
 from ...types import Constant
-from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
 from ..records import recorded
+from ..serve import function_at
 from .operands import BIAS, GIVEN_TO_PRODUCTS, TOO_LONG, Operands, Scales, boxable, major, operands, values_of
 from .options import CODES
 
@@ -133,10 +132,11 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     shape = (max(t.shape[0] for t in (a, b) if t.dim() == 3), a.shape[-2], b.shape[-1]) if batched else (m, n)
     if batched and any(t.dim() == 3 and not t.shape[0] for t in (a, b)):
         shape = (0, *shape[1:])
-    if device_of(a.device, "matmul").backend == "cpu":
+    if (own := function_at("matmul", a.device, epilogue.activation, epilogue.fold)) is not None:
         if epilogue.plan:
-            raise PlanError("plan is for a GPU or the interpreter, the call is on torch (CPU)")
-        return Prepared(shape, None if 0 in shape else functools.partial(_launch_on_cpu, epilogue))  # type: ignore[arg-type]
+            title = device_of(a.device, "matmul").title
+            raise PlanError(f"plan is for a GPU or the interpreter, the call is on {title}")
+        return Prepared(shape, None if 0 in shape else own)
     problem = problem_of(x, epilogue, scale_a is not None or scale_b is not None)
     plan = _plan_of(problem, epilogue, a.device)
     if 0 in shape:
@@ -151,11 +151,6 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     if plan.splits == 1:
         return Prepared(shape, made)
     return Prepared(shape, made, (plan.splits, problem.results, m, n), bind_finish(x, plan, a.device))
-
-
-def _launch_on_cpu(epilogue: Epilogue, given: tuple[Any, ...]) -> None:
-    a, b, out, saved, bias, *scales = given
-    torch_cpu.served("matmul")(a, b, out, saved, bias, *scales, epilogue.activation, epilogue.fold)
 
 
 def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: tuple[Any, ...]) -> Bound | None:
@@ -261,14 +256,12 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, activation: str
 
 @recorded("activation gradient", lambda dout, saved, *others: (facts(dout), facts(saved), *others))
 def _gradient_launch(dout: torch.Tensor, saved: torch.Tensor, activation: str, dtype: torch.dtype) -> Bound | None:
-    return bind_gradient(dout, activation)
+    own = function_at("activation_gradient", dout.device, activation) if dout.numel() else None
+    return own or bind_gradient(dout, activation)
 
 
 def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
     """The launch of dout's product with the activation's slope, None for nothing to do."""
-    if dout.device.type != "meta" and dout.numel() and device_of(dout.device, "activation_gradient").backend == "cpu":
-        run = torch_cpu.served("activation_gradient")
-        return lambda given: run(*given, activation)  # type: ignore[return-value]
     from ...kernels.matrix.matmul import activation_gradient as kernel
     from ..launch import Launch
 

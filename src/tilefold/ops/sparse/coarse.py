@@ -1,6 +1,5 @@
 """Coarse attention over projected rows, with scores for every query block: check, plan, allocate, launch, and its operator."""
 
-import functools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +8,6 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
-from .. import torch_cpu
 from ..backward.backward_parts import boxes, side_strides
 from ..bound import Bound, meta
 from ..call import SPECS, check_heads
@@ -17,6 +15,7 @@ from ..dense.attention_parts import boxable
 from ..device import device_of
 from ..operator import Gradient, Operation
 from ..records import facts_of_values, recorded
+from ..serve import function_at, plan_at
 from . import coarse_backward
 from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES
@@ -84,21 +83,12 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
     device = device_of(q.device, "attend_rows")
     if 0 in (*scores_shape, *lse_shape):
         return Prepared(None, out_shape, (1, *scores_shape), lse_shape)
-    if device.backend == "cpu":
-        made = torch_cpu.planned("attend_rows", problem_of(q, k, v, n, call), call)
-        launch = functools.partial(_launch_on_cpu, scale, call._replace(block_sizes=None, query_sizes=None))
-        return Prepared(made, out_shape, (1, *scores_shape), lse_shape, scale, bound=launch)
-    plan = plan_coarse(problem_of(q, k, v, n, call), device)
+    problem = problem_of(q, k, v, n, call)
+    if (own := plan_at("attend_rows", problem, device, call)) is not None:
+        bound = function_at("attend_rows", q.device, own, call.layout, scale)
+        return Prepared(own, out_shape, (1, *scores_shape), lse_shape, scale, bound)
+    plan = plan_coarse(problem, device)
     return bind_forward(q, k, v, call, plan, (out_shape, (plan.parts, *scores_shape), lse_shape), scale)
-
-
-def _launch_on_cpu(scale: float, call: CoarseCall, given: tuple[Any, ...]) -> None:
-    q, k, v, out, lse, scores, block_sizes, query_sizes = given
-    block = 1 if call.reduction == "each" else call.block
-    q, k, v, out = (torch_cpu.heads_first(t, call.layout) for t in (q, k, v, out))
-    torch_cpu.served("attend_rows")(
-        q, k, v, out, lse, scores[0], block_sizes, query_sizes, scale, block, call.reduction
-    )
 
 
 def problem_of(

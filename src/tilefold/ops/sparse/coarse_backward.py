@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .. import torch_cpu
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
 from ..bound import Bound, meta
 from ..call import facts_of
 from ..dense.attention_parts import boxable
+from ..serve import BoundFunction, function_at
 from .coarse_parts import constants_of, values_of
 from .sparse_parts import Launches
 
@@ -34,16 +34,9 @@ def backward(
     """(dq, dk, dv), contiguous, empty where not wanted; saved: q, k, v, out, lse of the forward pass."""
     q, k, v, out, lse = saved
     plan = cast("CoarsePlan", p.plan)
-    if torch_cpu.on_cpu(plan):
-        grads = [
-            torch.empty(t.shape, dtype=t.dtype) if w else None
-            for t, w in zip((q, k, v), (want_q, want_rows, want_rows), strict=True)
-        ]
-        first = [None if t is None else torch_cpu.heads_first(t, call.layout) for t in (q, k, v, dout, *grads)]
-        delta = torch_cpu.delta_of(out, dout, dlse, call.layout == "bshd")
-        run = torch_cpu.served("attend_rows_backward")
-        run(*first[:3], (lse, delta), first[3], call.block_sizes, p.scale, tuple(first[4:]))
-        dq, dk, dv = (t.new_empty(0) if g is None else g for g, t in zip(grads, (q, k, v), strict=True))
+    if isinstance(p.bound, BoundFunction):
+        own = function_at("attend_rows_backward", q.device, call.layout, p.scale)
+        dq, dk, dv = own.run(*saved, dout, dlse, call.block_sizes, (want_q, want_rows, want_rows))
         return dq, dk, dv
     dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
     key = facts_of(dout), None if dlse is None else facts_of(dlse)

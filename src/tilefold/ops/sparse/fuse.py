@@ -6,12 +6,12 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from .. import torch_cpu
 from ..bound import Bound, meta
 from ..call import MAX_HEAD_DIM
-from ..device import device_of, interpreting
+from ..device import interpreting
 from ..operator import Operator
 from ..records import facts_of_values, recorded
+from ..serve import function_at
 from .project import readable
 
 __all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
@@ -95,11 +95,11 @@ def _key(branches: Pair, gates: Pair, *others: Any) -> Any:
 @recorded("fuse", _key)
 def _prepare(branches: Pair, gates: Pair, out: torch.Tensor | None, layout: str) -> Bound | None:
     shape, like = check(*branches, *gates, layout), _like(branches)
-    device_of(like.device, "fuse")  # refuses one where nothing serves it
+    own = function_at("fuse", like.device, layout)
     if out is not None:
         _check_out(out, like, shape, layout)
     strides = meta(*shape).stride() if out is None else out.stride()
-    return _bind("fuse_forward", FORWARD, branches, gates, layout, shape, like, strides_o=strides[:3])
+    return own or _bind("fuse_forward", FORWARD, branches, gates, layout, shape, like, strides_o=strides[:3])
 
 
 def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -117,8 +117,6 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
 
     if 0 in shape:
         return None
-    if like.device.type != "meta" and device_of(like.device, "fuse").backend == "cpu":
-        return _on_cpu(kernel, layout)  # type: ignore[no-any-return]
     from ...kernels.sparse import gate as kernels
     from ..launch import Launch
 
@@ -145,19 +143,6 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
         values[f"strides_g{name}"] = (0, 0, 0) if g is None else gate_strides(g, layout)
     launch = Launch(getattr(kernels, kernel), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
     return Bound(launch, given, values)
-
-
-def _on_cpu(name: str, layout: str) -> Any:
-    """What a launch of this kernel does, in torch."""
-
-    def launch(given: tuple[Any, ...]) -> None:
-        gates = tuple(g if g is None else g.reshape(gate_shapes(g, layout)) for g in given[2:4])
-        if name == "fuse_forward":
-            torch_cpu.served("fuse")(given[:2], gates, given[4])
-        else:
-            torch_cpu.served("fuse_backward")(given[:2], gates, given[4], list(given[5:9]))
-
-    return launch
 
 
 def gradients(
@@ -187,10 +172,9 @@ def gradients(
 def _prepare_backward(
     branches: Pair, gates: Pair, dout: torch.Tensor, layout: str, wanted: tuple[bool, ...]
 ) -> Bound | None:
-    device_of(dout.device, "fuse")
-    shape = tuple(dout.shape)
+    shape, own = tuple(dout.shape), function_at("fuse_backward", dout.device, layout)
     strides = {"strides_o": dout.stride()[:3], "strides_d": meta(*shape).stride()[:3]}
-    return _bind("fuse_backward", BACKWARD, branches, gates, layout, shape, dout, **strides)
+    return own or _bind("fuse_backward", BACKWARD, branches, gates, layout, shape, dout, **strides)
 
 
 def _room(gate: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:

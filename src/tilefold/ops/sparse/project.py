@@ -6,13 +6,13 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from .. import torch_cpu
 from ..bound import Bound, Prepared, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
-from ..device import device_of, interpreting
+from ..device import interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
+from ..serve import function_at
 
 __all__ = [
     "KINDS",
@@ -168,15 +168,14 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
     from ...plan.sparse.coarse import rows_at_once
 
     device = x.device if rows.is_meta else rows.device
-    if device.type != "meta":
-        device_of(device, name)  # refuses one where nothing serves it
+    own = function_at(name, device, layout, n["block"], *constants.values())
     programs = n["heads"] * n["blocks"] * n["batch"]
     if programs == 0:
         return None
     if programs > MAX_GRID:
         raise ShapeError(f"{programs} blocks of all heads are more than the {MAX_GRID} that one launch can make")
-    if device.type != "meta" and device_of(device, name).backend == "cpu":
-        return _on_cpu(name, layout, n["block"], constants)  # type: ignore[no-any-return]
+    if own is not None:
+        return own  # type: ignore[no-any-return]
     from ...kernels.sparse import project as kernels
     from ..launch import Launch
 
@@ -198,22 +197,6 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
     return Bound(
         Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0), given, values
     )
-
-
-def _on_cpu(name: str, layout: str, block: int, constants: dict[str, Any]) -> Any:
-    """What a launch of this kernel does, in torch: of heads first, but for the parts of a weight's gradient."""
-    run = torch_cpu.served(name)
-
-    def launch(given: tuple[Any, ...]) -> None:
-        run(
-            *(t if t is None or t.dim() < 4 else torch_cpu.heads_first(t, layout) for t in given[:2]),
-            *given[2:3],
-            given[3] if name == "block_weight_gradient" else torch_cpu.heads_first(given[3], layout),
-            block,
-            *constants.values(),
-        )
-
-    return launch
 
 
 # ---------------------------------------------------------------- the operators

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from ...errors import ValueRangeError
-from .. import torch_cpu
 from ..bound import Bound, meta, strides_named
 from ..device import device_of
 from ..records import recorded
+from ..serve import function_at
 
 if TYPE_CHECKING:
     from ...plan.sparse.select import SelectPlan
@@ -76,10 +76,6 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
     if made.counts.numel() == 0:
         return made
-    if device_of(scores.device, "select").backend == "cpu":
-        check_forced(scores, call)
-        torch_cpu.served("select")(scores, call, made)
-        return made
     _prepare(scores, call)((scores, call.block_sizes, call.force, *made, *_settings(call)))
     return made
 
@@ -93,7 +89,8 @@ def _key(scores: torch.Tensor, call: SelectCall) -> Any:
 @recorded("select", _key)
 def _prepare(scores: torch.Tensor, call: SelectCall) -> Bound:
     check_forced(scores, call)
-    return _bind(_plan(scores, call.forced), call, scores)
+    bare = call._replace(amount=(), least=0, most=0, force=None, block_sizes=None)
+    return function_at("select", scores.device, bare) or _bind(_plan(scores, call.forced), call, scores)
 
 
 def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor:
@@ -101,16 +98,13 @@ def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor
     made = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
     if made.numel() == 0:
         return made
-    if device_of(scores.device, "gini").backend == "cpu":
-        torch_cpu.served("gini")(scores, block_sizes, made)
-        return made
     _prepare_gini(scores, block_sizes)((scores, block_sizes, made))
     return made
 
 
 @recorded("gini", lambda scores, block_sizes: (scores.shape[3], _fact(scores), _fact(block_sizes)))
 def _prepare_gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> Bound:
-    return _bind_gini(_plan(scores), scores, block_sizes)
+    return function_at("gini", scores.device) or _bind_gini(_plan(scores), scores, block_sizes)
 
 
 def most_forced(scores: torch.Tensor, call: SelectCall) -> int:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import torch_cpu
 from ..bound import Bound, Slot, attribute, meta, strides_named
 from ..call import result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
@@ -14,6 +13,7 @@ from ..device import device_of, interpreting, on_host
 from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
+from ..serve import function_at, plan_at
 from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
@@ -89,9 +89,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
         query_masked=index.query_sizes is not None,
     )
     shapes = out_shape, lse_shape
-    if device.backend == "cpu":
-        made = torch_cpu.planned("sparse_attention", problem, call, call.plan)
-        return Prepared(made, *shapes, scale, bound=torch_cpu.Listed(scale), keep=keep)
+    if (own := plan_at("sparse_attention", problem, device, call, call.plan)) is not None:
+        return Prepared(own, *shapes, scale, bound=function_at("sparse_attention", q.device, own), keep=keep)
     if call.plan is not None:
         given: SparsePlan = call.plan  # type: ignore[assignment]
         given.check(problem, device)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import DtypeError, Unsupported
-from .. import torch_cpu
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
+from ..serve import BoundFunction, function_at, plan_at
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
@@ -124,8 +124,9 @@ def backward(
             for t, w in zip(saved[:3], wanted, strict=True)
         )
         return cast("Gradients", tuple(made))
-    if torch_cpu.on_cpu(prepared.plan):
-        return torch_cpu.sparse_backward(saved, dout, dlse, call, prepared.bound, wanted)
+    if isinstance(prepared.bound, BoundFunction):
+        own = function_at("sparse_attention_backward", q.device, _plan(prepared, call, q))
+        return cast("Gradients", own.run(*saved, dout, dlse, call, wanted))
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     saved = q, k, v, out, lse
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
@@ -184,9 +185,8 @@ def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = F
 
     problem = prepared.plan.problem
     device = device_of(q.device, "sparse_attention_backward")
-    if device.backend == "cpu":
-        made: SparseBackwardPlan = torch_cpu.planned("sparse_attention_backward", problem, call, call.backward_plan)
-        return made
+    if (own := plan_at("sparse_attention_backward", problem, device, call, call.backward_plan)) is not None:
+        return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
         return plan_sparse_backward(problem, device, portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):

@@ -15,9 +15,7 @@ def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile,
 
     own: "block_m" where the program owns queries, "block_n" where it owns keys."""
     rows, other = (tile.block_m, tile.block_n) if own == "block_m" else (tile.block_n, tile.block_m)
-    if (
-        100 <= device.generation < 120
-    ):  # tcgen05 takes its left operand from elsewhere than its right one: a second copy
+    if device.has("tcgen05"):  # takes its left operand from elsewhere than its right one: a second copy
         rows *= 2
     width = (problem.block_qk + problem.block_v) * problem.itemsize
     loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)

@@ -319,7 +319,7 @@ def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, in
     block_n = 64 if whole and row <= 1536 else 32
     room = device.smem_per_block - others - block_m * block_n * a.itemsize
     # stages that hold no tile, see limits.kv_buffers
-    spare = 0 if block_m == 64 and 90 <= device.generation < 120 else 1
+    spare = 0 if block_m == 64 and device.has("shared operands") else 1
     return block_n, 8, max(1, min(MOST_STAGES, spare + room // (block_n * row))), 1
 
 

@@ -144,7 +144,7 @@ def plan_eight(problem: EightProblem, device: Device, portable: bool = False) ->
     """The plan for a product on a device: pure, the same every time.  portable: without the kernels for sm_90.  Unsupported
     where the device has no such numbers."""
     fp8 = problem.kind == "float8_e4m3fn"
-    if fp8 and device.backend != "interpreter" and device.generation < 89:
+    if fp8 and not device.has("e4m3 products"):
         raise Unsupported(
             f"weight is float8_e4m3fn, which {device.title} cannot multiply; accepted: int8, or sm_89 and newer"
         )

@@ -202,7 +202,7 @@ def refused(problem: LowbitProblem, device: Device, path: str) -> str | None:
         return f"needs groups of a multiple of {SLAB} columns or of whole rows, not {problem.group}"
     if path == "tile":
         return None
-    if device.generation < 90 or (path == "hopper" and device.architecture is not SM_90):
+    if not device.has("tma") or (path == "hopper" and device.architecture is not SM_90):
         return f"needs sm_90, not {device.target}"
     if not problem.exact:
         return f"takes whole zero points, not zeros: {problem.zeros}"

@@ -9,6 +9,7 @@ from tilefold.plan.base import Plan, changed, require_derived, require_device, r
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
+from tilefold.plan.limits import require_kernels
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
 from tilefold.plan.matrix.tiles import (
     HOPPER,
@@ -177,11 +178,8 @@ def _portable_reason(problem: MatmulProblem, device: Device, tile: MatmulTile) -
 
 
 def _require_supported(problem: MatmulProblem, device: Device) -> None:
-    if device.backend == "cuda" and device.generation < 80:
-        raise Unsupported(f"device must be sm_80 or newer, got {device.name} ({device.target})")
-    if device.backend not in ("cuda", "hip", "interpreter"):
-        raise Unsupported(f"device must have backend cuda, hip or interpreter, got {device.backend!r}")
-    if problem.dtype == "float8_e4m3fn" and (device.backend == "hip" or 0 < device.generation < 89):
+    require_kernels(device)
+    if problem.dtype == "float8_e4m3fn" and not device.has("e4m3 products"):
         raise Unsupported(f"a and b in float8_e4m3fn need sm_89 or newer, this is {device.target}; convert them first")
 
 

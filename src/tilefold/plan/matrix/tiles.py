@@ -81,7 +81,7 @@ def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...
     elif problem.dtype == "float8_e4m3fn":
         found = _EIGHT
     else:
-        found = _HALF if device.generation >= 90 and device.generation < 120 else _HALF_AMPERE
+        found = _HALF if device.has("shared operands") else _HALF_AMPERE
     if device.backend == "hip":  # 64 KiB of shared memory
         found = tuple((m, n, min(k, 64), warps, 2) for m, n, k, warps, _ in found)
     if (

@@ -80,7 +80,7 @@ def check_method(method: object) -> None:
 
 def descriptors_refusal(n: TransposeProblem, device: Device) -> str | None:
     """Why tensor descriptors cannot be used, as a sentence, or None if they can."""
-    if device.generation < 90 and device.backend != "interpreter":
+    if not device.has("descriptors"):
         return f"{device.name} has no tensor memory accelerator (sm_90 and newer have)"
     if n.strides[1] != 1:
         return f"x has strides {n.strides}: descriptors need a contiguous last dimension"

@@ -190,7 +190,7 @@ def _keys_tile(problem: CoarseProblem, device: Device, boxes: bool) -> Tile:
         return Tile(min(most, 32), 32 if width <= 64 else 16, 8 if width > 64 else 4, 1)
     if width > 128:
         return Tile(16, 64, 8, 1) if device.backend == "hip" else Tile(min(most, 32), 64, 8, 2)
-    whole = boxes and n.seq_q % 64 == 0 and 90 <= device.generation < 100
+    whole = boxes and n.seq_q % 64 == 0 and device.architecture is SM_90
     return Tile(min(most, 64 if whole else 32), 64, 4, 2)
 
 
