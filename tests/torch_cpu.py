@@ -42,8 +42,13 @@ def torch_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cases.select, "device_of", lambda _: device_named("interpreter")
     )  # for the roundings of its kernel
     forget()
+    before = set(sys.modules)
     yield
     forget()
+    kernels = [name for name in set(sys.modules) - before if name.startswith(("tilefold.kernels", "tilefold.device"))]
+    for name in kernels:  # imported outside of the interpreter, they would stay so for the tests behind this one
+        del sys.modules[name]
+    assert not kernels, f"plain torch imports no kernels: {sorted(kernels)}"
     torch.set_num_threads(threads)
 
 

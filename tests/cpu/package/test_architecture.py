@@ -323,9 +323,9 @@ MAY_ASK = {
     ("ops", "device"): "it finds the record of a torch device",
     ("plan", "limits"): "the oldest GPU that kernels run on",
     ("plan", "rules"): TILES,
-    ("plan", "sparse"): TILES,
+    ("plan", "sparse", "sparse"): TILES,
     ("plan", "matrix", "conv"): TILES,
-    ("plan", "flash_split"): "flash-attention's own heuristic",
+    ("plan", "cache", "flash_split"): "flash-attention's own heuristic",
 }
 REGISTERED = {
     target.id

@@ -262,13 +262,13 @@ def _gradient_launch(dout: torch.Tensor, saved: torch.Tensor, activation: str, d
 
 def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
     """The launch of dout's product with the activation's slope, None for nothing to do."""
-    from ...kernels.matrix.matmul import activation_gradient as kernel
-    from ..launch import Launch
-
     d = dout if dout.dim() == 3 else dout.unsqueeze(0)
     batch, m, n = d.shape
     if not d.numel():
         return None
+    from ...kernels.matrix.matmul import activation_gradient as kernel
+    from ..launch import Launch
+
     grid, tiles = _finish_grid(batch, m, n)
     constants = {"EMULATE": interpreting(), "ACTIVATION": CODES[activation], **_finish_tile()}
     values = {
