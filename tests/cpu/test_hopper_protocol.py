@@ -94,14 +94,14 @@ def test_versions(version, programs):
 
 
 @pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
-def test_what_was_outgrown_is_made_again(version):
-    """Once, whichever block of a program it is: the first, the last, or one on its way while another is told of."""
+def test_what_overflowed_is_folded_again(version):
+    """Once, whichever query tile of a program it is: the first, the last, or one on its way while another's flags are read."""
     made = []
     for seed in range(8):
         for lengths in ([(300, 700)], [(128, 256)], [(100, 300), (0, 50), (257, 257)], [(0, 5), (0, 7)]):
             run = Run(seed, CAUSAL, lengths, 4, 2, 2, lazy=True, **version)
             run(1 + seed % 3)
-            made.append(len(run.outgrown))
+            made.append(len(run.overflowed))
     assert sum(made) > 20
     assert 0 in made
 

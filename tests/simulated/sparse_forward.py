@@ -69,7 +69,7 @@ class Run(Launch):
             "place_of_item": lambda item, q_blocks, heads: (Number(item % q_blocks), Number(0), Number(item // q_blocks)),
             "units_of_list": lambda n, per: (max(-(-n // per), 1), max(-(-n // per), 1) * per - n),
             "entry": lambda index, i, count: index[i] if 0 <= i < count else -1,
-            "draw_ticket": lambda tickets: run.draw(), "read_ticket": lambda drawn: drawn,
+            "draw_work": lambda counter: run.draw(), "read_work": lambda drawn: drawn,
             "live_of_entry": lambda *args: 0, "cut_columns": lambda s, *args: s, "quad_sums": Anything(),
             "softmax_step": lambda s, m, l, scale, layout, dtype: (s, m, l, Anything()),
             "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),

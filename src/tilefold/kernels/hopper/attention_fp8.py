@@ -13,7 +13,6 @@ What a consumer has in flight:   issue S'  |  add PV  |  issue PV'  |  wait for 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3; sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
 """
 
-from .forward_parts import rescale_all
 from .forward_work import cut_if_needed, find_place, range_of_block, read_item, read_place, write_note
 from .fp8_parts import finish_block, load_keys_of_values, load_rows, operand, ring, tiles_of, weigh
 from .gluon import (
@@ -22,21 +21,22 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    named_arrive,
+    named_wait,
     opaque,
     schedule_fence,
-    turn_pass,
-    turn_wait,
     wgmma,
     wgmma_wait,
 )
-from .parts import LOG2E, LOWEST, draw_ticket, quad_sums, read_ticket
+from .parts import LOG2E, LOWEST, draw_work, quad_sums, read_work
+from .products import rescale_output
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
            "stride_oh", "q_group", "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"]  # fmt: skip
 
 
 @jit
-def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i, t, group, left, right, programs,
+def _produce_block(q_desc, k_desc, v_desc, WorkCounter, note, rings, place, item, i, t, group, left, right, programs,
                    KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
                    CONSUMERS: gl.constexpr):  # fmt: skip
     """Make every load of one query block -> the item after it, and the position in the rings."""
@@ -62,14 +62,14 @@ def _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i,
         t += 1
         # As late as hides the answers: who draws early may hold two long blocks while others have none.
         if j == gl.maximum(tiles - 4, 0):
-            drawn = draw_ticket(Tickets)
+            drawn = draw_work(WorkCounter)
         if j == gl.maximum(tiles - 2, 0):
-            following = programs + read_ticket(drawn)
+            following = programs + read_work(drawn)
     return following, t
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, KIND: gl.constexpr, DIM_QK: gl.constexpr,
+def _produce(q_desc, k_desc, v_desc, WorkCounter, note, rings, sizes, group, items, KIND: gl.constexpr, DIM_QK: gl.constexpr,
              DIM_V: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
     q_full, q_empty = rings[3], rings[4]
@@ -80,8 +80,8 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, 
     t = 0  # tiles that were loaded: position in the rings
     while item < items:
         place = find_place(None, None, 0, item, seq_q, seq_k, heads, q_blocks, False, CONSUMERS * 64)[:5]
-        item, t = _produce_block(q_desc, k_desc, v_desc, Tickets, note, rings, place, item, i, t, group, left, right, programs,
-                                 KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS)  # fmt: skip
+        item, t = _produce_block(q_desc, k_desc, v_desc, WorkCounter, note, rings, place, item, i, t, group, left, right,
+                                 programs, KIND, DIM_QK, DIM_V, KEYS, SLOTS, CONSUMERS)  # fmt: skip
         i += 1
     for c in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
@@ -90,7 +90,7 @@ def _produce(q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, 
         mbarrier.arrive(q_full.index(c), count=1)
     # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
     if item == programs + items - 1:
-        gl.store(Tickets, 0)
+        gl.store(WorkCounter, 0)
 
 
 @jit
@@ -133,7 +133,7 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
     i = 0  # query blocks that were begun
     t = 0  # the rings' position
     if TURNS and CID == CONSUMERS - 1:
-        turn_pass(0)
+        named_arrive(0)
     mbarrier.wait(q_full.index(CID), 0)
     item = read_item(note, False)
     while item >= 0:
@@ -149,10 +149,10 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
         parity = (t // SLOTS) & 1
         mbarrier.wait(k_full.index(slot), parity)
         if TURNS:
-            turn_wait(CID)
+            named_wait(CID)
         s = wgmma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if TURNS:
-            turn_pass((CID + 1) % CONSUMERS)
+            named_arrive((CID + 1) % CONSUMERS)
         s = wgmma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         s = cut_if_needed(s, row, first * KEYS, shift, n_k, left, right, KIND, KEYS, 1)
@@ -164,10 +164,10 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
             ahead_parity = (t // SLOTS) & 1
             mbarrier.wait(k_full.index(ahead), ahead_parity)
             if DIRECT:
-                acc = rescale_all((acc,), alpha, ROW_O, ROW_O, True)[0]
+                acc = rescale_output((acc,), alpha, True)[0]
             weights = operand(p, zero, P_LAYOUT)  # before a product is in flight: it would be made to wait for this
             if TURNS:
-                turn_wait(CID)
+                named_wait(CID)
             s_flying = wgmma(q, k_tiles.index(ahead).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(slot), parity)
             if DIRECT:
@@ -175,7 +175,7 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
             else:
                 o_flying = wgmma(weights, v_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
             if TURNS:
-                turn_pass((CID + 1) % CONSUMERS)
+                named_arrive((CID + 1) % CONSUMERS)
             s = wgmma_wait(1, deps=(s_flying,))
             mbarrier.arrive(k_empty.index(ahead), count=1)
             s = cut_if_needed(s, row, (first + j) * KEYS, shift, n_k, left, right, KIND, KEYS, 1)
@@ -212,12 +212,12 @@ def _consume(note, rings, outs, sizes, scale, scales, group, CID: gl.constexpr, 
         mbarrier.wait(q_full.index(CID), i & 1)
         item = read_item(note, False)
     if TURNS and CID == 0:
-        turn_wait(0)  # the last one passed on
+        named_wait(0)  # the last one passed on
 
 
 @jit(do_not_specialize=RUNTIME)
 def attention_forward_fp8(
-    q_desc, k_desc, v_desc, Out, Lse, Tickets,
+    q_desc, k_desc, v_desc, Out, Lse, WorkCounter,
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     QScale, KScale, VScale, q_group, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
@@ -226,7 +226,7 @@ def attention_forward_fp8(
 ):  # fmt: skip
     """e4m3: q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel], v_desc
     [B, H/group, D, Sk or more] (what transpose_values makes) with boxes [1, 1, DIM_V, KEYS].  Out [B, Sq, H, COLUMNS] bf16 by
-    strides, Lse [B, H, Sq]; Tickets [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.
+    strides, Lse [B, H, Sq]; WorkCounter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.
     KIND: FULL, CAUSAL or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles,
     at least the head dims, of which COLUMNS is V's.  QScale [B, H/q_group], KScale, VScale [B, H/group] fp32 by strides, each or
     None: what q, k and v are to be multiplied with, > 0.  Grid (min(items, SMs),).
@@ -253,7 +253,7 @@ def attention_forward_fp8(
                         DIRECT, FENCE, TURNS, POLYNOMIAL)),
             (_consume, (note, rings, outs, sizes, scale, scales, group, 1, KIND, DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS,
                         DIRECT, FENCE, TURNS, POLYNOMIAL)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V, KEYS, SLOTS,
+            (_produce, (q_desc, k_desc, v_desc, WorkCounter, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V, KEYS, SLOTS,
                         CONSUMERS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
@@ -264,6 +264,6 @@ def attention_forward_fp8(
                         DIRECT, FENCE, TURNS, POLYNOMIAL)),
             (_consume, (note, rings, outs, sizes, scale, scales, group, 2, KIND, DIM_QK, DIM_V, COLUMNS, KEYS, SLOTS, CONSUMERS,
                         DIRECT, FENCE, TURNS, POLYNOMIAL)),
-            (_produce, (q_desc, k_desc, v_desc, Tickets, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V, KEYS, SLOTS,
+            (_produce, (q_desc, k_desc, v_desc, WorkCounter, note, rings, sizes, group, items, KIND, DIM_QK, DIM_V, KEYS, SLOTS,
                         CONSUMERS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

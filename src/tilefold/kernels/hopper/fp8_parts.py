@@ -3,9 +3,9 @@
 Widths: a tile of a head dim is 64, 128 or 256 bytes wide; what a head dim leaves of it the copy engine fills with zeros.
 """
 
-from .forward_parts import exponentials
 from .gluon import constexpr_function, gl, jit, mbarrier, reinterpret, tma_load
 from .parts import quad_sums, reciprocal, store_accumulator, store_lse
+from .softmax import exponentials
 
 SHIFT = gl.constexpr(
     8.0

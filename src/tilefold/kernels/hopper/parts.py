@@ -17,13 +17,13 @@ LOWEST = gl.constexpr(-3.0e38)  # a row's maximum before its first key: finite, 
 
 
 @jit
-def draw_ticket(Tickets):
-    """Take the next number from the counter.  The answer arrives in one thread of the warp, later: `read_ticket` waits for it."""
+def draw_work(counter):
+    """Take the next number from the counter.  The answer arrives in one thread of the warp, later: `read_work` waits for it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; mov.b32 $0, 0; "
         "@one atom.global.add.u32 $0, [$1], 1; }",
         "=&r,l",
-        [Tickets.to(gl.int64, bitcast=True)],
+        [counter.to(gl.int64, bitcast=True)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -31,7 +31,7 @@ def draw_ticket(Tickets):
 
 
 @jit
-def read_ticket(drawn):
+def read_work(drawn):
     """The number that was drawn, in every thread of the warp."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32,
                                      is_pure=False, pack=1)  # fmt: skip

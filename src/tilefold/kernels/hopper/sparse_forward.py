@@ -37,7 +37,7 @@ from .parts import (
     clear_rows,
     count_of_item,
     cut_columns,
-    draw_ticket,
+    draw_work,
     entry,
     list_of_item,
     live_keys,
@@ -45,7 +45,7 @@ from .parts import (
     load_rows,
     place_of_item,
     quad_sums,
-    read_ticket,
+    read_work,
     reciprocal,
     rescale,
     softmax_step,
@@ -93,7 +93,7 @@ def _load_branch(branch_desc, v_full, v_empty, v_buf, tv, i_q, i_b, i_h, D: gl.c
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items, D: gl.constexpr,
+def _produce(q_desc, k_desc, v_desc, branch_desc, WorkCounter, note, rings, lists, sizes, group, items, D: gl.constexpr,
              KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
              MIXED: gl.constexpr):  # fmt: skip
     """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
@@ -137,9 +137,9 @@ def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, s
             t += 1
             # As late as hides the answers: who draws early may hold two long lists while others have none.
             if j == gl.maximum(units - 4, 0):
-                drawn = draw_ticket(Tickets)
+                drawn = draw_work(WorkCounter)
             if j == gl.maximum(units - 2, 0):
-                following = programs + read_ticket(drawn)
+                following = programs + read_work(drawn)
                 count_following = count_of_item(lists, gl.minimum(following, items - 1), q_blocks, heads)
         if MIXED & BRANCH:
             _load_branch(branch_desc, v_full, v_empty, v_buf, t + i, i_q, i_b, i_h, D, KV_BLOCK, WARPGROUPS, V_SLOTS)
@@ -153,7 +153,7 @@ def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, s
         mbarrier.arrive(q_full.index(c), count=1)
     # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
     if item == programs + items - 1:
-        gl.store(Tickets, 0)
+        gl.store(WorkCounter, 0)
 
 
 @jit
@@ -353,7 +353,7 @@ def sparse_forward_hopper(
     Count,
     Sizes,
     QuerySizes,
-    Tickets,
+    WorkCounter,
     GateB,
     Gate,
     scale,
@@ -425,7 +425,7 @@ def sparse_forward_hopper(
         gl.warp_specialize([
             (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, WorkCounter, note, rings, lists, sizes, group, items,
                         D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
@@ -434,6 +434,6 @@ def sparse_forward_hopper(
                         0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
             (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
                         1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
+            (_produce, (q_desc, k_desc, v_desc, branch_desc, WorkCounter, note, rings, lists, sizes, group, items,
                         D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

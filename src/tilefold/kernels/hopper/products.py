@@ -1,0 +1,64 @@
+"""The products of the main loop, S = Q K^T and O += P V, over head dims of one or two tiles, and the accumulators of O."""
+
+from .config import accumulator, wide_of
+from .gluon import gl, jit, scale_unless_one, wgmma, wgmma_wait
+from .parts import rescale
+
+
+@jit
+def issue_scores(q, k, stage, nothing):
+    """Issue S = Q K^T: one wgmma group for each part of the head dim.  q: Q's parts; k: the pipeline."""
+    s = wgmma(q[0], k.part(stage, 0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if len(q) == 2:
+        s = wgmma(q[1], k.part(stage, 1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@jit
+def issue_output(p, v, stage, acc, REST: gl.constexpr):
+    """Issue O += P V for each part of the head dim.  v: the pipeline; REST: the layout of P for the second part."""
+    first = wgmma(p, v.part(stage, 0), acc[0], is_async=True)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, wgmma(gl.convert_layout(p, REST), v.part(stage, 1), acc[1], is_async=True))
+
+
+@jit
+def wait_output(flying):
+    """The accumulators, when every product is done."""
+    if len(flying) == 1:
+        return (wgmma_wait(0, deps=(flying[0],)),)
+    else:
+        first, second = wgmma_wait(0, deps=(flying[0], flying[1]))
+        return (first, second)
+
+
+@jit
+def zero_output(D: gl.constexpr):
+    """Accumulators [64, D]: one, or two where D is no power of two."""
+    WIDE: gl.constexpr = wide_of(D)
+    first = gl.zeros([64, WIDE], gl.float32, accumulator(WIDE))
+    if D == WIDE:
+        return (first,)
+    else:
+        return (first, gl.zeros([64, D - WIDE], gl.float32, accumulator(D - WIDE)))
+
+
+@jit
+def rescale_output(acc, alpha, SKIP: gl.constexpr):
+    """Each accumulator times alpha [64].  SKIP: not by warps all of whose factors are 1."""
+    first = _rescale(acc[0], alpha, SKIP)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, _rescale(acc[1], alpha, SKIP))
+
+
+@jit
+def _rescale(acc, alpha, SKIP: gl.constexpr):
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    if SKIP:
+        return scale_unless_one(acc, gl.expand_dims(gl.convert_layout(alpha, ROW), 1))
+    else:
+        return rescale(acc, alpha, ROW)
