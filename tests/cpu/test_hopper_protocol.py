@@ -14,7 +14,7 @@ import pytest
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
-from simulated.forward import Changed, Run
+from simulated.forward import Changed, Eight, Run
 from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_work
 
@@ -91,6 +91,13 @@ def test_dense(kind, slots, programs):
 def test_versions(version, programs):
     Run(4, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
+
+
+@pytest.mark.parametrize("version", [{}, {"direct": True, "turns": True}, {"consumers": 3, "turns": True}], ids=str)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_e4m3(version, programs):
+    Eight(14, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
+    Eight(15, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
 
 
 @pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
@@ -269,6 +276,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     ),
     "dense": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
+    "e4m3": (
+        lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
         ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
     ),
     "bias and mask": (

@@ -20,11 +20,13 @@ from simulated import (
 )
 from tilefold.kernels.hopper import (
     attention_forward,
+    attention_fp8,
     config,
     epilogue,
     mask,
     ping_pong,
     pipeline,
+    producer,
     products,
     scheduler,
     score_mods,
@@ -33,8 +35,8 @@ from tilefold.kernels.hopper import (
 FULL, CAUSAL, WINDOW = 0, 1, 2
 STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 FUNCTIONS = (
-    (attention_forward, ("acquire_all", "signal_all", "load_work", "produce", "consume")),
-    (pipeline, ("_load_panel",)),
+    (attention_forward, ("consume",)),
+    (producer, ("acquire_all", "signal_all", "load_work", "produce")),
     (products, ("issue_scores", "issue_output", "wait_output")),
     (scheduler, ("block_of_item", "sequence_of_place")),
 )
@@ -129,7 +131,7 @@ class Run(Launch):
 
     lengths: of each sequence, (queries, keys); several make a packed batch."""
 
-    bias, mask, tile_slots = 0, 0, (0, 0)
+    functions, bits, bias, mask, tile_slots = FUNCTIONS, 16, 0, 0, (0, 0)
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
                  pack=1, lazy=False):  # fmt: skip
@@ -153,16 +155,16 @@ class Run(Launch):
         )  # fmt: skip
         names = self.names(gl) | {
             "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "IDLE": -2, "LEAVE": -1, "field": lambda x: x,
-            "wide_of": lambda dim: parts_of(dim)[0], "panel_of": lambda dim: 64, "swizzled": lambda dim: None,
+            "wide_of": lambda dim: parts_of(dim)[0], "panel_of": lambda dim, dtype: 64, "swizzled": lambda dim, dtype: None,
             "reinterpret": lambda panels, *view: run.view(panels), "draw_work": lambda counter: run.draw(),
             "read_work": lambda number: number, "place_of_item": lambda item, blocks, heads: (
                 Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
             "named_wait": lambda c: run.local.turns[c].sync(), "named_arrive": lambda c: run.local.turns[c].arrive(),
             "schedule_fence": lambda x: x, "opaque": lambda x: x, "thread_barrier": lambda: None,
-            "zero_output": lambda dim: tuple(map(Accumulator, parts_of(dim))), "rescale_output": lambda acc, *args: acc,
-            "store_lse": run.store_lse,
+            "zero_output": lambda config: tuple(map(Accumulator, parts_of(config.DIM_V))), "store_lse": run.store_lse,
+            "rescale_output": lambda acc, *args: acc,
         } | self.more()  # fmt: skip
-        own_functions(own_classes(names, CLASSES), FUNCTIONS)
+        own_functions(own_classes(names, CLASSES), self.functions)
         self.numbered(names["WorkTile"])
         item = names["TileScheduler"].item
         names["TileScheduler"].item = lambda scheduler: run.begin(item(scheduler))
@@ -223,7 +225,7 @@ class Run(Launch):
         return item + 1 if again else 0
 
     def bytes_of(self, desc):
-        return (64 if desc == "q" else self.keys) * 64 * 2
+        return (64 if desc == "q" else self.keys) * 64 * self.bits // 8
 
     def wrong(self, what):
         self.memory.fail(f"item {self.local.item}: {what}")
@@ -236,7 +238,7 @@ class Run(Launch):
     def store_lse(self, lse, m, l, rows, live, layout, pack, stride):
         self.local.lse = lse, rows, live, stride
 
-    def store(self, out, acc, l, rows, columns):
+    def store(self, out, acc, l, factor, rows, columns):
         """Where the query tile's rows go, worked out in another way; once for each part of O."""
         sequence, head, block = self.place(self.local.item)
         row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
@@ -279,6 +281,7 @@ class Run(Launch):
         begin, made = 0, []
         for part, width in enumerate(parts_of(dim)):
             made.append(Buffers(self.memory, name, number, part, range(begin, begin + width, 64)))
+            made[-1].dtype = types.SimpleNamespace(primitive_bitwidth=self.bits)
             begin += width
         return tuple(made)
 
@@ -286,17 +289,18 @@ class Run(Launch):
         names, n, slots = self.namespace(program, programs), self.consumers, self.slots
         turns = [Turn(self.memory, f"turn {c}") for c in range(n)]
 
-        def pipe(side, number, rows, dim, readers, pack=1):
+        def pipe(side, number, rows, dim, readers, *rest):
             bars = barriers(self.memory, **{f"{side}_full": (number, 1), f"{side}_empty": (number, readers)})
-            return names["Pipeline"](side, self.buffers(side, number, dim), *bars, number, rows, dim, pack)
+            return names["Pipeline"](side, self.buffers(side, number, dim), *bars, number, rows, dim, *rest)
 
         q = pipe("q", n, 64, self.dims[0], 1, self.pack)
-        k, v = (pipe(side, slots, self.keys, dim, n) for side, dim in zip("kv", self.dims, strict=True))
+        k = pipe("k", slots, self.keys, self.dims[0], n)
+        v = pipe("v", slots, *self.tile_of_values(), n, *self.transposed)
         offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
         problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
         config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
-                                       PROBS_REST=None)  # fmt: skip
+                                       PROBS=None, PROBS_REST=None)  # fmt: skip
         tiles = names["TileScheduler"](problem, None, Note(), Flags(self), self.q_blocks, self.items, self.rows, self.varlen,
                                        False)  # fmt: skip
         mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack)
@@ -305,12 +309,21 @@ class Run(Launch):
 
         def consumer(c):
             self.local.consumer, self.local.turns, self.local.checked = c, turns, False
-            names["consume"](c, config, tiles, q, k, v, self.mask_of(), mods, Softmax(self), end, order)
+            names["consume"](c, config, tiles, q, k, v, self.mask_of(), *self.nouns(mods, end, order))
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 
         yield lambda: names["produce"](tiles, q, k, v, self.mask_of(), mods)
         yield from (lambda c=c: consumer(c) for c in range(n))
+
+    transposed: tuple[object, ...] = ()
+
+    def tile_of_values(self):
+        return self.keys, self.dims[1]
+
+    def nouns(self, mods, end, order):
+        """What consumers have beside the scheduler, the pipelines and the mask."""
+        return mods, Softmax(self), end, order
 
     def __call__(self, programs):
         programs = min(programs, self.items)
@@ -323,6 +336,41 @@ class Run(Launch):
         assert self.counter == 0
         if self.turns and programs == 1:
             assert self.order == [i % self.consumers for i in range(len(self.order))]
+
+
+class Eight(Run):
+    """A launch over e4m3: V comes transposed, a tile is [DIM_V, KEYS].  direct: sums over tiles are left to wgmma."""
+
+    functions, bits, transposed = ((attention_fp8, ("consume",)), *FUNCTIONS[1:]), 8, (1, True)
+
+    def __init__(self, *args, direct=False, **options):
+        super().__init__(*args, **options)
+        self.direct = direct
+
+    def more(self):
+        return {
+            "online_softmax": lambda s, m, l, scale, polynomial: (s, m, l, Anything()),
+            "operand": lambda p, zero, layout: p,
+        }
+
+    def tile_of_values(self):
+        return self.dims[1], self.keys
+
+    def nouns(self, mods, end, order):
+        scales = types.SimpleNamespace(of_scores=lambda work: 1.0, of_values=lambda work: None)
+        softmax = Softmax(self)
+        softmax.POLYNOMIAL = 0
+        return softmax, scales, end, order, self.direct
+
+    def bytes_of(self, desc):
+        return self.dims[1] * 64 if desc == "v" else super().bytes_of(desc)
+
+    def check(self, tile, desc, head, row):
+        if desc != "v":
+            return super().check(tile, desc, head, row)
+        wanted = [(desc, 0, head, 0, row + column) for column in tile.buffers.columns]
+        if tile.held() != wanted:
+            self.wrong(f"V^T holds {tile.held()}, not {wanted}")
 
 
 # ---------------------------------------------------------------- with a bias and a mask

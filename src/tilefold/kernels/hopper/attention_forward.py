@@ -12,6 +12,7 @@ ping-pong scheduling), beside the others' products.
 
     config      the problem's sizes, the constants of the version
     scheduler   the dynamic persistent tile scheduler and its mailbox
+    producer    what the loading warp does
     pipeline    rings of tiles between producer and consumers
     mask        which KV tiles a query tile sees, and the cut through them
     score_mods  softcap, ALiBi, bias, mask tensors
@@ -28,105 +29,15 @@ from .gluon import fence_async_shared, gl, jit, opaque, schedule_fence, wgmma_wa
 from .mask import Mask
 from .ping_pong import PingPong
 from .pipeline import Stage, make_pipeline
+from .producer import produce
 from .products import issue_output, issue_scores, rescale_output, wait_output, zero_output
-from .scheduler import IDLE, LEAVE, TileScheduler, make_mailbox, make_overflow_flags
+from .scheduler import IDLE, TileScheduler, make_mailbox, make_overflow_flags
 from .score_mods import ScoreMods, make_mod_pipeline
 from .softmax import Softmax
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
            "stride_oh", "cap", "stride_sinks", "batch", "total_q", "bias_b", "bias_h", "mask_b", "mask_h", "slope_b",
            "slope_h"]  # fmt: skip
-
-
-@jit
-def acquire_all(q, i):
-    """Wait until every consumer is done with Q of the query tile before the i-th."""
-    for c in gl.static_range(q.SLOTS):
-        q.acquire(Stage(c, (i & 1) ^ 1))
-
-
-@jit
-def signal_all(q, i):
-    """Have every consumer read the mailbox, without Q."""
-    for c in gl.static_range(q.SLOTS):
-        q.signal(Stage(c, i & 1))
-
-
-@jit
-def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
-    """Issue every load of work tile `now`, the i-th of this program -> the work tile that follows, and the next KV tile's number.
-
-    item: `now`, or, if that is folded again, the one that waits meanwhile."""
-    number = 0
-    following = item
-    first, tiles = mask.tiles(work)
-    if not scheduler.overflow.LAZY:  # the caller has
-        acquire_all(q, i)
-    scheduler.post(now, work)
-    for c in gl.static_range(q.SLOTS):
-        row = work.first_q + work.block * (q.SLOTS * 64) + c * 64
-        q.load(Stage(c, i & 1), work.batch, work.head, row)
-    kv_head = work.head // scheduler.problem.group
-    for j in range(tiles):
-        stage = k.free_stage(t)
-        key = (first + j) * k.ROWS
-        k.acquire(stage)
-        k.load(stage, work.batch, kv_head, work.first_k + key)
-        mods.load(t, work, work.block * (q.SLOTS * 64), key)
-        v.acquire(stage)
-        v.load(stage, work.batch, kv_head, work.first_k + key)
-        t += 1
-        # As late as hides the answers: who draws early may hold two long work tiles while others have none.
-        if (j == gl.maximum(tiles - 4, 0)) & (item == now):
-            number = scheduler.draw()
-        if (j == gl.maximum(tiles - 2, 0)) & (item == now):
-            following = scheduler.drawn(number, programs)
-    return following, t
-
-
-@jit
-def produce(scheduler, q, k, v, mask, mods):
-    """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them.
-
-    LAZY: when the consumers are done with Q of query tile i - 1, the overflow flags of i - 2 are set.  If it has to be folded
-    again, that is done next, checked.  (Only that tile, though its neighbours may have to be as well: whose program it falls to
-    changes from run to run, and its bits must not.)  IDLE in the mailbox brings the flags of the last one."""
-    programs = gl.num_programs(0)
-    item = gl.program_id(0)  # the first that nobody has begun
-    i = 0  # query tiles that were begun
-    t = 0  # KV tiles that were loaded
-    if scheduler.overflow.LAZY:
-        open = 2  # 1: the last query tile was begun, and nothing is left but its flags
-        while open > 0:
-            acquire_all(q, i)
-            again = scheduler.overflow.read(i & 1)
-            if (again > 0) | (item < scheduler.items):
-                now = gl.where(again > 0, again - 1, item)
-                work = scheduler.locate(now)
-                if work.live:
-                    scheduler.overflow.set_checked(again)
-                    item, t = load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs)
-                    i += 1
-                else:
-                    item = scheduler.drawn(scheduler.draw(), programs)
-            else:
-                open = gl.where(i > 0, open - 1, 0)
-                if open > 0:
-                    scheduler.post_none(IDLE)
-                    signal_all(q, i)
-                    i += 1
-    else:
-        while item < scheduler.items:
-            work = scheduler.locate(item)
-            if work.live:
-                item, t = load_work(scheduler, q, k, v, mask, mods, work, item, item, i, t, programs)
-                i += 1
-            else:
-                item = scheduler.drawn(scheduler.draw(), programs)
-        acquire_all(q, i)
-    scheduler.post_none(LEAVE)
-    signal_all(q, i)
-    scheduler.end(item, programs)
 
 
 @jit
@@ -150,7 +61,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         row = work.block * (config.CONSUMERS * 64) + CID * 64
         slope = mods.slope(nothing, work)
         m, l = softmax.begin(nothing, work.head)
-        acc = zero_output(config.DIM_V)
+        acc = zero_output(config)
         stage = k.stage(t)
         k.wait(stage)
         turns.wait(CID)

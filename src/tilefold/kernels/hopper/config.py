@@ -12,9 +12,9 @@ def wide_of(dim):
 
 
 @constexpr_function
-def accumulator(columns):
-    """The layout of an accumulator [64, columns] of a warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator(columns, bits=16):
+    """The layout of an accumulator [64, columns] of a warpgroup, of products of so many bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @aggregate
@@ -41,7 +41,7 @@ class Problem:
 class Config:
     """Constants of the main loop, and the layouts of its tensors."""
 
-    DTYPE: gl.constexpr
+    DTYPE: gl.constexpr  # of the result
     DIM_V: gl.constexpr
     KEYS: gl.constexpr  # of a tile
     CONSUMERS: gl.constexpr  # warpgroups of 64 rows
@@ -50,15 +50,22 @@ class Config:
     FENCE: gl.constexpr
     LATE: gl.constexpr
     SCORES: gl.constexpr  # layouts: of S [64, KEYS],
-    PROBS: gl.constexpr  # of P as the left operand of the first tile of O,
-    PROBS_REST: gl.constexpr  # and of the second
+    OUT: gl.constexpr  # of the first part of O [64, DIM_V],
+    OUT_REST: gl.constexpr  # of the second,
+    PROBS: gl.constexpr  # and of P as the left operand of either
+    PROBS_REST: gl.constexpr
 
     @constexpr_function
-    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE):
+    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16):
         self.DTYPE, self.DIM_V, self.KEYS = gl.constexpr(DTYPE), gl.constexpr(DIM_V), gl.constexpr(KEYS)
         self.CONSUMERS, self.PACK, self.VARLEN = gl.constexpr(CONSUMERS), gl.constexpr(PACK), gl.constexpr(VARLEN)
         self.FENCE, self.LATE = gl.constexpr(FENCE), gl.constexpr(LATE)
         wide = wide_of(DIM_V)
-        self.SCORES = gl.constexpr(accumulator(KEYS))
-        self.PROBS = gl.constexpr(gl.DotOperandLayout(0, accumulator(wide), k_width=2))
-        self.PROBS_REST = gl.constexpr(gl.DotOperandLayout(0, accumulator(DIM_V - wide or wide), k_width=2))
+        first, rest = accumulator(wide, BITS), accumulator(DIM_V - wide or wide, BITS)
+        self.SCORES, self.OUT, self.OUT_REST = (
+            gl.constexpr(accumulator(KEYS, BITS)),
+            gl.constexpr(first),
+            gl.constexpr(rest),
+        )
+        self.PROBS = gl.constexpr(gl.DotOperandLayout(0, first, k_width=32 // BITS))
+        self.PROBS_REST = gl.constexpr(gl.DotOperandLayout(0, rest, k_width=32 // BITS))

@@ -25,8 +25,8 @@ class Epilogue:
         self.problem, self.config, self.COLUMNS = problem, config, gl.constexpr(COLUMNS)
 
     @jit
-    def store(self, acc, m, l, work, row):
-        """64 rows from `row` on: acc / l, and m + log2(l)."""
+    def store(self, acc, m, l, work, row, factor=None):
+        """64 rows from `row` on: acc / l, times a factor, and m + log2(l)."""
         PACK: gl.constexpr = self.config.PACK
         WIDE: gl.constexpr = acc[0].shape[1]
         ROW: gl.constexpr = gl.SliceLayout(1, self.config.SCORES)
@@ -39,12 +39,15 @@ class Epilogue:
         out = self.Out + b * self.stride_b + h * (self.stride_h * PACK) + first * self.stride_m
         rows = work.seq_q * PACK - row
         store_lse(lse, m, l, rows, rows, ROW, PACK, work.seq_q)
-        self._store_columns(out, acc[0], l, rows, self.COLUMNS)
+        self._store_columns(out, acc[0], l, factor, rows, self.COLUMNS)
         if len(acc) == 2:
-            self._store_columns(out + WIDE, acc[1], l, rows, self.COLUMNS - WIDE)
+            self._store_columns(out + WIDE, acc[1], l, factor, rows, self.COLUMNS - WIDE)
 
     @jit
-    def _store_columns(self, out, acc, l, rows, LEFT: gl.constexpr):
-        acc = acc * gl.expand_dims(reciprocal(l, gl.SliceLayout(1, acc.type.layout)), 1)
+    def _store_columns(self, out, acc, l, factor, rows, LEFT: gl.constexpr):
+        by = reciprocal(l, gl.SliceLayout(1, acc.type.layout))
+        if factor is not None:
+            by = by * factor
+        acc = acc * gl.expand_dims(by, 1)
         COLUMNS: gl.constexpr = None if LEFT >= acc.shape[1] else LEFT
         store_accumulator(out, acc, rows, self.stride_m, self.config.DTYPE, COLUMNS, self.config.PACK, self.stride_h)

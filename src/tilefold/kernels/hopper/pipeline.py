@@ -22,15 +22,17 @@ from .parts import clear_rows
 
 
 @constexpr_function
-def panel_of(dim):
-    """Columns of a tile that lie together in shared memory: 64 (128 bytes, the widest swizzle) where they divide it, else 32."""
-    return 64 if dim % 64 == 0 else 32
+def panel_of(dim, dtype):
+    """Columns of a tile that lie together in shared memory: 128 bytes, the widest swizzle, where they divide it, else 64."""
+    bits = dtype.primitive_bitwidth
+    return (1024 if dim * bits % 1024 == 0 else 512) // bits
 
 
 @constexpr_function
-def swizzled(dim):
+def swizzled(dim, dtype):
     """The layout of a tile of a head dim in shared memory, or of a panel of it."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128 if dim % 64 == 0 else 64, element_bitwidth=16, rank=2)
+    bits = dtype.primitive_bitwidth
+    return gl.NVMMASharedLayout(swizzle_byte_width=128 if dim * bits % 1024 == 0 else 64, element_bitwidth=bits, rank=2)
 
 
 @aggregate
@@ -60,12 +62,13 @@ class Pipeline:
     ROWS: gl.constexpr
     DIM: gl.constexpr
     PACK: gl.constexpr  # a row is one of PACK heads of a query
+    TRANSPOSED: gl.constexpr  # tokens are columns
 
     @constexpr_function
-    def __init__(self, desc, panels, full, empty, SLOTS, ROWS, DIM, PACK):
+    def __init__(self, desc, panels, full, empty, SLOTS, ROWS, DIM, PACK=1, TRANSPOSED=False):
         self.desc, self.panels, self.full, self.empty = desc, panels, full, empty
         self.SLOTS, self.ROWS = gl.constexpr(SLOTS), gl.constexpr(ROWS)
-        self.DIM, self.PACK = gl.constexpr(DIM), gl.constexpr(PACK)
+        self.DIM, self.PACK, self.TRANSPOSED = gl.constexpr(DIM), gl.constexpr(PACK), gl.constexpr(TRANSPOSED)
 
     @jit
     def stage(self, t):
@@ -83,18 +86,28 @@ class Pipeline:
         mbarrier.wait(self.empty.index(stage.slot), stage.phase)
 
     @jit
-    def load(self, stage, batch, head, row):
-        """Issue the TMA loads of ROWS rows from `row` on.  Columns past the tensor's own become zeros."""
-        PANEL: gl.constexpr = panel_of(self.DIM)
+    def load(self, stage, batch, head, token):
+        """Issue the TMA loads of the tile whose first token is `token`.  Columns past the tensor's own become zeros."""
+        DTYPE: gl.constexpr = self.panels[0].dtype
+        PANEL: gl.constexpr = panel_of(self.DIM, DTYPE)
         WIDE: gl.constexpr = wide_of(self.DIM)
         bar = self.full.index(stage.slot)
-        mbarrier.expect(bar, self.ROWS * self.DIM * 2)
+        mbarrier.expect(bar, self.ROWS * self.DIM * DTYPE.primitive_bitwidth // 8)
         for p in gl.static_range(WIDE // PANEL):
             panel = self.panels[0].index(stage.slot * (WIDE // PANEL) + p)
-            _load_panel(self.desc, batch, head, row, p * PANEL, bar, panel, self.PACK)
+            self._load_panel(batch, head, token, p * PANEL, bar, panel)
         for p in gl.static_range((self.DIM - WIDE) // PANEL):
             panel = self.panels[1].index(stage.slot * ((self.DIM - WIDE) // PANEL) + p)
-            _load_panel(self.desc, batch, head, row, WIDE + p * PANEL, bar, panel, self.PACK)
+            self._load_panel(batch, head, token, WIDE + p * PANEL, bar, panel)
+
+    @jit
+    def _load_panel(self, batch, head, token, column, bar, panel):
+        if self.TRANSPOSED:
+            tma_load(self.desc, [batch, head, 0, token + column], bar, panel)
+        elif self.PACK == 1:
+            tma_load(self.desc, [batch, head, token, column], bar, panel)
+        else:
+            tma_load(self.desc, [batch, head, token // self.PACK, 0, column], bar, panel)
 
     @jit
     def wait(self, stage):
@@ -117,7 +130,7 @@ class Pipeline:
         WIDE: gl.constexpr = wide_of(self.DIM)
         COLUMNS: gl.constexpr = WIDE if PART == 0 else self.DIM - WIDE
         panels = self.panels[PART]
-        tiles = reinterpret(panels, panels.dtype, [self.SLOTS, self.ROWS, COLUMNS], swizzled(self.DIM))
+        tiles = reinterpret(panels, panels.dtype, [self.SLOTS, self.ROWS, COLUMNS], swizzled(self.DIM, panels.dtype))
         return tiles.index(stage.slot)
 
     @jit
@@ -131,7 +144,7 @@ class Pipeline:
     @jit
     def clear_tail(self, stage, live):
         """Zero the tile's rows from `live` on.  Every consumer does, with the same values, so none waits for another."""
-        PANEL: gl.constexpr = panel_of(self.DIM)
+        PANEL: gl.constexpr = panel_of(self.DIM, self.panels[0].dtype)
         WIDE: gl.constexpr = wide_of(self.DIM)
         for p in gl.static_range(WIDE // PANEL):
             clear_rows(self.panels[0].index(stage.slot * (WIDE // PANEL) + p), live, self.ROWS, gl.num_warps())
@@ -142,28 +155,24 @@ class Pipeline:
 
 
 @jit
-def _load_panel(desc, batch, head, row, column, bar, panel, PACK: gl.constexpr):
-    if PACK == 1:
-        tma_load(desc, [batch, head, row, column], bar, panel)
-    else:
-        tma_load(desc, [batch, head, row // PACK, 0, column], bar, panel)
-
-
-@jit
 def allocate_panels(DTYPE: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
     """Memory of SLOTS tiles [ROWS, DIM], panel by panel: a tuple of [SLOTS * panels, ROWS, panel]."""
-    PANEL: gl.constexpr = panel_of(DIM)
+    PANEL: gl.constexpr = panel_of(DIM, DTYPE)
     WIDE: gl.constexpr = wide_of(DIM)
-    first = gl.allocate_shared_memory(DTYPE, [SLOTS * (WIDE // PANEL), ROWS, PANEL], swizzled(DIM))
+    first = gl.allocate_shared_memory(DTYPE, [SLOTS * (WIDE // PANEL), ROWS, PANEL], swizzled(DIM, DTYPE))
     if WIDE == DIM:
         return (first,)
     else:
-        return (first, gl.allocate_shared_memory(DTYPE, [SLOTS * ((DIM - WIDE) // PANEL), ROWS, PANEL], swizzled(DIM)))
+        return (
+            first,
+            gl.allocate_shared_memory(DTYPE, [SLOTS * ((DIM - WIDE) // PANEL), ROWS, PANEL], swizzled(DIM, DTYPE)),
+        )
 
 
 @jit
 def make_pipeline(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, READERS: gl.constexpr,
-                  PACK: gl.constexpr = 1):  # fmt: skip
+                  PACK: gl.constexpr = 1, TRANSPOSED: gl.constexpr = False):  # fmt: skip
     """A ring whose slots are released by READERS consumers each."""
     panels = allocate_panels(desc.dtype, SLOTS, ROWS, DIM)
-    return Pipeline(desc, panels, barriers(SLOTS, 1), barriers(SLOTS, READERS), SLOTS, ROWS, DIM, PACK)
+    return Pipeline(desc, panels, barriers(SLOTS, 1), barriers(SLOTS, READERS), SLOTS, ROWS, DIM, PACK,
+                    TRANSPOSED)  # fmt: skip

@@ -1,6 +1,6 @@
 """The products of the main loop, S = Q K^T and O += P V, over head dims of one or two tiles, and the accumulators of O."""
 
-from .config import accumulator, wide_of
+from .config import wide_of
 from .gluon import gl, jit, scale_unless_one, wgmma, wgmma_wait
 from .parts import rescale
 
@@ -35,14 +35,14 @@ def wait_output(flying):
 
 
 @jit
-def zero_output(D: gl.constexpr):
-    """Accumulators [64, D]: one, or two where D is no power of two."""
-    WIDE: gl.constexpr = wide_of(D)
-    first = gl.zeros([64, WIDE], gl.float32, accumulator(WIDE))
-    if D == WIDE:
+def zero_output(config):
+    """Accumulators [64, DIM_V]: one, or two where that is no power of two."""
+    WIDE: gl.constexpr = wide_of(config.DIM_V)
+    first = gl.zeros([64, WIDE], gl.float32, config.OUT)
+    if config.DIM_V == WIDE:
         return (first,)
     else:
-        return (first, gl.zeros([64, D - WIDE], gl.float32, accumulator(D - WIDE)))
+        return (first, gl.zeros([64, config.DIM_V - WIDE], gl.float32, config.OUT_REST))
 
 
 @jit
