@@ -98,6 +98,7 @@ SHARED_BY_HOPPER = (
     "backward_reduce_parts",
     "backward_ranges",
     "backward_spans",
+    "block_list",
     "config",
     "epilogue",
     "fp8_parts",

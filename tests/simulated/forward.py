@@ -43,7 +43,7 @@ FUNCTIONS = (
 CLASSES = (
     (config, ("Problem",)),
     (pipeline, ("Stage", "Pipeline")),
-    (scheduler, ("WorkTile", "TileScheduler")),
+    (scheduler, ("WorkCounter", "WorkTile", "TileScheduler")),
     (mask, ("Mask",)),
     (score_mods, ("ModPipeline", "ScoreMods")),
     (epilogue, ("Epilogue",)),
@@ -301,8 +301,10 @@ class Run(Launch):
         config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
                                        PROBS=None, PROBS_REST=None)  # fmt: skip
-        tiles = names["TileScheduler"](problem, None, Note(), Flags(self), self.q_blocks, self.items, self.rows, self.varlen,
-                                       False)  # fmt: skip
+        counter = names["WorkCounter"](None, self.items)
+        tiles = names["TileScheduler"](
+            problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False
+        )
         mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack)
         end = names["Epilogue"](Number(0), Number(0), *map(Number, STRIDES), problem, config, self.dims[1])
         order = names["PingPong"](self.turns, n)

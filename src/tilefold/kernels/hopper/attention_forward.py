@@ -31,7 +31,7 @@ from .ping_pong import PingPong
 from .pipeline import Stage, make_pipeline
 from .producer import produce
 from .products import issue_output, issue_scores, rescale_output, wait_output, zero_output
-from .scheduler import IDLE, TileScheduler, make_mailbox, make_overflow_flags
+from .scheduler import IDLE, TileScheduler, WorkCounter, make_mailbox, make_overflow_flags
 from .score_mods import ScoreMods, make_mod_pipeline
 from .softmax import Softmax
 
@@ -143,7 +143,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
 
 @jit(do_not_specialize=RUNTIME)
 def attention_forward_hopper(
-    q_desc, k_desc, v_desc, Out, Lse, WorkCounter,
+    q_desc, k_desc, v_desc, Out, Lse, Counter,
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
     bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h,
@@ -154,7 +154,7 @@ def attention_forward_hopper(
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
-    [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq]; WorkCounter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of
+    [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq]; Counter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of
     CONSUMERS * 64 queries.  KIND: FULL, CAUSAL or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK,
     DIM_V: widths of tiles, at least the head dims, of which COLUMNS is V's.  Sinks [H] by its stride, or None; SOFTCAP: see
     `ScoreMods`, with `cap`.  Grid (min(items, SMs),).
@@ -180,7 +180,8 @@ def attention_forward_hopper(
     v = make_pipeline(v_desc, SLOTS, KEYS, DIM_V, CONSUMERS)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
     config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE)
-    scheduler = TileScheduler(problem, WorkCounter, mailbox, overflow, q_blocks, items, CONSUMERS * 64, VARLEN, ALIBI)
+    counter = WorkCounter(Counter, items)
+    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, ALIBI)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)

@@ -22,7 +22,7 @@ from .ping_pong import PingPong
 from .pipeline import Stage, make_pipeline
 from .producer import produce
 from .products import issue_scores, rescale_output, zero_output
-from .scheduler import TileScheduler, make_mailbox, make_overflow_flags
+from .scheduler import TileScheduler, WorkCounter, make_mailbox, make_overflow_flags
 from .score_mods import ScoreMods, make_mod_pipeline
 from .softmax import Softmax
 
@@ -111,7 +111,7 @@ def consume(
 
 @jit(do_not_specialize=RUNTIME)
 def attention_forward_fp8(
-    q_desc, k_desc, v_desc, Out, Lse, WorkCounter,
+    q_desc, k_desc, v_desc, Out, Lse, Counter,
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     QScale, KScale, VScale, q_group, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
@@ -120,7 +120,7 @@ def attention_forward_fp8(
 ):  # fmt: skip
     """e4m3: q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel], v_desc
     [B, H/group, D, Sk or more] (what transpose_values makes) with boxes [1, 1, DIM_V, KEYS].  Out [B, Sq, H, COLUMNS] bf16 by
-    strides, Lse [B, H, Sq]; WorkCounter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.
+    strides, Lse [B, H, Sq]; Counter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.
     KIND: FULL, CAUSAL or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles,
     at least the head dims, of which COLUMNS is V's.  QScale [B, H/q_group], KScale, VScale [B, H/group] fp32 by strides, each or
     None: what q, k and v are to be multiplied with, > 0.  Grid (min(items, SMs),).
@@ -133,7 +133,8 @@ def attention_forward_fp8(
     v = make_pipeline(v_desc, SLOTS, DIM_V, KEYS, CONSUMERS, 1, True)
     problem = Problem(seq_q, seq_k, heads, group, None, None, None, None)
     config = Config(gl.bfloat16, DIM_V, KEYS, CONSUMERS, 1, False, FENCE, False, 8)
-    scheduler = TileScheduler(problem, WorkCounter, mailbox, overflow, q_blocks, items, CONSUMERS * 64, False, False)
+    counter = WorkCounter(Counter, items)
+    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, False, False)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, 1)
     none = make_mod_pipeline(None, None, None, 0, KEYS, 0, CONSUMERS)
     mods = ScoreMods(scale, None, None, None, None, none, none, 0, KIND, 1)

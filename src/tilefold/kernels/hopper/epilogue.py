@@ -30,18 +30,39 @@ class Epilogue:
         PACK: gl.constexpr = self.config.PACK
         WIDE: gl.constexpr = acc[0].shape[1]
         ROW: gl.constexpr = gl.SliceLayout(1, self.config.SCORES)
-        b, h = work.batch.to(gl.int64), work.head.to(gl.int64)
-        if self.config.VARLEN:
-            lse = self.Lse + h * self.problem.total_q + work.first_q + row
-        else:
-            lse = self.Lse + (b * self.problem.heads + work.head) * (work.seq_q * PACK) + row // PACK
-        first = (work.first_q + row // PACK).to(gl.int64)
-        out = self.Out + b * self.stride_b + h * (self.stride_h * PACK) + first * self.stride_m
-        rows = work.seq_q * PACK - row
+        lse, out, rows = self._lse(work, row), self._out(work, row), work.seq_q * PACK - row
         store_lse(lse, m, l, rows, rows, ROW, PACK, work.seq_q)
         self._store_columns(out, acc[0], l, factor, rows, self.COLUMNS)
         if len(acc) == 2:
             self._store_columns(out + WIDE, acc[1], l, factor, rows, self.COLUMNS - WIDE)
+
+    @jit
+    def store_live(self, made, m, l, work, row, live):
+        """64 rows from `row` on as they are, of which the first `live` are real queries; the others give 0 and -inf."""
+        ROW: gl.constexpr = gl.SliceLayout(1, self.config.SCORES)
+        out, lse, rows = self._out(work, row), self._lse(work, row), work.seq_q - row
+        dead = gl.arange(0, 64, layout=gl.SliceLayout(1, made.type.layout)) >= live
+        made = gl.where(gl.expand_dims(dead, 1), 0.0, made)
+        store_lse(lse, m, l, rows, live, ROW)
+        store_accumulator(out, made, rows, self.stride_m, self.config.DTYPE)
+
+    @jit
+    def _lse(self, work, row):
+        """Where the logarithm of a row lies."""
+        PACK: gl.constexpr = self.config.PACK
+        b, h = work.batch.to(gl.int64), work.head.to(gl.int64)
+        if self.config.VARLEN:
+            return self.Lse + h * self.problem.total_q + work.first_q + row
+        else:
+            return self.Lse + (b * self.problem.heads + work.head) * (work.seq_q * PACK) + row // PACK
+
+    @jit
+    def _out(self, work, row):
+        """Where its result lies."""
+        PACK: gl.constexpr = self.config.PACK
+        b, h = work.batch.to(gl.int64), work.head.to(gl.int64)
+        first = (work.first_q + row // PACK).to(gl.int64)
+        return self.Out + b * self.stride_b + h * (self.stride_h * PACK) + first * self.stride_m
 
     @jit
     def _store_columns(self, out, acc, l, factor, rows, LEFT: gl.constexpr):

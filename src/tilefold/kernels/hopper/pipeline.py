@@ -63,12 +63,14 @@ class Pipeline:
     DIM: gl.constexpr
     PACK: gl.constexpr  # a row is one of PACK heads of a query
     TRANSPOSED: gl.constexpr  # tokens are columns
+    BOX: gl.constexpr  # rows that a TMA load brings
 
     @constexpr_function
-    def __init__(self, desc, panels, full, empty, SLOTS, ROWS, DIM, PACK=1, TRANSPOSED=False):
+    def __init__(self, desc, panels, full, empty, SLOTS, ROWS, DIM, PACK=1, TRANSPOSED=False, BOX=None):
         self.desc, self.panels, self.full, self.empty = desc, panels, full, empty
         self.SLOTS, self.ROWS = gl.constexpr(SLOTS), gl.constexpr(ROWS)
         self.DIM, self.PACK, self.TRANSPOSED = gl.constexpr(DIM), gl.constexpr(PACK), gl.constexpr(TRANSPOSED)
+        self.BOX = gl.constexpr(BOX or ROWS)
 
     @jit
     def stage(self, t):
@@ -108,6 +110,18 @@ class Pipeline:
             tma_load(self.desc, [batch, head, token, column], bar, panel)
         else:
             tma_load(self.desc, [batch, head, token // self.PACK, 0, column], bar, panel)
+
+    @jit
+    def load_blocks(self, stage, batch, head, row_0, row_1):
+        """Issue the TMA loads of a tile of one block of rows, or of two, each of BOX rows."""
+        BLOCKS: gl.constexpr = self.ROWS // self.BOX
+        bar = self.full.index(stage.slot)
+        mbarrier.expect(bar, self.ROWS * self.DIM * 2)
+        for p in gl.static_range(self.DIM // 64):
+            place = (stage.slot * (self.DIM // 64) + p) * BLOCKS
+            tma_load(self.desc, [batch, head, row_0, p * 64], bar, self.panels[0].index(place))
+            if BLOCKS == 2:
+                tma_load(self.desc, [batch, head, row_1, p * 64], bar, self.panels[0].index(place + 1))
 
     @jit
     def wait(self, stage):
@@ -153,6 +167,17 @@ class Pipeline:
             clear_rows(panel, live, self.ROWS, gl.num_warps())
         fence_async_shared()
 
+    @jit
+    def clear_blocks(self, stage, live_0, live_1):
+        """Zero the rows of a tile's blocks past the live ones."""
+        BLOCKS: gl.constexpr = self.ROWS // self.BOX
+        for p in gl.static_range(self.DIM // 64):
+            place = (stage.slot * (self.DIM // 64) + p) * BLOCKS
+            clear_rows(self.panels[0].index(place), live_0, self.BOX, gl.num_warps())
+            if BLOCKS == 2:
+                clear_rows(self.panels[0].index(place + 1), live_1, self.BOX, gl.num_warps())
+        fence_async_shared()
+
 
 @jit
 def allocate_panels(DTYPE: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
@@ -171,8 +196,11 @@ def allocate_panels(DTYPE: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr
 
 @jit
 def make_pipeline(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, READERS: gl.constexpr,
-                  PACK: gl.constexpr = 1, TRANSPOSED: gl.constexpr = False):  # fmt: skip
+                  PACK: gl.constexpr = 1, TRANSPOSED: gl.constexpr = False, BOX: gl.constexpr = None):  # fmt: skip
     """A ring whose slots are released by READERS consumers each."""
-    panels = allocate_panels(desc.dtype, SLOTS, ROWS, DIM)
-    return Pipeline(desc, panels, barriers(SLOTS, 1), barriers(SLOTS, READERS), SLOTS, ROWS, DIM, PACK,
-                    TRANSPOSED)  # fmt: skip
+    if BOX is None:
+        panels = allocate_panels(desc.dtype, SLOTS, ROWS, DIM)
+    else:
+        panels = allocate_panels(desc.dtype, SLOTS * (ROWS // BOX), BOX, DIM)
+    full, empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
+    return Pipeline(desc, panels, full, empty, SLOTS, ROWS, DIM, PACK, TRANSPOSED, BOX)

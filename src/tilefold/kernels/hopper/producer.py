@@ -45,9 +45,9 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
         t += 1
         # As late as hides the answers: who draws early may hold two long work tiles while others have none.
         if (j == gl.maximum(tiles - 4, 0)) & (item == now):
-            number = scheduler.draw()
+            number = scheduler.counter.draw()
         if (j == gl.maximum(tiles - 2, 0)) & (item == now):
-            following = scheduler.drawn(number, programs)
+            following = scheduler.counter.drawn(number, programs)
     return following, t
 
 
@@ -67,7 +67,7 @@ def produce(scheduler, q, k, v, mask, mods):
         while open > 0:
             acquire_all(q, i)
             again = scheduler.overflow.read(i & 1)
-            if (again > 0) | (item < scheduler.items):
+            if (again > 0) | (item < scheduler.counter.items):
                 now = gl.where(again > 0, again - 1, item)
                 work = scheduler.locate(now)
                 if work.live:
@@ -75,7 +75,7 @@ def produce(scheduler, q, k, v, mask, mods):
                     item, t = load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs)
                     i += 1
                 else:
-                    item = scheduler.drawn(scheduler.draw(), programs)
+                    item = scheduler.counter.drawn(scheduler.counter.draw(), programs)
             else:
                 open = gl.where(i > 0, open - 1, 0)
                 if open > 0:
@@ -83,14 +83,14 @@ def produce(scheduler, q, k, v, mask, mods):
                     signal_all(q, i)
                     i += 1
     else:
-        while item < scheduler.items:
+        while item < scheduler.counter.items:
             work = scheduler.locate(item)
             if work.live:
                 item, t = load_work(scheduler, q, k, v, mask, mods, work, item, item, i, t, programs)
                 i += 1
             else:
-                item = scheduler.drawn(scheduler.draw(), programs)
+                item = scheduler.counter.drawn(scheduler.counter.draw(), programs)
         acquire_all(q, i)
     scheduler.post_none(LEAVE)
     signal_all(q, i)
-    scheduler.end(item, programs)
+    scheduler.counter.end(item, programs)

@@ -36,6 +36,34 @@ class WorkTile:
         self.sequence, self.live = sequence, field(live)
 
 
+@aggregate
+class WorkCounter:
+    """Hands out `items` work tiles by number.  place [1] int32, 0 before the launch and after it."""
+
+    place: gl.tensor
+    items: gl.tensor
+
+    @constexpr_function
+    def __init__(self, place, items):
+        self.place, self.items = place, items
+
+    @jit
+    def draw(self):
+        """Draw a number.  It arrives later, in one thread of the warp; `drawn` waits for it."""
+        return draw_work(self.place)
+
+    @jit
+    def drawn(self, number, programs):
+        """The work tile of a number.  The first ones of the `programs` programs are not drawn."""
+        return programs + read_work(number)
+
+    @jit
+    def end(self, item, programs):
+        """A number was drawn for every work tile that was folded.  Who drew the last one sets the counter back."""
+        if item == programs + self.items - 1:
+            gl.store(self.place, 0)
+
+
 @jit
 def block_of_item(item, q_blocks, heads):
     """-> query tile, batch entry, head: the last query tiles of a head come first."""
@@ -103,41 +131,24 @@ class OverflowFlags:
 
 @aggregate
 class TileScheduler:
-    """Work tiles by number: `items` of them, q_blocks for each (batch entry, head) or, packed, for each head.
+    """Work tiles by number: q_blocks for each (batch entry, head) or, packed, for each head.
 
-    counter [1] int32, 0 before the launch and after it.  NUMBERED: consumers of a packed batch ask which sequence it is."""
+    NUMBERED: consumers of a packed batch ask which sequence it is."""
 
     problem: Problem
-    counter: gl.tensor
+    counter: WorkCounter
     mailbox: gl.shared_memory_descriptor
     overflow: OverflowFlags
     q_blocks: gl.tensor
-    items: gl.tensor
     ROWS: gl.constexpr
     VARLEN: gl.constexpr
     NUMBERED: gl.constexpr
 
     @constexpr_function
-    def __init__(self, problem, counter, mailbox, overflow, q_blocks, items, ROWS, VARLEN, NUMBERED):
+    def __init__(self, problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED):
         self.problem, self.counter, self.mailbox = problem, counter, mailbox
-        self.overflow, self.q_blocks, self.items = overflow, q_blocks, items
+        self.overflow, self.q_blocks = overflow, q_blocks
         self.ROWS, self.VARLEN, self.NUMBERED = gl.constexpr(ROWS), gl.constexpr(VARLEN), gl.constexpr(NUMBERED)
-
-    @jit
-    def draw(self):
-        """Draw a number.  It arrives later, in one thread of the warp; `drawn` waits for it."""
-        return draw_work(self.counter)
-
-    @jit
-    def drawn(self, number, programs):
-        """The work tile of a number.  The first ones of the `programs` programs are not drawn."""
-        return programs + read_work(number)
-
-    @jit
-    def end(self, item, programs):
-        """A number was drawn for every work tile that was folded.  Who drew the last one sets the counter back."""
-        if item == programs + self.items - 1:
-            gl.store(self.counter, 0)
 
     @jit
     def locate(self, item):

@@ -9,7 +9,7 @@ the limit may be infinite.  An overflow flag then has the query tile folded agai
 
 from .config import Config
 from .gluon import KEEP_NAN, aggregate, constexpr_function, field, gl, jit, quick_log2
-from .parts import LOG2E, LOWEST, columns_of, quad_sums, softmax_step
+from .parts import LOG2E, LOWEST, columns_of, quad_sums
 
 GROWTH = gl.constexpr(8.0)  # by how much (base 2) a row's maximum may pass m
 P1, P2, P3 = gl.constexpr(0.6932829), gl.constexpr(0.242211), gl.constexpr(0.055008933)  # 2^f = 1 + f * (P1 + ...)
@@ -82,16 +82,13 @@ class Softmax:
         """Scores [64, KEYS] -> p as an operand, m, l, alpha [64]: what O is to be multiplied with.  scale: to base 2.
 
         SKIP: probabilities reach 2^8, which fp16 and bf16 hold as well as 1."""
-        if self.POLYNOMIAL == 0 and not self.SKIP:
-            return softmax_step(s, m, l, scale, self.config.PROBS, self.config.DTYPE)
-        else:
-            m_new = gl.maximum(m, gl.max(s, 1) * scale)
-            if self.SKIP:
-                m_new = gl.where(m_new - m > GROWTH, m_new, m)
-            p = exponentials(s * scale - gl.expand_dims(m_new, 1), self.POLYNOMIAL)
-            alpha = gl.exp2(m - m_new)
-            l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
-            return gl.convert_layout(p.to(self.config.DTYPE), self.config.PROBS), m_new, l, alpha
+        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        if self.SKIP:
+            m_new = gl.where(m_new - m > GROWTH, m_new, m)
+        p = exponentials(s * scale - gl.expand_dims(m_new, 1), self.POLYNOMIAL)
+        alpha = gl.exp2(m - m_new)
+        l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
+        return gl.convert_layout(p.to(self.config.DTYPE), self.config.PROBS), m_new, l, alpha
 
     @jit
     def step_lazily(self, s, m, m_next, l, scale):

@@ -210,7 +210,7 @@ def _bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
-        "WorkCounter": WORK_COUNTER,
+        "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
         "left": left,

@@ -48,7 +48,7 @@ def bind(
         **option_values(call, window, mods, 0.0, q.dtype),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
-        "WorkCounter": WORK_COUNTER,
+        "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
