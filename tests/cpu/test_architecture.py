@@ -100,6 +100,7 @@ SHARED_BY_HOPPER = (
     "backward_spans",
     "block_list",
     "config",
+    "consumer",
     "epilogue",
     "fp8_parts",
     "mask",

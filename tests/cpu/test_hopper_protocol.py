@@ -93,7 +93,7 @@ def test_versions(version, programs):
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
 
 
-@pytest.mark.parametrize("version", [{}, {"direct": True, "turns": True}, {"consumers": 3, "turns": True}], ids=str)
+@pytest.mark.parametrize("version", [{}, {"outside": False, "turns": True}, {"consumers": 3, "turns": True}], ids=str)
 @pytest.mark.parametrize("programs", [1, 3])
 def test_e4m3(version, programs):
     Eight(14, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)

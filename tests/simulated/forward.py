@@ -19,9 +19,8 @@ from simulated import (
     tiles_of,
 )
 from tilefold.kernels.hopper import (
-    attention_forward,
-    attention_fp8,
     config,
+    consumer,
     epilogue,
     mask,
     ping_pong,
@@ -35,9 +34,9 @@ from tilefold.kernels.hopper import (
 FULL, CAUSAL, WINDOW = 0, 1, 2
 STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 FUNCTIONS = (
-    (attention_forward, ("consume",)),
+    (consumer, ("consume",)),
     (producer, ("acquire_all", "signal_all", "load_work", "produce")),
-    (products, ("issue_scores", "issue_output", "wait_output")),
+    (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
     (scheduler, ("block_of_item", "sequence_of_place")),
 )
 CLASSES = (
@@ -85,13 +84,16 @@ class Softmax:
     """What follows each tile of scores, which are their tile's number."""
 
     def __init__(self, run):
-        self.run, self.LAZY, self.SKIP = run, run.lazy, False
+        self.run, self.LAZY, self.VOTE = run, run.lazy, False
 
     def begin(self, like, head):
         return Anything(), Anything()
 
     def step(self, s, m, l, scale):
         return s, m, l, Anything()
+
+    def operand(self, p, zero):
+        return p
 
     def step_lazily(self, s, m, m_next, l, scale):
         return s, m, l, Anything(), Anything()
@@ -131,7 +133,8 @@ class Run(Launch):
 
     lengths: of each sequence, (queries, keys); several make a packed batch."""
 
-    functions, bits, bias, mask, tile_slots = FUNCTIONS, 16, 0, 0, (0, 0)
+    bits, bias, mask, tile_slots, outside, scales = 16, 0, 0, (0, 0), False, None
+    transposed: tuple[object, ...] = ()
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
                  pack=1, lazy=False):  # fmt: skip
@@ -162,9 +165,9 @@ class Run(Launch):
             "named_wait": lambda c: run.local.turns[c].sync(), "named_arrive": lambda c: run.local.turns[c].arrive(),
             "schedule_fence": lambda x: x, "opaque": lambda x: x, "thread_barrier": lambda: None,
             "zero_output": lambda config: tuple(map(Accumulator, parts_of(config.DIM_V))), "store_lse": run.store_lse,
-            "rescale_output": lambda acc, *args: acc,
+            "rescale_output": lambda acc, *args: acc, "add_output": lambda acc, more: acc,
         } | self.more()  # fmt: skip
-        own_functions(own_classes(names, CLASSES), self.functions)
+        own_functions(own_classes(names, CLASSES), FUNCTIONS)
         self.numbered(names["WorkTile"])
         item = names["TileScheduler"].item
         names["TileScheduler"].item = lambda scheduler: run.begin(item(scheduler))
@@ -300,32 +303,28 @@ class Run(Launch):
         problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
         config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
-                                       PROBS=None, PROBS_REST=None)  # fmt: skip
+                                       PROBS_REST=None, OUTSIDE=self.outside,
+                                       RELOCATE=not self.varlen)  # fmt: skip
         counter = names["WorkCounter"](None, self.items)
         tiles = names["TileScheduler"](
             problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False
         )
-        mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack)
+        mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack,
+                                  self.scales)  # fmt: skip
         end = names["Epilogue"](Number(0), Number(0), *map(Number, STRIDES), problem, config, self.dims[1])
         order = names["PingPong"](self.turns, n)
 
         def consumer(c):
             self.local.consumer, self.local.turns, self.local.checked = c, turns, False
-            names["consume"](c, config, tiles, q, k, v, self.mask_of(), *self.nouns(mods, end, order))
+            names["consume"](c, config, tiles, q, k, v, self.mask_of(), mods, Softmax(self), end, order)
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 
         yield lambda: names["produce"](tiles, q, k, v, self.mask_of(), mods)
         yield from (lambda c=c: consumer(c) for c in range(n))
 
-    transposed: tuple[object, ...] = ()
-
     def tile_of_values(self):
         return self.keys, self.dims[1]
-
-    def nouns(self, mods, end, order):
-        """What consumers have beside the scheduler, the pipelines and the mask."""
-        return mods, Softmax(self), end, order
 
     def __call__(self, programs):
         programs = min(programs, self.items)
@@ -341,28 +340,17 @@ class Run(Launch):
 
 
 class Eight(Run):
-    """A launch over e4m3: V comes transposed, a tile is [DIM_V, KEYS].  direct: sums over tiles are left to wgmma."""
+    """A launch over e4m3: V comes transposed, a tile is [DIM_V, KEYS].  outside: sums over tiles are not left to wgmma."""
 
-    functions, bits, transposed = ((attention_fp8, ("consume",)), *FUNCTIONS[1:]), 8, (1, True)
+    bits, transposed = 8, (1, True)
+    scales = types.SimpleNamespace(of_scores=lambda work: 1.0, of_values=lambda work: None)
 
-    def __init__(self, *args, direct=False, **options):
+    def __init__(self, *args, outside=True, **options):
         super().__init__(*args, **options)
-        self.direct = direct
-
-    def more(self):
-        return {
-            "online_softmax": lambda s, m, l, scale, polynomial: (s, m, l, Anything()),
-            "operand": lambda p, zero, layout: p,
-        }
+        self.outside = outside
 
     def tile_of_values(self):
         return self.dims[1], self.keys
-
-    def nouns(self, mods, end, order):
-        scales = types.SimpleNamespace(of_scores=lambda work: 1.0, of_values=lambda work: None)
-        softmax = Softmax(self)
-        softmax.POLYNOMIAL = 0
-        return softmax, scales, end, order, self.direct
 
     def bytes_of(self, desc):
         return self.dims[1] * 64 if desc == "v" else super().bytes_of(desc)

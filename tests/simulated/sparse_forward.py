@@ -8,7 +8,7 @@ from tilefold.kernels.hopper import block_list, config, parts, pipeline, produce
 FUNCTIONS = (
     (sparse_forward, ("produce", "consume")),
     (producer, ("acquire_all", "signal_all")),
-    (products, ("issue_scores", "issue_output", "wait_output")),
+    (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
     (parts, ("entry",)),
 )
 CLASSES = (

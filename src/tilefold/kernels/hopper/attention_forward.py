@@ -5,14 +5,10 @@ A query tile of 128 rows (192 with a third consumer) is folded by warpgroups, 64
     producer    1 warp     issues TMA loads of Q, and of K and V tile by tile, into pipelines of shared memory
     consumers   4 warps    S = Q K^T, online softmax, O += P V, of one KV tile after the other
 
-What a consumer has in flight, tile by tile:   issue S'  |  issue O += P V  |  wait for S'  |  its softmax  |  wait for O
-
-The exponentials of one tile run beside the products of the one before, and, as the warpgroups alternate (by themselves, or by
-ping-pong scheduling), beside the others' products.
-
     config      the problem's sizes, the constants of the version
     scheduler   the dynamic persistent tile scheduler and its mailbox
     producer    what the loading warp does
+    consumer    the main loop
     pipeline    rings of tiles between producer and consumers
     mask        which KV tiles a query tile sees, and the cut through them
     score_mods  softcap, ALiBi, bias, mask tensors
@@ -24,121 +20,20 @@ Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 
 """
 
 from .config import Config, Problem
+from .consumer import consume
 from .epilogue import Epilogue
-from .gluon import fence_async_shared, gl, jit, opaque, schedule_fence, wgmma_wait
+from .gluon import fence_async_shared, gl, jit
 from .mask import Mask
 from .ping_pong import PingPong
-from .pipeline import Stage, make_pipeline
+from .pipeline import make_pipeline
 from .producer import produce
-from .products import issue_output, issue_scores, rescale_output, wait_output, zero_output
-from .scheduler import IDLE, TileScheduler, WorkCounter, make_mailbox, make_overflow_flags
+from .scheduler import TileScheduler, WorkCounter, make_mailbox, make_overflow_flags
 from .score_mods import ScoreMods, make_mod_pipeline
 from .softmax import Softmax
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
            "stride_oh", "cap", "stride_sinks", "batch", "total_q", "bias_b", "bias_h", "mask_b", "mask_h", "slope_b",
            "slope_h"]  # fmt: skip
-
-
-@jit
-def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, epilogue, turns):
-    """Consumer number CID: rows CID * 64 on of each query tile of this program."""
-    LAZY: gl.constexpr = softmax.LAZY
-    SKIP: gl.constexpr = softmax.SKIP
-    REST: gl.constexpr = config.PROBS_REST
-    q_tile = q.parts(Stage(CID, 0))
-    inner = mods.inner_scale()
-    scale = mods.scale_of_softmax()
-    nothing = gl.zeros([64, config.KEYS], gl.float32, config.SCORES)  # use_acc=False: never read
-    i = 0  # query tiles that were begun
-    t = 0  # KV tiles that were folded
-    turns.begin(CID)
-    q.wait(Stage(CID, 0))
-    item = scheduler.item()
-    while item >= 0:
-        work = scheduler.work(item)
-        first, tiles = mask.tiles(work)
-        row = work.block * (config.CONSUMERS * 64) + CID * 64
-        slope = mods.slope(nothing, work)
-        m, l = softmax.begin(nothing, work.head)
-        acc = zero_output(config)
-        stage = k.stage(t)
-        k.wait(stage)
-        turns.wait(CID)
-        s = issue_scores(q_tile, k, stage, nothing)
-        turns.pass_on(CID)
-        s = wgmma_wait(0, deps=(s,))
-        k.release(stage)
-        s = mods.apply(s, inner, slope, t, work, row, first * config.KEYS, CID)
-        s = mask.apply(s, work, row, first * config.KEYS)
-        p, m, l, alpha = softmax.step(s, m, l, scale)
-        if LAZY:
-            # m takes over m_next in the loop, which `check` there makes a value of its own (see gluon.py)
-            checked, m_next, worst = scheduler.overflow.is_checked(), m, gl.zeros_like(m)
-        for j in range(1, tiles):
-            t += 1
-            key = (first + j) * config.KEYS
-            ahead = k.stage(t)
-            k.wait(ahead)
-            if turns.ON or SKIP:  # before the turn, and before a product is in flight, which a branch would serialise
-                acc = rescale_output(acc, alpha, SKIP)
-            turns.wait(CID)
-            s_flying = issue_scores(q_tile, k, ahead, nothing)
-            if not (turns.ON or SKIP):
-                acc = rescale_output(acc, alpha, SKIP)
-            v.wait(stage)
-            o_flying = issue_output(p, v, stage, acc, REST)
-            turns.pass_on(CID)
-            s = wgmma_wait(len(acc), deps=(s_flying,))
-            if not config.LATE:
-                k.release(ahead)
-            s = mods.apply(s, inner, slope, t, work, row, key, CID)
-            if LAZY:
-                if checked | mask.cuts(work, row, key):
-                    s = mask.cut(s, work, row, key)
-                    m_next = softmax.check(s, m_next, scale)
-                p_next, m, l, alpha, part = softmax.step_lazily(s, m, m_next, l, scale)
-            else:
-                s = mask.apply(s, work, row, key)
-                p_next, m, l, alpha = softmax.step(s, m, l, scale)
-            if config.FENCE:
-                l = schedule_fence(l)
-            acc = wait_output(o_flying)
-            if LAZY:
-                m_next, worst = softmax.update(part, m, worst)
-            if config.LATE:
-                k.release(ahead)
-            v.release(stage)
-            p = p_next
-            stage = ahead
-        # every product of this query tile with Q has been waited for
-        q.release(Stage(CID, 0))
-        acc = rescale_output(acc, alpha, False)
-        v.wait(stage)
-        if config.VARLEN:  # the next sequence's values lie behind the last key, and 0 * NaN is NaN
-            live = work.seq_k - (first + tiles - 1) * config.KEYS
-            if live < config.KEYS:
-                v.clear_tail(stage, live)
-        acc = wait_output(issue_output(p, v, stage, acc, REST))
-        v.release(stage)
-        if config.DIM_V > 128 and not config.VARLEN:
-            # worked out again: numbers that live across the loop take registers that are not there
-            work = scheduler.work(opaque(item))
-            row = work.block * (config.CONSUMERS * 64) + CID * 64
-        epilogue.store(acc, m, l, work, row)
-        if LAZY:
-            scheduler.overflow.write(i & 1, CID, softmax.overflowed(worst, item))
-        t += 1
-        i += 1
-        q.wait(Stage(CID, i & 1))
-        item = scheduler.item()
-        if LAZY:
-            if item == IDLE:
-                q.release(Stage(CID, 0))
-                i += 1
-                q.wait(Stage(CID, i & 1))
-                item = scheduler.item()
-    turns.end(CID)
 
 
 @jit(do_not_specialize=RUNTIME)

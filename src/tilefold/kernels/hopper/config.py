@@ -49,6 +49,9 @@ class Config:
     VARLEN: gl.constexpr
     FENCE: gl.constexpr
     LATE: gl.constexpr
+    BITS: gl.constexpr  # of an element of K and V
+    OUTSIDE: gl.constexpr  # are sums over KV tiles made outside of wgmma?
+    RELOCATE: gl.constexpr  # is the work tile worked out again behind the main loop?
     SCORES: gl.constexpr  # layouts: of S [64, KEYS],
     OUT: gl.constexpr  # of the first part of O [64, DIM_V],
     OUT_REST: gl.constexpr  # of the second,
@@ -56,10 +59,13 @@ class Config:
     PROBS_REST: gl.constexpr
 
     @constexpr_function
-    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16):
+    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16, OUTSIDE=False):
         self.DTYPE, self.DIM_V, self.KEYS = gl.constexpr(DTYPE), gl.constexpr(DIM_V), gl.constexpr(KEYS)
         self.CONSUMERS, self.PACK, self.VARLEN = gl.constexpr(CONSUMERS), gl.constexpr(PACK), gl.constexpr(VARLEN)
         self.FENCE, self.LATE = gl.constexpr(FENCE), gl.constexpr(LATE)
+        self.BITS, self.OUTSIDE = gl.constexpr(BITS), gl.constexpr(OUTSIDE)
+        # numbers that live across the loop take registers that are not there
+        self.RELOCATE = gl.constexpr((DIM_V > 128 or BITS == 8) and not VARLEN)
         wide = wide_of(DIM_V)
         first, rest = accumulator(wide, BITS), accumulator(DIM_V - wide or wide, BITS)
         self.SCORES, self.OUT, self.OUT_REST = (

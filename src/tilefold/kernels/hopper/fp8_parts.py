@@ -1,8 +1,6 @@
-"""What the e4m3 forward kernel for sm_90 has of its own: scales of operands, and an online softmax with e4m3 probabilities."""
+"""What e4m3 adds to the forward kernel for sm_90: scales of operands, and probabilities as operands of 8 bits."""
 
 from .gluon import aggregate, constexpr_function, field, gl, jit
-from .parts import LOG2E, quad_sums
-from .softmax import exponentials
 
 SHIFT = gl.constexpr(
     8.0
@@ -11,10 +9,9 @@ SHIFT = gl.constexpr(
 
 @aggregate
 class Scales:
-    """scale > 0 of the scores, and what the bytes are to be multiplied with: QScale [B, H / q_group], KScale and VScale
-    [B, H / group] by strides, each or None."""
+    """What the bytes are to be multiplied with: QScale [B, H / q_group], KScale and VScale [B, H / group] by strides, each or
+    None."""
 
-    scale: gl.tensor
     QScale: gl.tensor | gl.constexpr
     KScale: gl.tensor | gl.constexpr
     VScale: gl.tensor | gl.constexpr
@@ -23,16 +20,16 @@ class Scales:
     strides: gl.tuple  # of q's, k's and v's batch entries and heads
 
     @constexpr_function
-    def __init__(self, scale, QScale, KScale, VScale, q_group, group, strides):
+    def __init__(self, QScale, KScale, VScale, q_group, group, strides):
         self.QScale, self.KScale, self.VScale = field(QScale), field(KScale), field(VScale)
-        self.scale, self.q_group, self.group, self.strides = scale, q_group, group, strides
+        self.q_group, self.group, self.strides = q_group, group, strides
 
     @jit
     def of_scores(self, work):
-        """What brings a work tile's scores to base 2."""
+        """The factor of a work tile's scores."""
         q = _factor(self.QScale, work.batch, work.head // self.q_group, self.strides[0], self.strides[1])
         k = _factor(self.KScale, work.batch, work.head // self.group, self.strides[2], self.strides[3])
-        return self.scale * LOG2E * (q * k)
+        return q * k
 
     @jit
     def of_values(self, work):
@@ -47,17 +44,6 @@ def _factor(Scale, i_b, i_h, stride_b, stride_h):
         return 1.0
     else:
         return gl.load(Scale + i_b.to(gl.int64) * stride_b + i_h.to(gl.int64) * stride_h)
-
-
-@jit
-def online_softmax(s, m, l, scale, POLYNOMIAL: gl.constexpr):
-    """Scores [64, KEYS], m [64], l [64, 4] -> probabilities in e4m3 (`packed`), m, l, alpha [64].  m is SHIFT below the largest
-    score (base 2), so that probabilities and sums are 2^SHIFT times as large alike; l sums them before they are rounded."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale - SHIFT)
-    p = exponentials(s * scale - gl.expand_dims(m_new, 1), POLYNOMIAL)
-    alpha = gl.exp2(m - m_new)
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
-    return packed(p), m_new, l, alpha
 
 
 @jit

@@ -15,13 +15,24 @@ def issue_scores(q, k, stage, nothing):
 
 
 @jit
-def issue_output(p, v, stage, acc, REST: gl.constexpr):
-    """Issue O += P V for each part of the head dim.  v: the pipeline; REST: the layout of P for the second part."""
-    first = wgmma(p, v.part(stage, 0), acc[0], is_async=True)
+def issue_output(p, v, stage, acc, REST: gl.constexpr, ADD: gl.constexpr = True):
+    """Issue O += P V for each part of the head dim, or P V alone.  v: the pipeline; REST: the layout of P for the second part."""
+    first = wgmma(p, _rows_of_keys(v, stage, 0), acc[0], use_acc=ADD, is_async=True)
     if len(acc) == 1:
         return (first,)
     else:
-        return (first, wgmma(gl.convert_layout(p, REST), v.part(stage, 1), acc[1], is_async=True))
+        return (
+            first,
+            wgmma(gl.convert_layout(p, REST), _rows_of_keys(v, stage, 1), acc[1], use_acc=ADD, is_async=True),
+        )
+
+
+@jit
+def _rows_of_keys(v, stage, PART: gl.constexpr):
+    if v.TRANSPOSED:
+        return v.part(stage, PART).permute((1, 0))
+    else:
+        return v.part(stage, PART)
 
 
 @jit
@@ -53,6 +64,15 @@ def rescale_output(acc, alpha, SKIP: gl.constexpr):
         return (first,)
     else:
         return (first, _rescale(acc[1], alpha, SKIP))
+
+
+@jit
+def add_output(acc, more):
+    """The sum of two of them."""
+    if len(acc) == 1:
+        return (acc[0] + more[0],)
+    else:
+        return (acc[0] + more[0], acc[1] + more[1])
 
 
 @jit

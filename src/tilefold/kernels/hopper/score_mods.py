@@ -7,6 +7,7 @@ one row.  The distance of ALiBi is worked out from the columns, which are consta
 """
 
 from ...device.ranges import CAUSAL
+from .fp8_parts import Scales
 from .gluon import (
     aggregate,
     barriers,
@@ -147,12 +148,13 @@ class ScoreMods:
     SOFTCAP: gl.constexpr
     KIND: gl.constexpr  # of the Mask
     PACK: gl.constexpr
+    scales: Scales | gl.constexpr  # of e4m3's operands, or None
 
     @constexpr_function
-    def __init__(self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK):
+    def __init__(self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None):
         self.scale, self.cap, self.Slopes = scale, field(cap), field(Slopes)
         self.stride_b, self.stride_h = field(stride_b), field(stride_h)
-        self.bias, self.mask = bias, mask
+        self.bias, self.mask, self.scales = bias, mask, field(scales)
         self.SOFTCAP, self.KIND, self.PACK = gl.constexpr(SOFTCAP), gl.constexpr(KIND), gl.constexpr(PACK)
 
     @jit
@@ -165,13 +167,21 @@ class ScoreMods:
 
     @jit
     def scale_of_softmax(self):
-        """What brings changed scores to base 2."""
+        """What brings changed scores to base 2, but for the scales of e4m3's operands."""
         if self.Slopes is not None or self.bias.ROWS:
             return LOG2E  # what they are added to is scaled before
         elif self.SOFTCAP:
             return self.cap * LOG2E
         else:
             return self.scale * LOG2E
+
+    @jit
+    def scale_of_tile(self, scale, work):
+        """The same for a work tile."""
+        if self.scales is None:
+            return scale
+        else:
+            return scale * self.scales.of_scores(work)
 
     @jit
     def inner_scale(self):

@@ -8,6 +8,7 @@ the limit may be infinite.  An overflow flag then has the query tile folded agai
 """
 
 from .config import Config
+from .fp8_parts import SHIFT, operand, packed
 from .gluon import KEEP_NAN, aggregate, constexpr_function, field, gl, jit, quick_log2
 from .parts import LOG2E, LOWEST, columns_of, quad_sums
 
@@ -56,11 +57,13 @@ class Softmax:
     POLYNOMIAL: gl.constexpr
     SKIP: gl.constexpr
     LAZY: gl.constexpr
+    VOTE: gl.constexpr  # are warps left out of rescaling O all of whose factors are 1?
 
     @constexpr_function
     def __init__(self, Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY):
         self.Sinks, self.stride_sinks, self.config = field(Sinks), field(stride_sinks), config
         self.POLYNOMIAL, self.SKIP, self.LAZY = gl.constexpr(POLYNOMIAL), gl.constexpr(SKIP), gl.constexpr(LAZY)
+        self.VOTE = gl.constexpr(SKIP or config.BITS == 8)
 
     @jit
     def begin(self, like, head):
@@ -79,16 +82,31 @@ class Softmax:
 
     @jit
     def step(self, s, m, l, scale):
-        """Scores [64, KEYS] -> p as an operand, m, l, alpha [64]: what O is to be multiplied with.  scale: to base 2.
+        """Scores [64, KEYS] -> p for `operand`, m, l, alpha [64]: what O is to be multiplied with.  scale: to base 2.
 
-        SKIP: probabilities reach 2^8, which fp16 and bf16 hold as well as 1."""
-        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        SKIP: probabilities reach 2^8, which fp16 and bf16 hold as well as 1.  e4m3: m is SHIFT below the largest score, so that
+        probabilities and sums are 2^SHIFT times as large alike; l sums them before they are rounded."""
+        top = gl.max(s, 1) * scale
+        if self.config.BITS == 8:
+            top = top - SHIFT
+        m_new = gl.maximum(m, top)
         if self.SKIP:
             m_new = gl.where(m_new - m > GROWTH, m_new, m)
         p = exponentials(s * scale - gl.expand_dims(m_new, 1), self.POLYNOMIAL)
         alpha = gl.exp2(m - m_new)
         l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
-        return gl.convert_layout(p.to(self.config.DTYPE), self.config.PROBS), m_new, l, alpha
+        if self.config.BITS == 8:
+            return packed(p), m_new, l, alpha
+        else:
+            return gl.convert_layout(p.to(self.config.DTYPE), self.config.PROBS), m_new, l, alpha
+
+    @jit
+    def operand(self, p, zero):
+        """p as the left operand of the product with V.  zero: a number that is 0, as the compiler does not know."""
+        if self.config.BITS == 8:
+            return operand(p, zero, self.config.PROBS)
+        else:
+            return p
 
     @jit
     def step_lazily(self, s, m, m_next, l, scale):
