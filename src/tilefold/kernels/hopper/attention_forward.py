@@ -15,6 +15,7 @@ A query tile of 128 rows (192 with a third consumer) is folded by warpgroups, 64
     softmax     the online softmax, lazy rescaling
     products    wgmma over head dims of any width
     epilogue    where the result goes
+    ping_pong   whose turn it is to issue products
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 3.2.
 """

@@ -64,14 +64,11 @@ class Config:
         self.CONSUMERS, self.PACK, self.VARLEN = gl.constexpr(CONSUMERS), gl.constexpr(PACK), gl.constexpr(VARLEN)
         self.FENCE, self.LATE = gl.constexpr(FENCE), gl.constexpr(LATE)
         self.BITS, self.OUTSIDE = gl.constexpr(BITS), gl.constexpr(OUTSIDE)
-        # numbers that live across the loop take registers that are not there
+        # what lives across the main loop takes registers that are not there
         self.RELOCATE = gl.constexpr((DIM_V > 128 or BITS == 8) and not VARLEN)
         wide = wide_of(DIM_V)
         first, rest = accumulator(wide, BITS), accumulator(DIM_V - wide or wide, BITS)
-        self.SCORES, self.OUT, self.OUT_REST = (
-            gl.constexpr(accumulator(KEYS, BITS)),
-            gl.constexpr(first),
-            gl.constexpr(rest),
-        )
+        self.SCORES = gl.constexpr(accumulator(KEYS, BITS))
+        self.OUT, self.OUT_REST = gl.constexpr(first), gl.constexpr(rest)
         self.PROBS = gl.constexpr(gl.DotOperandLayout(0, first, k_width=32 // BITS))
         self.PROBS_REST = gl.constexpr(gl.DotOperandLayout(0, rest, k_width=32 // BITS))
