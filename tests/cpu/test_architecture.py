@@ -289,6 +289,23 @@ def test_gluon_is_hidden_in_one_file() -> None:
     fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
 
 
+FORWARD = ("attention_forward", "attention_fp8", "sparse_forward", "block_list", "config", "consumer", "epilogue", "fp8_parts",
+           "mask", "ping_pong", "pipeline", "producer", "products", "scheduler", "score_mods", "softmax")  # fmt: skip
+MOST_ARGUMENTS = 12
+
+
+def test_forward_kernels_of_hopper_pass_nouns() -> None:
+    """A kernel's entry lists the pointers; what it calls takes a handful of aggregates by name."""
+    long = [
+        f"{name}.{node.name}: {len(node.args.args)}"
+        for name in FORWARD
+        for node in ast.walk(ast.parse((SRC / "kernels" / "hopper" / f"{name}.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and len(node.args.args) > MOST_ARGUMENTS
+    ]
+    entries = ("attention_forward_hopper", "attention_forward_fp8", "sparse_forward_hopper")
+    assert [one for one in long if one.split(":")[0].split(".")[1] not in entries] == []
+
+
 def test_importing_the_package_reaches_no_triton() -> None:
     """Follow the imports that run with `import tilefold`; the subprocess in test_package.py sees the same from outside."""
     if not (SRC / "__init__.py").exists():
