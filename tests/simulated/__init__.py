@@ -286,6 +286,18 @@ def own_functions(names, functions):
     return names
 
 
+def own_classes(names, classes):
+    """The kernels' own aggregates (module, names) over these names, which they join: plain classes with the same methods."""
+    for module, some in classes:
+        for name in some:
+            made = getattr(module, name)
+            own = {key: value.fn for key, value in vars(made).items() if hasattr(value, "fn")}
+            own["__init__"] = made.hash_attrs[0].fn  # Triton puts it nowhere else
+            methods = {key: types.FunctionType(fn.__code__, names, key, fn.__defaults__) for key, fn in own.items()}
+            names[name] = type(name, (), methods)
+    return names
+
+
 class Launch:
     """What every launch does: copies that arrive some time, products that read until they are waited for, its own functions.
 
@@ -306,7 +318,7 @@ class Launch:
         names = {
             **dict.fromkeys(("float32", "int32", "int64", "NVMMADistributedLayout", "DotOperandLayout"), Anything()),
             **dict.fromkeys(("NVMMASharedLayout", "BlockedLayout", "SliceLayout", *without), Anything()),
-            "constexpr": None, "static_range": range, "num_warps": lambda: 4, "minimum": min, "maximum": max,
+            "constexpr": lambda x: x, "static_range": range, "num_warps": lambda: 4, "minimum": min, "maximum": max,
             "where": lambda c, a, b: a if c else b, "convert_layout": lambda x, layout: x,
         }  # fmt: skip
         return types.SimpleNamespace(**{**names, **more})

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from simulated import own_functions
+from simulated import own_classes, own_functions
 
 
 class Array(np.ndarray):
@@ -36,6 +36,7 @@ class Pointer:
 def integers() -> dict[str, Any]:
     """The language of functions of integers."""
     gl = types.SimpleNamespace(
+        constexpr=lambda x: x,
         maximum=max, minimum=min, where=lambda c, a, b: a if c else b, load=lambda pointer: pointer.values[pointer.places]
     )  # fmt: skip
     return {"gl": gl, "UNIT": 64, "FULL": 0, "CAUSAL": 1, "WINDOW": 2}
@@ -44,7 +45,7 @@ def integers() -> dict[str, Any]:
 def arrays(**more) -> dict[str, Any]:
     """The language of functions of tensors."""
     language = {
-        "int32": np.int32, "int64": np.int64, "float32": np.float32, "constexpr": None, "abs": np.abs, "exp2": np.exp2,
+        "int32": np.int32, "int64": np.int64, "float32": np.float32, "constexpr": lambda x: x, "abs": np.abs, "exp2": np.exp2,
         "where": lambda c, a, b: np.where(c, a, b).view(Array), "expand_dims": np.expand_dims, "zeros_like": np.zeros_like,
         "maximum": lambda a, b, propagate_nan=None: np.maximum(a, np.float32(b)) if propagate_nan else np.fmax(a, b),
         "minimum": lambda a, b, propagate_nan=None: np.minimum(a, b), "max": lambda x, axis: np.fmax.reduce(x, axis),
@@ -60,3 +61,9 @@ def functions(names, *found, **more):
     """Of (module, name) each, over these names and more."""
     names = own_functions({**names, **more}, [(module, (name,)) for module, name in found])
     return [names[name] for _, name in found]
+
+
+def class_of(names, module, name, *found, **more):
+    """The class `name` of a module, whose methods see these names, functions (module, name), and more."""
+    names = own_functions({**names, "field": lambda x: x, **more}, [(owner, (one,)) for owner, one in found])
+    return own_classes(names, [(module, (name,))])[name]

@@ -4,19 +4,50 @@ Q is read from shared memory by every product with K, so its buffer has to stay 
 
 import types
 
-from simulated import Anything, Launch, Note, Number, Offsets, Panels, Tile, Turn, barriers, own_functions, tiles_of
-from tilefold.kernels.hopper import attention_forward, forward_loads, forward_mods, forward_parts, forward_work
+from simulated import (
+    Anything,
+    Launch,
+    Note,
+    Number,
+    Offsets,
+    Panels,
+    Tile,
+    Turn,
+    barriers,
+    own_classes,
+    own_functions,
+    tiles_of,
+)
+from tilefold.kernels.hopper import (
+    config,
+    consumer,
+    epilogue,
+    mask,
+    ping_pong,
+    pipeline,
+    producer,
+    products,
+    scheduler,
+    score_mods,
+)
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 FUNCTIONS = (
-    (attention_forward, ("_consume",)),
-    (forward_loads, ("_produce_block", "produce")),
-    (forward_parts, ("load_tile", "_load_panel", "multiply_keys", "multiply_values", "wait_values")),
-    (forward_work, ("write_note", "read_item", "read_place", "find_place", "block_of_item", "sequence_of_place",
-                    "range_of_block")),
-)  # fmt: skip
-MODS = ("load_tiles", "wait_tile", "release_tile", "add_bias", "drop_masked", "change_scores")
+    (consumer, ("consume",)),
+    (producer, ("acquire_all", "signal_all", "load_work", "produce")),
+    (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
+    (scheduler, ("block_of_item", "sequence_of_place")),
+)
+CLASSES = (
+    (config, ("Problem",)),
+    (pipeline, ("Stage", "Pipeline")),
+    (scheduler, ("WorkCounter", "WorkTile", "TileScheduler")),
+    (mask, ("Mask",)),
+    (score_mods, ("ModPipeline", "ScoreMods")),
+    (epilogue, ("Epilogue",)),
+    (ping_pong, ("PingPong",)),
+)
 
 
 def parts_of(dim):
@@ -42,12 +73,68 @@ class Product(int):
     __hash__ = int.__hash__
 
 
+class Accumulator(Anything):
+    """A part of O: how wide it is."""
+
+    def __init__(self, columns):
+        self.shape = 64, columns
+
+
+class Softmax:
+    """What follows each tile of scores, which are their tile's number."""
+
+    def __init__(self, run):
+        self.run, self.LAZY, self.VOTE = run, run.lazy, False
+
+    def begin(self, like, head):
+        return Anything(), Anything()
+
+    def step(self, s, m, l, scale):
+        return s, m, l, Anything()
+
+    def operand(self, p, zero):
+        return p
+
+    def step_lazily(self, s, m, m_next, l, scale):
+        return s, m, l, Anything(), Anything()
+
+    def check(self, s, m, scale):
+        return m
+
+    def update(self, part, m, worst):
+        return Anything(), Anything()
+
+    def overflowed(self, worst, item):
+        return self.run.judge(item)
+
+
+class Flags:
+    """The overflow flags."""
+
+    def __init__(self, run):
+        self.run, self.LAZY, self.flags, self.checked = run, run.lazy, {}, 0
+
+    def write(self, parity, consumer, item):
+        self.flags[parity, consumer] = item
+
+    def read(self, parity):
+        return max(self.flags.get((parity, c), 0) for c in range(self.run.consumers))
+
+    def set_checked(self, again):
+        self.checked = again
+
+    def is_checked(self):
+        self.run.local.checked = self.checked > 0
+        return self.checked > 0
+
+
 class Run(Launch):
     """One launch over `heads` query heads in groups; P of a tile is its key tile's number.
 
     lengths: of each sequence, (queries, keys); several make a packed batch."""
 
-    functions, bias, mask, tile_slots = FUNCTIONS, 0, 0, (0, 0)
+    bits, bias, mask, tile_slots, outside, scales = 16, 0, 0, (0, 0), False, None
+    transposed: tuple[object, ...] = ()
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
                  pack=1, lazy=False):  # fmt: skip
@@ -60,7 +147,7 @@ class Run(Launch):
         (self.seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
         self.q_blocks = total // self.rows + len(lengths) if self.varlen else -(-self.seq_q * pack // self.rows)
         self.items, self.order = self.q_blocks * heads, []
-        self.lazy, self.outgrown = lazy, set()  # items that have to be made again
+        self.lazy, self.overflowed = lazy, set()  # items that have to be folded again
 
     def namespace(self, program, programs):
         run = self
@@ -70,38 +157,48 @@ class Run(Launch):
             store=lambda pointer, value: setattr(run, "counter", value),
         )  # fmt: skip
         names = self.names(gl) | {
-            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "wide_of": lambda dim: parts_of(dim)[0],
-            "panel_of": lambda dim: 64, "tiles_of": lambda buffers, *shape: tuple(map(tiles_of, buffers)),
-            "tile_of": lambda tiles, i: tuple(t.index(i) for t in tiles), "draw_ticket": lambda tickets: run.draw(),
-            "read_ticket": lambda drawn: drawn, "place_of_item": lambda item, blocks, heads: (
+            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "IDLE": -2, "LEAVE": -1, "field": lambda x: x,
+            "wide_of": lambda dim: parts_of(dim)[0], "panel_of": lambda dim, dtype: 64, "swizzled": lambda dim, dtype: None,
+            "reinterpret": lambda panels, *view: run.view(panels), "draw_work": lambda counter: run.draw(),
+            "read_work": lambda number: number, "place_of_item": lambda item, blocks, heads: (
                 Number(item % blocks), Number(item // blocks // heads), Number(item // blocks % heads)),
-            "turn_wait": lambda own: run.local.turns[own].sync(), "turn_pass": lambda c: run.local.turns[c].arrive(),
-            "cut_if_needed": lambda s, *args: s, "schedule_fence": lambda x: x, "opaque": lambda x: x,
-            "thread_barrier": lambda: None,
-            "begin_fold": lambda *args: (Anything(), Anything()), "soften": lambda s, *args: s,
-            "accumulators": lambda dim, warps: tuple(Anything() for _ in parts_of(dim)),
-            "fold_scores": lambda s, m, l, *args: (s, m, l, Anything()), "rescale_all": lambda acc, *args: acc,
-            "clear_tail": run.clear, "finish_block": run.finish, "look": lambda s, m, scale: m,
-            "is_cut": lambda *args: False, "cut": lambda s, *args: s,
-            "fold_lazily": lambda s, m, m_next, l, *args: (s, m, l, Anything(), Anything()),
-            "follow": lambda *args: (Anything(), Anything()), "outgrown": run.judge, "tell": dict.__setitem__,
-            "read_told": lambda told, block, n: max(told.get(block * n + c, 0) for c in range(n)),
-            "write_care": lambda told, again: told.update(care=again), "read_care": run.care, "NOTHING": -2, "LEAVE": -1,
+            "named_wait": lambda c: run.local.turns[c].sync(), "named_arrive": lambda c: run.local.turns[c].arrive(),
+            "schedule_fence": lambda x: x, "opaque": lambda x: x, "thread_barrier": lambda: None,
+            "zero_output": lambda config: tuple(map(Accumulator, parts_of(config.DIM_V))), "store_lse": run.store_lse,
+            "rescale_output": lambda acc, *args: acc, "add_output": lambda acc, more: acc,
         } | self.more()  # fmt: skip
-        own_functions(names, self.functions)
-        read, place = names["read_item"], names["read_place"]
-        names["read_item"] = lambda *args: run.begin(read(*args))
-        names["read_place"] = lambda *args: tuple(map(Number, place(*args)))  # scalars, which can be cast
-        self.range_of_block = names["range_of_block"]
+        own_functions(own_classes(names, CLASSES), FUNCTIONS)
+        self.numbered(names["WorkTile"])
+        item = names["TileScheduler"].item
+        names["TileScheduler"].item = lambda scheduler: run.begin(item(scheduler))
+        names["Pipeline"].clear_tail = lambda pipe, stage, live: run.clear(pipe.panels, stage.slot, live, pipe.ROWS)
+        names["Mask"].cuts, names["Mask"].cut = lambda *args: False, lambda mask, s, *args: s
+        names["Epilogue"]._store_columns = lambda epilogue, *args: run.store(*args)
+        self.mask_of = lambda: names["Mask"](self.left, self.right, self.kind, self.rows, self.keys, self.pack)
         return names
+
+    @staticmethod
+    def numbered(work_tile):
+        """Its fields are scalars, which can be cast."""
+        plain = work_tile.__init__
+
+        def __init__(self, *fields):
+            plain(self, *(field if isinstance(field, bool) else Number(field) for field in fields))
+
+        work_tile.__init__ = __init__
+
+    def view(self, panels):
+        """Panels as tiles."""
+        return tiles_of(panels)
 
     def more(self):
         """Further names for the kernel's functions."""
         return {}
 
-    def tile_rings(self):
-        """What the loading warp has of a bias and a mask, and their rings."""
-        return ((), ()), ((), ())
+    def mod_pipelines(self, names):
+        """The rings of a bias and a mask."""
+        none = names["ModPipeline"](*[None] * 6, 0, self.keys, 0, self.consumers)
+        return none, none
 
     def place(self, item):
         """-> sequence, head, query block of an item, or None: worked out in another way than the kernel's."""
@@ -119,46 +216,46 @@ class Run(Launch):
 
     def first_tile(self, sequence, block):
         """The first tile of keys that a block of queries sees."""
-        lengths = self.lengths[sequence]
-        return self.range_of_block(block, *lengths, self.left, self.right, self.kind, self.rows, self.keys, self.pack)[
-            0
-        ]
+        seq_q, seq_k = self.lengths[sequence]
+        work = types.SimpleNamespace(block=block, seq_q=seq_q, seq_k=seq_k, shift=seq_k - seq_q)
+        return self.mask_of().tiles(work)[0]
 
-    def care(self, told):
-        self.local.care = told.get("care", 0)
-        return self.local.care
-
-    def judge(self, worst, item, dtype):
-        """Now and then a block that was made without care has to be made again."""
-        again = not self.local.care and self.memory.random.random() < 0.3
+    def judge(self, item):
+        """Now and then a query tile that was not checked has to be folded again."""
+        again = not self.local.checked and self.memory.random.random() < 0.3
         if again:
-            self.outgrown.add(int(item))
+            self.overflowed.add(int(item))
         return item + 1 if again else 0
 
     def bytes_of(self, desc):
-        return (64 if desc == "q" else self.keys) * 64 * 2
+        return (64 if desc == "q" else self.keys) * 64 * self.bits // 8
 
     def wrong(self, what):
         self.memory.fail(f"item {self.local.item}: {what}")
 
-    def clear(self, buffers, slot, live, keys, dim):
+    def clear(self, buffers, slot, live, keys):
         """Both consumers of a tile may, while the other reads: they write what is there."""
         if live >= keys or any(held is None for part in buffers for held in Tile(part, slot).held()):
             self.wrong(f"V is cleared from row {live} before it is there")
 
-    def finish(self, out, lse, acc, m, l, rows, strides, dtype, layout, columns, pack):
-        """Where the block's rows go, worked out in another way."""
+    def store_lse(self, lse, m, l, rows, live, layout, pack, stride):
+        self.local.lse = lse, rows, live, stride
+
+    def store(self, out, acc, l, factor, rows, columns):
+        """Where the query tile's rows go, worked out in another way; once for each part of O."""
         sequence, head, block = self.place(self.local.item)
         row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
-        query, total = row // self.pack, self.first[0][-1]
+        query, total, rest = row // self.pack, self.first[0][-1], n_q * self.pack - row
         if self.varlen:
             wanted = (self.first[0][sequence] + query) * STRIDES[1], head * total + self.first[0][sequence] + query
         else:
             wanted = query * STRIDES[1], head * self.pack * n_q + query
-        wanted = head * self.pack * STRIDES[2] + wanted[0], wanted[1], n_q * self.pack - row, (*STRIDES[1:], n_q)
-        if (out, lse, rows, strides) != wanted:
-            self.wrong(f"stored at {out, lse, rows, strides}, not {wanted}")
-        self.made.append((self.local.item, self.local.consumer))
+        skipped = self.dims[1] - columns
+        wanted = head * self.pack * STRIDES[2] + wanted[0] + skipped, rest, (wanted[1], rest, rest, n_q)
+        if (out, rows, self.local.lse) != wanted:
+            self.wrong(f"stored at {out, rows, self.local.lse}, not {wanted}")
+        if not skipped:
+            self.made.append((self.local.item, self.local.consumer))
 
     def check(self, tile, desc, head, row):
         packed = (row // self.pack, 0) if desc == "q" and self.pack > 1 else (row,)
@@ -187,47 +284,83 @@ class Run(Launch):
         begin, made = 0, []
         for part, width in enumerate(parts_of(dim)):
             made.append(Buffers(self.memory, name, number, part, range(begin, begin + width, 64)))
+            made[-1].dtype = types.SimpleNamespace(primitive_bitwidth=self.bits)
             begin += width
         return tuple(made)
 
     def program(self, program, programs):
-        names, note, n, slots = self.namespace(program, programs), Note(), self.consumers, self.slots
+        names, n, slots = self.namespace(program, programs), self.consumers, self.slots
         turns = [Turn(self.memory, f"turn {c}") for c in range(n)]
-        rings = [
-            self.buffers("q", n, self.dims[0]),
-            *(self.buffers(s, slots, d) for s, d in zip("kv", self.dims, strict=True)),
-            *barriers(self.memory, q_full=(n, 1), q_empty=(n, 1), k_full=(slots, 1), k_empty=(slots, n), v_full=(slots, 1),
-                      v_empty=(slots, n)),
-        ]  # fmt: skip
-        sizes = self.seq_q, self.seq_k, self.heads, self.q_blocks, self.left, self.right
-        outs = (Number(0), Number(0), *map(Number, STRIDES))
-        tile, told = (self.keys, slots, n, self.pack), {}
-        (tiles_in, tile_rings), mods = self.tile_rings(), (False, self.bias, self.mask, *self.tile_slots)
+
+        def pipe(side, number, rows, dim, readers, *rest):
+            bars = barriers(self.memory, **{f"{side}_full": (number, 1), f"{side}_empty": (number, readers)})
+            return names["Pipeline"](side, self.buffers(side, number, dim), *bars, number, rows, dim, *rest)
+
+        q = pipe("q", n, 64, self.dims[0], 1, self.pack)
+        k = pipe("k", slots, self.keys, self.dims[0], n)
+        v = pipe("v", slots, *self.tile_of_values(), n, *self.transposed)
+        offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
+        problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
+        config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
+                                       VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
+                                       PROBS_REST=None, OUTSIDE=self.outside,
+                                       RELOCATE=not self.varlen)  # fmt: skip
+        counter = names["WorkCounter"](None, self.items)
+        tiles = names["TileScheduler"](
+            problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False
+        )
+        mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack,
+                                  self.scales)  # fmt: skip
+        end = names["Epilogue"](Number(0), Number(0), *map(Number, STRIDES), problem, config, self.dims[1])
+        order = names["PingPong"](self.turns, n)
 
         def consumer(c):
-            self.local.consumer, self.local.turns = c, turns
-            names["_consume"](note, told, rings, tile_rings, (), outs, sizes, 1.0, None, None, None, self.first[0][-1], c,
-                              self.kind, *self.dims, self.dims[1], *tile, self.varlen, 0, True, self.fold_late, self.turns, 0,
-                              False, self.lazy, *mods)  # fmt: skip
+            self.local.consumer, self.local.turns, self.local.checked = c, turns, False
+            names["consume"](c, config, tiles, q, k, v, self.mask_of(), mods, Softmax(self), end, order)
             if self.turns and c == 0:
                 assert not any(turn.arrived for turn in turns)
 
-        offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
-        yield lambda: names["produce"]("q", "k", "v", None, *offsets, note, told, rings, tiles_in, tile_rings, sizes, self.group,
-                                       self.items, self.kind, *self.dims, *tile, self.varlen, self.lazy, *mods)  # fmt: skip
+        yield lambda: names["produce"](tiles, q, k, v, self.mask_of(), mods)
         yield from (lambda c=c: consumer(c) for c in range(n))
+
+    def tile_of_values(self):
+        return self.keys, self.dims[1]
 
     def __call__(self, programs):
         programs = min(programs, self.items)
         self.launch(programs)
         items = [item for item in range(self.items) if self.place(item) is not None]
         made = {one: self.made.count(one) for one in self.made}
-        assert made == {(item, c): 1 + (item in self.outgrown) for item in items for c in range(self.consumers)}
+        assert made == {(item, c): 1 + (item in self.overflowed) for item in items for c in range(self.consumers)}
         blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
         assert len(items) == blocks * self.heads
         assert self.counter == 0
         if self.turns and programs == 1:
             assert self.order == [i % self.consumers for i in range(len(self.order))]
+
+
+class Eight(Run):
+    """A launch over e4m3: V comes transposed, a tile is [DIM_V, KEYS].  outside: sums over tiles are not left to wgmma."""
+
+    bits, transposed = 8, (1, True)
+    scales = types.SimpleNamespace(of_scores=lambda work: 1.0, of_values=lambda work: None)
+
+    def __init__(self, *args, outside=True, **options):
+        super().__init__(*args, **options)
+        self.outside = outside
+
+    def tile_of_values(self):
+        return self.dims[1], self.keys
+
+    def bytes_of(self, desc):
+        return self.dims[1] * 64 if desc == "v" else super().bytes_of(desc)
+
+    def check(self, tile, desc, head, row):
+        if desc != "v":
+            return super().check(tile, desc, head, row)
+        wanted = [(desc, 0, head, 0, row + column) for column in tile.buffers.columns]
+        if tile.held() != wanted:
+            self.wrong(f"V^T holds {tile.held()}, not {wanted}")
 
 
 # ---------------------------------------------------------------- with a bias and a mask
@@ -244,8 +377,6 @@ class Changed(Run):
     """A launch with a bias of rows of 16 bits and a mask of bytes; rows: of a tile of each, 64, 1 or 0 for none.  Every tile of
     scores meets its own, which stays until every thread has read it; each folding warpgroup has rings of its own."""
 
-    functions = (*FUNCTIONS, (forward_mods, MODS))
-
     def __init__(self, *args, rows=(64, 64), tile_slots=(2, 2), steps=((1, 1), (0, 1)), **options):
         super().__init__(*args, **options)
         (self.bias, self.mask), self.tile_slots = rows, tile_slots
@@ -256,10 +387,13 @@ class Changed(Run):
             "panel_of_tile": lambda dtype, rows, keys: 64,
             "places_of_tile": lambda dtype, rows, keys: 1,
             "tile_layout": lambda *shape: None,
-            "reinterpret": lambda panels, *view: types.SimpleNamespace(index=lambda i: Held(self, panels, i)),
-            "read_sequence": lambda note, i_b, varlen: i_b,
             "fence_async_shared": self.fence,
         }
+
+    def view(self, panels):
+        if panels.name in ("bias", "mask"):
+            return types.SimpleNamespace(index=lambda i: Held(self, panels, i))
+        return super().view(panels)
 
     def fence(self):
         """What threads began to read before has arrived: without it TMA may write there first."""
@@ -273,16 +407,15 @@ class Changed(Run):
         rows = self.bias if desc.name == "bias" else self.mask
         return rows * 64 * desc.dtype.primitive_bitwidth // 8
 
-    def tile_rings(self):
-        sources, rings = [], []
+    def mod_pipelines(self, names):
+        made = []
         for desc, rows, slots in zip(self.sources, (self.bias, self.mask), self.tile_slots, strict=True):
             number = self.consumers * slots
             panels = Buffers(self.memory, desc.name, number, 0, range(0, self.keys, 64))
             panels.dtype, panels.shape = desc.dtype, (number * self.keys // 64, rows, 64)
             bars = barriers(self.memory, **{f"{desc.name}_{what}": (number, 1) for what in ("full", "empty")})
-            sources.append((desc, *desc.steps) if rows else ())
-            rings.append((panels, *bars) if rows else ())
-        return tuple(sources), tuple(rings)
+            made.append(names["ModPipeline"](desc, *desc.steps, panels, *bars, rows, self.keys, slots, self.consumers))
+        return made
 
     def product(self, a, tile, acc, use_acc=True, is_async=True):
         made = super().product(a, tile, acc, use_acc, is_async)

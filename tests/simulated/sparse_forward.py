@@ -1,11 +1,22 @@
 """The block-sparse Gluon kernel for sm_90: one launch over random lists, whose products find the blocks that they name."""
 
-from simulated import Anything, Launch, Number, Panels, Tile, barriers, own_functions
-from tilefold.kernels.hopper import parts, sparse_forward
+import types
+
+from simulated import Anything, Launch, Number, Panels, Tile, barriers, own_classes, own_functions
+from tilefold.kernels.hopper import block_list, config, parts, pipeline, producer, products, scheduler, sparse_forward
 
 FUNCTIONS = (
-    (sparse_forward, ("_load_unit", "_load_branch", "_produce", "_consume")),
-    (parts, ("load_panels", "load_rows")),
+    (sparse_forward, ("produce", "consume")),
+    (producer, ("acquire_all", "signal_all")),
+    (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
+    (parts, ("entry",)),
+)
+CLASSES = (
+    (config, ("Problem",)),
+    (pipeline, ("Stage", "Pipeline")),
+    (scheduler, ("WorkCounter", "WorkTile")),
+    (block_list, ("TileList", "BlockLists", "ListScheduler")),
+    (sparse_forward, ("Mix",)),
 )
 
 
@@ -45,6 +56,19 @@ class Units:
         return Unit(self.run, self.buffers, i)
 
 
+class Entries:
+    """A pointer into a list."""
+
+    def __init__(self, blocks, i=0):
+        self.blocks, self.i = blocks, i
+
+    def __add__(self, offset):
+        return Entries(self.blocks, self.i + offset)
+
+    def __call__(self):
+        return self.blocks[self.i] if self.i < len(self.blocks) else 0
+
+
 class Run(Launch):
     """One launch: `programs` of `warpgroups` consumers."""
 
@@ -60,26 +84,29 @@ class Run(Launch):
         gl = self.language(
             ("zeros", "zeros_like", "full", "arange", "expand_dims"), program_id=lambda axis: Number(program),
             num_programs=lambda axis: programs, store=lambda pointer, value: setattr(run, "counter", value),
+            load=lambda place, **options: place(),
         )  # fmt: skip
         names = self.names(gl) | {
-            "UNIT": 128, "PANEL": 64, "BRANCH": 1, "BRANCH_GATE": 2, "GATE": 4, "LOWEST": 0.0,
-            "reinterpret": lambda ring, dtype, shape, layout: Units(run, ring, shape[0]),
-            "count_of_item": lambda lists, item, q_blocks, heads: len(run.lists[item]),
-            "list_of_item": lambda lists, i_q, i_b, i_h: run.lists[i_h * run.q_blocks + i_q],
+            "UNIT": 128, "BRANCH": 1, "BRANCH_GATE": 2, "GATE": 4, "field": lambda x: x, "wide_of": lambda dim: dim,
+            "panel_of": lambda dim, dtype: 64, "swizzled": lambda dim, dtype: None,
+            "reinterpret": lambda ring, dtype, shape, layout: Units(run, ring, shape[0]), "list_of_item": run.list_of,
             "place_of_item": lambda item, q_blocks, heads: (Number(item % q_blocks), Number(0), Number(item // q_blocks)),
-            "units_of_list": lambda n, per: (max(-(-n // per), 1), max(-(-n // per), 1) * per - n),
-            "entry": lambda index, i, count: index[i] if 0 <= i < count else -1,
-            "draw_ticket": lambda tickets: run.draw(), "read_ticket": lambda drawn: drawn,
-            "live_of_entry": lambda *args: 0, "cut_columns": lambda s, *args: s, "quad_sums": Anything(),
-            "softmax_step": lambda s, m, l, scale, layout, dtype: (s, m, l, Anything()),
-            "rescale": lambda acc, alpha, row: acc, "_finish": lambda out, lse, acc, m, l, branch, *args: run.finish(branch),
-            "_write_note": lambda note, item, count: note.update(item=item, count=count), "_read_note": run.read_note,
+            "draw_work": lambda counter: run.draw(), "read_work": lambda drawn: drawn, "cut_columns": lambda s, *args: s,
+            "zero_output": lambda config: (Anything(),), "rescale_output": lambda acc, *args: acc,
         }  # fmt: skip
-        return own_functions(names, FUNCTIONS)
+        own_functions(own_classes(names, CLASSES), FUNCTIONS)
+        names["BlockLists"].count = lambda lists, work: len(run.list_of(None, work.block, work.batch, work.head).blocks)
+        names["ListScheduler"].post = lambda scheduler, item, count: scheduler.mailbox.update(item=item, count=count)
+        names["ListScheduler"].read = lambda scheduler: run.take(scheduler.mailbox)
+        names["Mix"].apply = lambda mix, acc, l, branch, gates: run.finish(branch)
+        return names
 
-    def read_note(self, note):
-        self.local.item, self.local.open, self.local.j = note["item"], [], {"k": 0, "v": 0}
-        return note["item"], note["count"]
+    def list_of(self, lists, block, batch, head):
+        return Entries(self.lists[head * self.q_blocks + block])
+
+    def take(self, mailbox):
+        self.local.item, self.local.open, self.local.j = mailbox["item"], [], {"k": 0, "v": 0}
+        return mailbox["item"], mailbox["count"]
 
     def bytes_of(self, desc):
         return (64 if desc == "q" else self.block) * 64 * 2
@@ -122,25 +149,35 @@ class Run(Launch):
 
     def program(self, program, programs):
         """The threads of one program."""
-        memory, groups, (k_slots, v_slots), note = self.memory, self.warpgroups, self.slots, {}
+        memory, groups, note = self.memory, self.warpgroups, {}
         panels, per = self.dim // 64, 128 // self.block
-        sizes = {"q": groups * panels, "k": k_slots * panels * per, "v": v_slots * panels * per}
-        rings = (
-            *(Panels(memory, name, number) for name, number in sizes.items()),
-            *barriers(memory, q_full=(groups, 1), q_empty=(groups, 1), k_full=(k_slots, 1), k_empty=(k_slots, groups),
-                      v_full=(v_slots, 1), v_empty=(v_slots, groups)),
-        )  # fmt: skip
-        names, items = self.namespace(program, programs), len(self.lists)
-        lengths = (1 << 20, self.seq_k, self.heads, self.q_blocks)
+        names, items, zeros = self.namespace(program, programs), len(self.lists), (Number(0),) * 6
+
+        def pipe(side, number, rows, readers, *rest):
+            bars = barriers(memory, **{f"{side}_full": (number, 1), f"{side}_empty": (number, readers)})
+            made = Panels(memory, side, number * panels * (1 if side == "q" else per))
+            made.dtype = types.SimpleNamespace(primitive_bitwidth=16)
+            return names["Pipeline"](side, (made,), *bars, number, rows, self.dim, *rest)
+
+        q = pipe("q", groups, 64, 1)
+        k, v = (
+            pipe(side, slots, 128, groups, 1, False, self.block) for side, slots in zip("kv", self.slots, strict=True)
+        )
+        problem = names["Problem"](1 << 20, self.seq_k, self.heads, 1, None, None, None, None)
+        order = names["ListScheduler"](problem, names["WorkCounter"](None, items), note, self.q_blocks)
+        lists = names["BlockLists"](None, None, zeros, Number(0), None, zeros, self.block, False, False, False)
+        mix = names["Mix"]("branch", None, None, zeros, self.mixed, groups)
+        layouts = types.SimpleNamespace(CONSUMERS=groups, SCORES=None, OUT=None, PROBS_REST=None)
+        softmax = types.SimpleNamespace(
+            begin=lambda like, head: (Anything(), Anything()), step=lambda s, m, l, scale: (s, m, l, Anything())
+        )
+        end = types.SimpleNamespace(store_live=lambda *args: None)
 
         def consumer(c):
             self.local.consumer, self.local.open = c, []
-            zeros = (Number(0),) * 6
-            names["_consume"](note, rings, zeros[:5], None, zeros, (), lengths, 1.0, c, self.dim, self.block, groups, k_slots,
-                              v_slots, False, False, False, self.mixed)  # fmt: skip
+            names["consume"](c, layouts, order, lists, q, k, v, mix, softmax, end, 1.0)
 
-        yield lambda: names["_produce"]("q", "k", "v", "branch", None, note, rings, None, lengths, 1, items, self.dim, self.block,
-                                        groups, k_slots, v_slots, self.mixed)  # fmt: skip
+        yield lambda: names["produce"](order, lists, q, k, v, mix)
         yield from (lambda c=c: consumer(c) for c in range(groups))
 
     def __call__(self, programs):

@@ -1,22 +1,29 @@
 """The arithmetic of the dense kernel for sm_90, in its versions and with ALiBi: its own functions, in numpy."""
 
+import types
+
 import numpy as np
 import pytest
 
-from simulated.arrays import Array, Pointer, array, arrays, functions
-from tilefold.kernels.hopper import forward_mods, parts
-from tilefold.kernels.hopper import forward_parts as kernel
+from simulated.arrays import Array, Pointer, array, arrays, class_of, functions
+from tilefold.kernels.hopper import parts, score_mods, softmax
 
 NEG_INF = np.float32(-np.inf)
-CONSTANTS = {name: np.float32(getattr(kernel, name).value) for name in ("P1", "P2", "P3", "ROUNDS", "GROWTH")}
+CONSTANTS = {name: np.float32(getattr(softmax, name).value) for name in ("P1", "P2", "P3", "ROUNDS", "GROWTH")}
 
 
-def function(name, **more):
-    return functions(arrays(), (kernel, name), **CONSTANTS, **more)[0]
+def power_function():
+    return functions(arrays(), (softmax, "power_of_two"), **CONSTANTS)[0]
+
+
+def softmax_of(sinks=None, stride=None, pack=1, skip=False, **more):
+    config = types.SimpleNamespace(PACK=pack, SCORES=None, PROBS=None, DTYPE=None, BITS=16)
+    made = class_of(arrays(), softmax, "Softmax", **CONSTANTS, **more)
+    return made(sinks, stride, config, 16, skip, False)
 
 
 def test_powers_of_two_by_a_polynomial():
-    power = function("power_of_two")
+    power = power_function()
     x = array(np.concatenate([np.linspace(-126, 0, 400_001), -np.geomspace(1e-30, 1, 1001), np.arange(-126, 1)]))
     exact = np.exp2(x.astype(np.float64))
     assert np.max(np.abs(np.asarray(power(x), np.float64) / exact - 1)) < 1.05e-4
@@ -24,7 +31,7 @@ def test_powers_of_two_by_a_polynomial():
 
 
 def test_what_is_masked_weighs_nothing_and_what_is_no_number_stays_none():
-    power = function("power_of_two")
+    power = power_function()
     assert (power(array([NEG_INF, -3e38, -1000.0, -127.0])) == 0).all()
     assert np.isnan(power(array([np.nan]))).all()
     below = power(array(np.linspace(-127, -126, 1001)))
@@ -33,22 +40,23 @@ def test_what_is_masked_weighs_nothing_and_what_is_no_number_stays_none():
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e4])
 def test_softcap(size):
-    soften = function("soften", quick_reciprocal=lambda x: np.float32(1) / x, LOG2E=np.float32(np.log2(np.e)))
+    more = {"quick_reciprocal": lambda x: np.float32(1) / x, "LOG2E": np.float32(np.log2(np.e))}
+    (softcap,) = functions(arrays(), (score_mods, "softcap"), **more)
     s = array(np.random.default_rng(0).standard_normal(10_000) * size)
     inner = np.float32(1 / 20)
     exact = np.tanh(s.astype(np.float64) * float(inner))
-    assert np.max(np.abs(soften(s, inner, 1) - exact)) < 4e-7
-    assert np.isnan(soften(array([np.nan]), inner, 1)).all()
+    assert np.max(np.abs(softcap(s, inner, 1) - exact)) < 4e-7
+    assert np.isnan(softcap(array([np.nan]), inner, 1)).all()
 
 
 def fold(tiles, skip):
-    """fold_scores over tiles of scores, with the products in fp64; -> out, lse in base 2."""
-    step = function("fold_scores", exponentials=lambda x, share: np.exp2(x), quad_sums=lambda p: p.sum(1)[:, None])
+    """Softmax.step over tiles of scores, with the products in fp64; -> out, lse in base 2."""
+    version = softmax_of(skip=skip, exponentials=lambda x, share: np.exp2(x), quad_sums=lambda p: p.sum(1)[:, None])
     rows = tiles[0][0].shape[0]
     m, l = np.full(rows, -3e38).view(Array), np.zeros((rows, 1)).view(Array)
     acc, kept = np.zeros((rows, tiles[0][1].shape[1])), 0
     for s, v in tiles:
-        p, m, l, alpha = step(s.view(Array), m, l, 1.0, None, None, 16, skip)
+        p, m, l, alpha = version.step(s.view(Array), m, l, 1.0)
         kept += int((np.asarray(alpha) == 1).sum())
         assert np.max(p) <= 2.0**8
         acc = acc * np.asarray(alpha)[:, None] + np.asarray(p) @ v
@@ -70,12 +78,10 @@ def test_sums_may_be_relative_to_an_older_maximum(size):
 
 @pytest.mark.parametrize("pack", [1, 4])
 def test_a_sink_is_a_key_seen_before_the_first(pack):
-    begin = function(
-        "begin_fold", quad_sums=lambda nothing: np.zeros((64, 4)).view(Array), LOWEST=-3e38, LOG2E=np.log2(np.e)
-    )
+    more = {"quad_sums": lambda like: np.zeros((64, 4)).view(Array), "LOWEST": -3e38, "LOG2E": np.log2(np.e)}
     sinks = [0.5, -np.inf, 3.0, 1e-3, -7.0, np.nan, 2.0, 100.0]
     for head in range(len(sinks) // pack):
-        m, l = begin(None, Pointer(np.repeat(sinks, 3)), 3, np.int64(head), None, pack)
+        m, l = softmax_of(Pointer(np.repeat(sinks, 3)), 3, pack, **more).begin(None, np.int64(head))
         mine = np.array([sinks[head * pack + r % pack] for r in range(64)])
         with np.errstate(divide="ignore"):
             lse = (np.asarray(m) + np.log2(np.asarray(l).sum(1))) / np.log2(np.e)
@@ -85,13 +91,14 @@ def test_a_sink_is_a_key_seen_before_the_first(pack):
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("pack", [1, 8])
 def test_distances(kind, pack):
-    names = ((parts, "columns_of"), (forward_mods, "load_slopes"), (forward_mods, "subtract_distance"))
-    _, load, subtract = functions(arrays(), *names)
+    _, subtract = functions(arrays(), (parts, "columns_of"), (score_mods, "subtract_distance"))
+    mods = class_of(arrays(), score_mods, "ScoreMods")
     scale, row, begin, shift = np.float32(0.3), 448 * pack, 384, -37
     s = array(np.random.default_rng(0).standard_normal((64, 128)))
     slopes = np.array([[0.5, -0.1, 0.0, 2.0**-8] * 4, [1.0, 0.3, -2.0, 0.7] * 4], np.float32)
     for batch, head in ((0, 0), (1, 1)):
-        slope = load(s, Pointer(slopes.ravel()), 16, 1, np.array(batch).view(Array), np.array(head).view(Array), pack)
+        work = types.SimpleNamespace(sequence=np.array(batch).view(Array), head=np.array(head).view(Array))
+        slope = mods(1.0, None, Pointer(slopes.ravel()), 16, 1, None, None, 0, kind, pack).slope(s, work)
         got = np.asarray(subtract(s, scale, slope, row, begin, shift, kind, pack))
         query = (np.arange(64)[:, None] + row) // pack
         distance = query + shift - begin - np.arange(128)[None]

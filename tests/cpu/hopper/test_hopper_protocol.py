@@ -14,7 +14,7 @@ import pytest
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
-from simulated.forward import Changed, Run
+from simulated.forward import Changed, Eight, Run
 from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_work
 
@@ -93,15 +93,22 @@ def test_versions(version, programs):
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
 
 
+@pytest.mark.parametrize("version", [{}, {"outside": False, "turns": True}, {"consumers": 3, "turns": True}], ids=str)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_e4m3(version, programs):
+    Eight(14, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
+    Eight(15, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
+
+
 @pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
-def test_what_was_outgrown_is_made_again(version):
-    """Once, whichever block of a program it is: the first, the last, or one on its way while another is told of."""
+def test_what_overflowed_is_folded_again(version):
+    """Once, whichever query tile of a program it is: the first, the last, or one on its way while another's flags are read."""
     made = []
     for seed in range(8):
         for lengths in ([(300, 700)], [(128, 256)], [(100, 300), (0, 50), (257, 257)], [(0, 5), (0, 7)]):
             run = Run(seed, CAUSAL, lengths, 4, 2, 2, lazy=True, **version)
             run(1 + seed % 3)
-            made.append(len(run.outgrown))
+            made.append(len(run.overflowed))
     assert sum(made) > 20
     assert 0 in made
 
@@ -269,6 +276,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     ),
     "dense": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
+    "e4m3": (
+        lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
         ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
     ),
     "bias and mask": (

@@ -8,18 +8,17 @@ import types
 import numpy as np
 import pytest
 
-from simulated.arrays import Array, Pointer, arrays, functions, integers
-from tilefold.kernels.hopper import backward_ranges, forward_work, parts
+from simulated.arrays import Array, Pointer, arrays, class_of, functions, integers
+from tilefold.kernels.hopper import backward_ranges, mask, parts, scheduler
 from tilefold.ops.call import UNBOUNDED
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
-FORWARD = ("is_cut", "range_of_block", "cut_if_needed", "sequence_of_place")
-_, range_of_block, cut_if_needed, sequence_of_place = functions(
-    integers(), *((forward_work, name) for name in FORWARD), cut=lambda *args: "cut"
-)
-_, cut = functions(arrays(minimum=np.minimum), (parts, "columns_of"), (forward_work, "cut"))
+(sequence_of_place,) = functions(integers(), (scheduler, "sequence_of_place"))
+Mask = class_of(integers(), mask, "Mask")
+Mask.cut = lambda *args: "cut"
+Cutting = class_of(arrays(minimum=np.minimum), mask, "Mask", (parts, "columns_of"))
 BACKWARD = ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys", "whole_tiles")
 R = types.SimpleNamespace(
     **dict(zip(BACKWARD, functions(integers(), *((backward_ranges, name) for name in BACKWARD)), strict=True))
@@ -29,6 +28,11 @@ R = types.SimpleNamespace(
 def sees(kind, i, j, shift, left, right):
     own = i + shift
     return kind == FULL or (j <= own if kind == CAUSAL else own - left <= j <= own + right)
+
+
+def tile_of(seq_q, seq_k, block=None):
+    """A work tile: what a mask asks of it."""
+    return types.SimpleNamespace(block=block, seq_q=seq_q, seq_k=seq_k, shift=seq_k - seq_q)
 
 
 def draw(seed):
@@ -46,8 +50,10 @@ def test_every_pair_is_seen_once_and_masked_where_it_must_be(seed, rows, keys, p
     seq_q, seq_k, kind, left, right = draw(seed)
     seq_q = -(-seq_q // pack)
     shift = seq_k - seq_q
+    made = Mask(left, right, kind, rows, keys, pack)
     for block in range(-(-seq_q * pack // rows)):
-        first, tiles = range_of_block(block, seq_q, seq_k, left, right, kind, rows, keys, pack)
+        work = tile_of(seq_q, seq_k, block)
+        first, tiles = made.tiles(work)
         assert tiles >= 1
         assert first >= 0
         visited = range(first * keys, (first + tiles) * keys)
@@ -57,7 +63,7 @@ def test_every_pair_is_seen_once_and_masked_where_it_must_be(seed, rows, keys, p
                 seen = [j for j in range(seq_k) if sees(kind, i, j, shift, left, right)]
                 assert not seen or (seen[0] in visited and seen[-1] in visited)
             for tile in range(first, first + tiles):
-                whole = cut_if_needed("whole", row, tile * keys, shift, seq_k, left, right, kind, keys, pack) == "whole"
+                whole = made.apply("whole", work, row, tile * keys) == "whole"
                 columns = range(tile * keys, tile * keys + keys)
                 if whole:
                     assert all(j < seq_k and sees(kind, i, j, shift, left, right) for i in queries for j in columns)
@@ -72,11 +78,10 @@ def test_every_pair_is_seen_once_and_masked_where_it_must_be(seed, rows, keys, p
 def test_a_mask_leaves_what_is_seen(seed, keys, pack):
     seq_q, seq_k, kind, left, right = draw(seed)
     shift = seq_k - seq_q
+    made = Cutting(left, right, kind, 64, keys, pack)
     for row in range(0, seq_q * pack, 64):
         for begin in range(0, seq_k, keys):
-            left_over = (
-                cut(np.zeros((64, keys)).view(Array), row, begin, shift, seq_k, left, right, kind, keys, pack) == 0
-            )
+            left_over = made.cut(np.zeros((64, keys)).view(Array), tile_of(seq_q, seq_k), row, begin) == 0
             wanted = [[j < seq_k and sees(kind, (row + r) // pack, j, shift, left, right) for j in range(begin, begin + keys)]
                       for r in range(64)]  # fmt: skip
             assert (left_over == np.array(wanted)).all()

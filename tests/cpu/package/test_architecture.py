@@ -98,11 +98,19 @@ SHARED_BY_HOPPER = (
     "backward_reduce_parts",
     "backward_ranges",
     "backward_spans",
-    "forward_loads",
-    "forward_mods",
-    "forward_parts",
-    "forward_work",
+    "block_list",
+    "config",
+    "consumer",
+    "epilogue",
     "fp8_parts",
+    "mask",
+    "ping_pong",
+    "pipeline",
+    "producer",
+    "products",
+    "scheduler",
+    "score_mods",
+    "softmax",
     "matmul_parts",
     "lowbit_parts",
     "backward_work",
@@ -279,6 +287,23 @@ def test_gluon_is_hidden_in_one_file() -> None:
         f"Gluon changes with Triton's versions; one file hides that, but these import it: {sorted(files)}"
     )
     fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
+
+
+FORWARD = ("attention_forward", "attention_fp8", "sparse_forward", "block_list", "config", "consumer", "epilogue", "fp8_parts",
+           "mask", "ping_pong", "pipeline", "producer", "products", "scheduler", "score_mods", "softmax")  # fmt: skip
+MOST_ARGUMENTS = 12
+
+
+def test_forward_kernels_of_hopper_pass_nouns() -> None:
+    """A kernel's entry lists the pointers; what it calls takes a handful of aggregates by name."""
+    long = [
+        f"{name}.{node.name}: {len(node.args.args)}"
+        for name in FORWARD
+        for node in ast.walk(ast.parse((SRC / "kernels" / "hopper" / f"{name}.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and len(node.args.args) > MOST_ARGUMENTS
+    ]
+    entries = ("attention_forward_hopper", "attention_forward_fp8", "sparse_forward_hopper")
+    assert [one for one in long if one.split(":")[0].split(".")[1] not in entries] == []
 
 
 def test_importing_the_package_reaches_no_triton() -> None:

@@ -1,6 +1,8 @@
 """The door to Gluon: the only file that imports it, under names that hold for Triton 3.6 to 3.9.
 
     jit, constexpr_function   decorators: a kernel or a helper; a function that runs while compiling
+    aggregate   decorator: a class whose fields are values, buffers, barriers and constants, and whose methods are `jit`
+    field, descriptor         for its fields: a value or a constant; the type of a TMA descriptor
     gl                        the language: gl.arange, gl.allocate_shared_memory, layouts, gl.warp_specialize
     TensorDescriptor          host descriptor (tensor, shape, strides, block, layout) that the copy engine reads
     tma_load, tma_store, tma_reduce_add, tma_store_wait     copies by the tensor memory accelerator
@@ -12,7 +14,7 @@
     KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
     opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
-    turn_wait, turn_pass      a warpgroup's turn among several, by the hardware's named barriers
+    named_wait, named_arrive  two warpgroups, by the hardware's named barriers: one waits, the other passes by
     meet                      two warpgroups wait for each other, by one of them
     narrowed, widened         fp32 as 16 bits, and back
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
@@ -21,7 +23,8 @@
     copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
     wait_for_previous, let_next_start     dependent launches
 
-Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name.  Names that begin
+Argument tuples of gl.warp_specialize are written in place: 3.6 loses the constexprs of a tuple that has a name, or that is added
+to another.  Those in the fields of an aggregate stay.  In 3.9 fields cannot be set after `__init__`.  Names that begin
 a `while` as one and the same value, and of which one takes over another's (`before = last`), are taken for unchanged by it:
 the loop goes on with what was there first, without an error.
 """
@@ -43,24 +46,30 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init 
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
+from triton.language.core import _aggregate, base_value
 
 __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
     "add_registers",
+    "aggregate",
     "barriers",
     "builtin",
     "constexpr_function",
     "copies_commit",
     "copies_wait",
     "copy_async",
+    "descriptor",
     "fence_async_shared",
+    "field",
     "gl",
     "jit",
     "let_next_start",
     "mbarrier",
     "meet",
     "mma",
+    "named_arrive",
+    "named_wait",
     "narrowed",
     "opaque",
     "quick_log2",
@@ -74,8 +83,6 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
-    "turn_pass",
-    "turn_wait",
     "wait_for_previous",
     "wgmma",
     "wgmma_init",
@@ -85,6 +92,16 @@ __all__ = [
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function
+aggregate = _aggregate  # private in 3.6 by name, public in 3.9
+descriptor = tma.tensor_descriptor
+
+
+@constexpr_function
+def field(x):
+    """What an aggregate holds where it may be a value of the device or a constant, None among them."""
+    return x if isinstance(x, base_value) else gl.constexpr(x)
+
+
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 # tma_load(descriptor, coordinates, barrier, buffer, pred=True); tma_store(descriptor, coordinates, buffer).
@@ -211,18 +228,18 @@ def _named_barrier(instruction, number):
 
 
 @jit
-def turn_wait(OWN: gl.constexpr):
-    """Wait until the warpgroup before has passed the turn to number OWN.  Triton itself uses the barriers below 8."""
+def named_wait(NUMBER: gl.constexpr):
+    """Wait until another warpgroup has arrived at this barrier.  Triton itself uses the barriers below 8."""
     gl.inline_asm_elementwise(
-        _named_barrier("sync", 8 + OWN), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        _named_barrier("sync", 8 + NUMBER), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @jit
-def turn_pass(NEXT: gl.constexpr):
-    """Let warpgroup number NEXT go on; the caller does not wait."""
+def named_arrive(NUMBER: gl.constexpr):
+    """Let the warpgroup that waits at this barrier go on.  The caller does not wait."""
     gl.inline_asm_elementwise(
-        _named_barrier("arrive", 8 + NEXT), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        _named_barrier("arrive", 8 + NUMBER), "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

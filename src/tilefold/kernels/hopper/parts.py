@@ -1,11 +1,11 @@
-"""What the Hopper kernels share: the order of work, a list's entries, loads, the softmax step on accumulators, stores.
+"""What the Hopper kernels share: the order of work, a list's entries, loads, columns and sums of accumulators, stores.
 
 Layouts: an accumulator of wgmma gives a thread two rows of 64 and, in each, pairs of neighbouring columns; the four threads of a
 quad share a row.  Statistics of rows that need no exchange inside the loop stay as four partial values a row (one per thread of
 the quad) and are summed once, at the end.
 """
 
-from .gluon import gl, jit, mbarrier, opaque, tma_load
+from .gluon import gl, jit, opaque, tma_load
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -17,13 +17,13 @@ LOWEST = gl.constexpr(-3.0e38)  # a row's maximum before its first key: finite, 
 
 
 @jit
-def draw_ticket(Tickets):
-    """Take the next number from the counter.  The answer arrives in one thread of the warp, later: `read_ticket` waits for it."""
+def draw_work(counter):
+    """Take the next number from the counter.  The answer arrives in one thread of the warp, later: `read_work` waits for it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; mov.b32 $0, 0; "
         "@one atom.global.add.u32 $0, [$1], 1; }",
         "=&r,l",
-        [Tickets.to(gl.int64, bitcast=True)],
+        [counter.to(gl.int64, bitcast=True)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -31,7 +31,7 @@ def draw_ticket(Tickets):
 
 
 @jit
-def read_ticket(drawn):
+def read_work(drawn):
     """The number that was drawn, in every thread of the warp."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32,
                                      is_pure=False, pack=1)  # fmt: skip
@@ -48,24 +48,9 @@ def place_of_item(item, q_blocks, heads):
 
 
 @jit
-def count_of_item(lists, item, q_blocks, heads):
-    """How many blocks the item's list names.  lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch)."""
-    i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
-    return gl.load(lists[1] + i_b.to(gl.int64) * lists[5] + i_h.to(gl.int64) * lists[6] + i_q)
-
-
-@jit
 def list_of_item(lists, i_q, i_b, i_h):
     """Where the item's list begins."""
     return lists[0] + i_b.to(gl.int64) * lists[2] + i_h.to(gl.int64) * lists[3] + i_q.to(gl.int64) * lists[4]
-
-
-@jit
-def units_of_list(count, PER: gl.constexpr):
-    """Units of PER blocks that a list makes, at least one, and how many entries are missing to fill them.  Entry h of unit j is
-    entry j * PER + h - missing of the list: they are missing at the front, in the one unit that is always masked."""
-    units = gl.maximum((count + PER - 1) // PER, 1)
-    return units, units * PER - count
 
 
 @jit
@@ -73,24 +58,6 @@ def entry(index, i, count):
     """Entry i of a list, or -1 if it has none.  The address is clamped: i may be anything."""
     block = gl.load(index + gl.minimum(gl.maximum(i, 0), gl.maximum(count - 1, 0)), mask=count > 0, other=0)
     return gl.where((i >= 0) & (i < count), block, -1)
-
-
-@jit
-def live_keys(block, sizes, seq_k, KV_BLOCK: gl.constexpr, SIZED: gl.constexpr):
-    """Valid tokens of a KV block, 0 for block -1.  sizes: where this head's block sizes begin (looked at if SIZED)."""
-    live = gl.minimum(gl.where(block >= 0, KV_BLOCK, 0), seq_k - block * KV_BLOCK)
-    if SIZED:
-        live = gl.minimum(live, gl.load(sizes + gl.maximum(block, 0)))
-    return live
-
-
-@jit
-def live_of_entry(index, i, count, sizes, seq_k, KV_BLOCK: gl.constexpr, MASKED: gl.constexpr, SIZED: gl.constexpr):
-    """Valid tokens of entry i of a list, 0 if it has none; without MASKED every block is whole and no number is looked at."""
-    if MASKED:
-        return live_keys(entry(index, i, count), sizes, seq_k, KV_BLOCK, SIZED)
-    else:
-        return gl.where((i >= 0) & (i < count), KV_BLOCK, 0)
 
 
 # ---------------------------------------------------------------- loads
@@ -104,14 +71,7 @@ def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr):
         tma_load(desc, [i_b, i_h, row, p * PANEL], bar, buffers.index(slot * (D // PANEL) + p))
 
 
-@jit
-def load_rows(desc, bar, buffers, slot, i_b, i_h, row, NUMBER: gl.constexpr, D: gl.constexpr):
-    """load_panels of NUMBER rows, which are all that `bar` waits for."""
-    mbarrier.expect(bar, NUMBER * D * 2)
-    load_panels(desc, bar, buffers, slot, i_b, i_h, row, D)
-
-
-# ---------------------------------------------------------------- the fold on accumulators
+# ---------------------------------------------------------------- scores in accumulators
 
 
 @jit
@@ -150,17 +110,6 @@ def cut_columns(s, live_0, live_1, KV_BLOCK: gl.constexpr):
     else:
         live = group * 8 < opaque(live_0 - rest)
     return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)
-
-
-@jit
-def softmax_step(s, m, l, scale, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
-    """device.state's step without its second product: scores [M, N], m [M], l [M, 4] -> p [M, N] as an operand, m, l, alpha [M]:
-    what the accumulator is to be multiplied with.  scale turns scores into base 2."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
-    alpha = gl.exp2(m - m_new)
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + quad_sums(p)
-    return gl.convert_layout(p.to(DTYPE), P_LAYOUT), m_new, l, alpha
 
 
 @jit

@@ -1,60 +1,42 @@
-"""Block-sparse forward attention on sm_90: a warp that loads the blocks which a list names, and warpgroups that fold them.
+"""Block-sparse forward attention on sm_90: a producer that loads the blocks which a list names, and consumers that fold them.
 
-    producer   1 warp    waits until a buffer is free, then has the copy engine fill it: Q of the next query block, K and V units
-    consumer   4 warps   64 rows of a query block: S = Q K^T, softmax, O += P V, one unit after the other
+    producer    1 warp     issues TMA loads of Q, and of K and V unit by unit, into pipelines of shared memory
+    consumers   4 warps    64 rows of a query tile: S = Q K^T, online softmax, O += P V, one unit after the other
 
-A unit is 128 keys: one listed block of 128 or two of 64, the second beside the first in shared memory.  A query block of
+A unit is 128 keys: one listed block of 128 or two of 64, the second beside the first in shared memory.  A query tile of
 64 rows has one consumer, and two programs share an SM; one of 128 rows has two consumers, which read the same units.  Q
 lives in registers, so that shared memory is read for K and V alone.
 
-In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.  Each
-side has a ring of buffers with two barriers a buffer: `full` (the copy engine has written it) and `empty` (every consumer
-has read it).  The parity that a side waits for flips each time it has gone round its ring.
+In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.
 
-There are as many programs as the device has places.  Each draws the number of its next query block from a counter while it
-still loads for the one before: the next loads run under the end of the fold, and lists of different lengths share the
-device evenly.  Which program makes a block changes no bit of it.
+There are as many programs as the device has places.  Each draws the number of its next query tile from a counter while it
+still loads for the one before.  The next loads run under the end of the fold, and lists of different lengths share the
+device evenly.  Which program folds a query tile changes no bit of it.
 
 Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
+from .block_list import UNIT, BlockLists, ListScheduler
+from .config import Config, Problem
+from .epilogue import Epilogue
 from .gluon import (
-    barriers,
+    aggregate,
+    constexpr_function,
+    descriptor,
     fence_async_shared,
     gl,
     jit,
     mbarrier,
-    reinterpret,
-    thread_barrier,
     tma_load,
-    wgmma,
     wgmma_wait,
 )
-from .parts import (
-    LOG2E,
-    LOWEST,
-    PANEL,
-    clear_rows,
-    count_of_item,
-    cut_columns,
-    draw_ticket,
-    entry,
-    list_of_item,
-    live_keys,
-    live_of_entry,
-    load_rows,
-    place_of_item,
-    quad_sums,
-    read_ticket,
-    reciprocal,
-    rescale,
-    softmax_step,
-    store_accumulator,
-    store_lse,
-    units_of_list,
-)
+from .parts import LOG2E, cut_columns, reciprocal
+from .pipeline import Stage, make_pipeline
+from .producer import acquire_all, signal_all
+from .products import issue_output, issue_scores, rescale_output, wait_output, zero_output
+from .scheduler import WorkCounter
+from .softmax import Softmax
 
-UNIT = gl.constexpr(128)  # keys a step
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
            "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph",
            "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh"]  # fmt: skip
@@ -63,282 +45,228 @@ BRANCH_GATE = gl.constexpr(2)  # times a gate,
 GATE = gl.constexpr(4)  # to this one's times a gate
 
 
-@jit
-def _load_unit(desc, bar, buffers, slot, i_b, i_h, row_0, row_1, D: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Have one unit of K or V brought: buffers is [slots * panels * blocks, KV_BLOCK, 64], which is [slots, 128, D] swizzled."""
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    PANELS: gl.constexpr = D // PANEL
-    mbarrier.expect(bar, UNIT * D * 2)
-    for p in gl.static_range(PANELS):
-        place = (slot * PANELS + p) * PER
-        tma_load(desc, [i_b, i_h, row_0, p * PANEL], bar, buffers.index(place))
-        if PER == 2:
-            tma_load(desc, [i_b, i_h, row_1, p * PANEL], bar, buffers.index(place + 1))
+@aggregate
+class Mix:
+    """What the result is mixed with.  MIXED is the sum of BRANCH, BRANCH_GATE and GATE.
+
+    branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64]; GateB, Gate [B, Sq, H] by their strides."""
+
+    branch_desc: descriptor
+    GateB: gl.tensor
+    Gate: gl.tensor
+    strides: gl.tuple
+    MIXED: gl.constexpr
+    WARPGROUPS: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, branch_desc, GateB, Gate, strides, MIXED, WARPGROUPS):
+        self.branch_desc, self.GateB, self.Gate, self.strides = branch_desc, GateB, Gate, strides
+        self.MIXED, self.WARPGROUPS = gl.constexpr(MIXED), gl.constexpr(WARPGROUPS)
+
+    @jit
+    def units(self, i):
+        """How many units of V were the other branch's, in i query tiles."""
+        return i * (self.MIXED & BRANCH)
+
+    @jit
+    def load(self, v, t, work):
+        """Issue the TMA loads of the other branch's rows of a query tile, as if they were one more unit of V, the t-th."""
+        BLOCKS: gl.constexpr = UNIT // v.BOX
+        BOXES: gl.constexpr = self.WARPGROUPS if BLOCKS == 2 else 1
+        stage = v.free_stage(t)
+        bar = v.full.index(stage.slot)
+        v.acquire(stage)
+        mbarrier.expect(bar, BOXES * v.BOX * v.DIM * 2)
+        for p in gl.static_range(v.DIM // 64):
+            for c in gl.static_range(BOXES):
+                row = work.block * (64 * self.WARPGROUPS) + c * v.BOX
+                panel = v.panels[0].index((stage.slot * (v.DIM // 64) + p) * BLOCKS + c)
+                tma_load(self.branch_desc, [work.batch, work.head, row, p * 64], bar, panel)
+
+    @jit
+    def gates(self, otherwise, work, row, rows, ROW: gl.constexpr):
+        """-> the gates of 64 rows of the other branch and of this one, `otherwise` where there is none."""
+        gate_branch = otherwise
+        gate = otherwise
+        if self.MIXED & BRANCH_GATE:
+            gate_branch = _gate_rows(self.GateB, work, row, rows, self.strides[0:3], ROW)
+        if self.MIXED & GATE:
+            gate = _gate_rows(self.Gate, work, row, rows, self.strides[3:6], ROW)
+        return gate_branch, gate
+
+    @jit
+    def branch(self, v, stage, otherwise, CID: gl.constexpr):
+        """The other branch's rows of consumer CID in registers, like the accumulator `otherwise`, when they have arrived."""
+        if self.MIXED & BRANCH:
+            v.wait(stage)
+            return v.part(stage, 0).slice(CID * 64, 64).load(otherwise.type.layout).to(gl.float32)
+        else:
+            return otherwise
+
+    @jit
+    def apply(self, acc, l, branch, gates):
+        """The result: acc / l, times its gate, and the other branch, times its own."""
+        factor = reciprocal(l, gl.SliceLayout(1, acc.type.layout))
+        if self.MIXED & GATE:
+            factor = factor * gates[1]
+        acc = acc * gl.expand_dims(factor, 1)
+        if self.MIXED & BRANCH:
+            if self.MIXED & BRANCH_GATE:
+                branch = branch * gl.expand_dims(gates[0], 1)
+            acc = acc + branch
+        return acc
 
 
 @jit
-def _load_branch(branch_desc, v_full, v_empty, v_buf, tv, i_q, i_b, i_h, D: gl.constexpr, KV_BLOCK: gl.constexpr,
-                 WARPGROUPS: gl.constexpr, V_SLOTS: gl.constexpr):  # fmt: skip
-    """Have the other branch's rows of a query block brought as if they were one more unit of V, the tv-th."""
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    PANELS: gl.constexpr = D // PANEL
-    BOXES: gl.constexpr = WARPGROUPS if PER == 2 else 1  # of KV_BLOCK rows
-    vs = tv % V_SLOTS
-    mbarrier.wait(v_empty.index(vs), ((tv // V_SLOTS) & 1) ^ 1)
-    mbarrier.expect(v_full.index(vs), BOXES * KV_BLOCK * D * 2)
-    for p in gl.static_range(PANELS):
-        for c in gl.static_range(BOXES):
-            tma_load(branch_desc, [i_b, i_h, i_q * (64 * WARPGROUPS) + c * KV_BLOCK, p * PANEL], v_full.index(vs),
-                     v_buf.index((vs * PANELS + p) * PER + c))  # fmt: skip
-
-
-@jit
-def _produce(q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items, D: gl.constexpr,
-             KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-             MIXED: gl.constexpr):  # fmt: skip
-    """The producer: chooses the query blocks and makes every load, in the order in which the consumers need them."""
-    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    seq_q, seq_k, heads, q_blocks = sizes
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    count = count_of_item(lists, item, q_blocks, heads)
-    following = items
-    count_following = count
-    drawn = 0
-    i = 0  # query blocks that were begun
-    t = 0  # units that were loaded: position in the rings
-    while item < items:
-        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
-        index = list_of_item(lists, i_q, i_b, i_h)
-        units, missing = units_of_list(count, PER)
-        block_0 = entry(index, 0 - missing, count)
-        block_1 = entry(index, 1 - missing, count) if PER == 2 else block_0
-        for c in gl.static_range(WARPGROUPS):
-            mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-        _write_note(note, item, count)
-        for c in gl.static_range(WARPGROUPS):
-            load_rows(q_desc, q_full.index(c), q_buf, c, i_b, i_h, (i_q * WARPGROUPS + c) * 64, 64, D)
-        i_k = i_h // group
-        for j in range(units):
-            # a missing block is read past the end, where the copy engine gives zeros
-            row_0 = gl.where(block_0 >= 0, block_0 * KV_BLOCK, seq_k)
-            row_1 = gl.where(block_1 >= 0, block_1 * KV_BLOCK, seq_k)
-            block_0 = entry(index, (j + 1) * PER - missing, count)
-            if PER == 2:
-                block_1 = entry(index, (j + 1) * PER + 1 - missing, count)
-            ks = t % K_SLOTS
-            mbarrier.wait(k_empty.index(ks), ((t // K_SLOTS) & 1) ^ 1)
-            _load_unit(k_desc, k_full.index(ks), k_buf, ks, i_b, i_k, row_0, row_1, D, KV_BLOCK)
-            tv = t + i * (MIXED & BRANCH)
-            vs = tv % V_SLOTS
-            mbarrier.wait(v_empty.index(vs), ((tv // V_SLOTS) & 1) ^ 1)
-            _load_unit(v_desc, v_full.index(vs), v_buf, vs, i_b, i_k, row_0, row_1, D, KV_BLOCK)
-            t += 1
-            # As late as hides the answers: who draws early may hold two long lists while others have none.
-            if j == gl.maximum(units - 4, 0):
-                drawn = draw_ticket(Tickets)
-            if j == gl.maximum(units - 2, 0):
-                following = programs + read_ticket(drawn)
-                count_following = count_of_item(lists, gl.minimum(following, items - 1), q_blocks, heads)
-        if MIXED & BRANCH:
-            _load_branch(branch_desc, v_full, v_empty, v_buf, t + i, i_q, i_b, i_h, D, KV_BLOCK, WARPGROUPS, V_SLOTS)
-        item = following
-        count = count_following
-        i += 1
-    for c in gl.static_range(WARPGROUPS):
-        mbarrier.wait(q_empty.index(c), (i & 1) ^ 1)
-    _write_note(note, -1, 0)
-    for c in gl.static_range(WARPGROUPS):
-        mbarrier.arrive(q_full.index(c), count=1)
-    # a number was drawn for every block that was made; who drew the last one leaves the counter as it was
-    if item == programs + items - 1:
-        gl.store(Tickets, 0)
-
-
-@jit
-def _write_note(note, item, count):
-    """Tell the consumers which query block is next (-1: none) and its count; they read it once q_full is complete."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    note.store(gl.where(gl.arange(0, 2, layout=LAYOUT) == 0, item, count))
-    thread_barrier()  # one thread of the warp announces what all of them wrote
-
-
-@jit
-def _read_note(note):
-    """-> item, count"""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    pair = note.load(LAYOUT)
-    first = gl.arange(0, 2, layout=LAYOUT) == 0
-    return gl.sum(gl.where(first, pair, 0), 0), gl.sum(gl.where(first, 0, pair), 0)
-
-
-@jit
-def _clear_unit(v_full, v_buf, slot, parity, live_0, live_1, D: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Wait for a unit of V and zero its rows past the valid keys."""
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    mbarrier.wait(v_full.index(slot), parity)
-    for p in gl.static_range(D // PANEL):
-        place = (slot * (D // PANEL) + p) * PER
-        clear_rows(v_buf.index(place), live_0, KV_BLOCK, gl.num_warps())
-        if PER == 2:
-            clear_rows(v_buf.index(place + 1), live_1, KV_BLOCK, gl.num_warps())
-    fence_async_shared()
-
-
-@jit
-def _gate_rows(gate, i_b, i_h, row, rows, strides, ROW: gl.constexpr):
+def _gate_rows(gate, work, row, rows, strides, ROW: gl.constexpr):
     """A gate of 64 rows from `row` on; 0 past the end.  gate [B, rows, H] by strides."""
     o_r = gl.arange(0, 64, layout=ROW)
-    begin = gate + i_b.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[2] + row.to(gl.int64) * strides[1]
+    begin = (
+        gate
+        + work.batch.to(gl.int64) * strides[0]
+        + work.head.to(gl.int64) * strides[2]
+        + row.to(gl.int64) * strides[1]
+    )
     return gl.load(begin + o_r.to(gl.int64) * strides[1], mask=o_r < rows, other=0.0).to(gl.float32)
 
 
 @jit
-def _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_om, MIXED: gl.constexpr, DTYPE: gl.constexpr,
-            ROW_S: gl.constexpr, ROW_O: gl.constexpr):  # fmt: skip
-    """Divide, mix and store: rows of the sequence, of which the first `live` are real queries; the others give 0 and -inf."""
-    factor = reciprocal(l, ROW_O)
-    if MIXED & GATE:
-        factor = factor * gate
-    acc = acc * gl.expand_dims(factor, 1)
-    if MIXED & BRANCH:
-        if MIXED & BRANCH_GATE:
-            branch = branch * gl.expand_dims(gate_branch, 1)
-        acc = acc + branch
-    acc = gl.where(gl.expand_dims(gl.arange(0, 64, layout=ROW_O) >= live, 1), 0.0, acc)
-    store_lse(lse, m, l, rows, live, ROW_S)
-    store_accumulator(out, acc, rows, stride_om, DTYPE)
+def produce(scheduler, lists, q, k, v, mix):
+    """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them."""
+    programs = gl.num_programs(0)
+    item = gl.program_id(0)
+    count = lists.count(scheduler.work(item))
+    following = scheduler.counter.items
+    count_following = count
+    number = 0
+    i = 0  # query tiles that were begun
+    t = 0  # units that were loaded
+    while item < scheduler.counter.items:
+        work = scheduler.work(item)
+        listed = lists.of(work, count)
+        block_0, block_1 = listed.blocks(0)
+        acquire_all(q, i)
+        scheduler.post(item, count)
+        for c in gl.static_range(q.SLOTS):
+            q.load(Stage(c, i & 1), work.batch, work.head, (work.block * q.SLOTS + c) * 64)
+        kv_head = work.head // scheduler.problem.group
+        for j in range(listed.units):
+            row_0 = listed.row(block_0)
+            row_1 = listed.row(block_1)
+            block_0, block_1 = listed.blocks(j + 1)
+            stage = k.free_stage(t)
+            k.acquire(stage)
+            k.load_blocks(stage, work.batch, kv_head, row_0, row_1)
+            stage = v.free_stage(t + mix.units(i))
+            v.acquire(stage)
+            v.load_blocks(stage, work.batch, kv_head, row_0, row_1)
+            t += 1
+            # As late as hides the answers: who draws early may hold two long lists while others have none.
+            if j == gl.maximum(listed.units - 4, 0):
+                number = scheduler.counter.draw()
+            if j == gl.maximum(listed.units - 2, 0):
+                following = scheduler.counter.drawn(number, programs)
+                count_following = lists.count(scheduler.work(gl.minimum(following, scheduler.counter.items - 1)))
+        if mix.MIXED & BRANCH:
+            mix.load(v, t + i, work)
+        item = following
+        count = count_following
+        i += 1
+    acquire_all(q, i)
+    scheduler.post(-1, 0)
+    signal_all(q, i)
+    scheduler.counter.end(item, programs)
 
 
 @jit
-def _consume(note, rings, outs, lists, block_sizes, mix, sizes, scale, CID: gl.constexpr, D: gl.constexpr,
-             KV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-             MASKED: gl.constexpr, SIZED: gl.constexpr, Q_SIZED: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
-    """Consumer number CID: rows CID * 64 on of each query block of this program."""
-    q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    Out, Lse, stride_ob, stride_om, stride_oh = outs
-    Sizes, QuerySizes, stride_sb, stride_sh, stride_pb, stride_ph = block_sizes
-    seq_q, seq_k, heads, q_blocks = sizes
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    DTYPE: gl.constexpr = k_buf.dtype
-    WARPS: gl.constexpr = gl.num_warps()
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNIT, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, k_width=2)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, k_width=2)
-    ROW_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, D], DTYPE)
-    k_tiles = reinterpret(k_buf, DTYPE, [K_SLOTS, UNIT, D], TILE)
-    v_tiles = reinterpret(v_buf, DTYPE, [V_SLOTS, UNIT, D], TILE)
-    q_tiles = reinterpret(q_buf, DTYPE, [WARPGROUPS, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
-    WHOLE: gl.constexpr = KV_BLOCK * 257 if PER == 2 else KV_BLOCK  # sizes of a unit's blocks, 8 bits each
+def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, epilogue, scale):
+    """Consumer number CID: rows CID * 64 on of each query tile of this program."""
+    MASKED: gl.constexpr = lists.MASKED
+    KV_BLOCK: gl.constexpr = lists.KV_BLOCK
+    WHOLE: gl.constexpr = KV_BLOCK * 257 if KV_BLOCK < UNIT else KV_BLOCK  # valid keys of a unit's blocks, 8 bits each
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, config.SCORES, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, config.OUT)
     scale = scale * LOG2E
-    nothing = gl.zeros([64, UNIT], gl.float32, S_LAYOUT)  # use_acc=False: never read
-    i = 0  # query blocks that were begun
-    first = 0  # the rings' position of this block's first unit
-    mbarrier.wait(q_full.index(CID), 0)
-    item, count = _read_note(note)
+    nothing = gl.zeros([64, UNIT], gl.float32, config.SCORES)  # use_acc=False: never read
+    i = 0  # query tiles that were begun
+    begun = 0  # units of those before this one
+    q.wait(Stage(CID, 0))
+    item, count = scheduler.read()
     while item >= 0:
-        i_q, i_b, i_h = place_of_item(item, q_blocks, heads)
-        index = list_of_item(lists, i_q, i_b, i_h)
-        units, missing = units_of_list(count, PER)
-        own_sizes = Sizes + i_b.to(gl.int64) * stride_sb + i_h.to(gl.int64) * stride_sh
-        live_0 = live_of_entry(index, 0 - missing, count, own_sizes, seq_k, KV_BLOCK, MASKED, SIZED)
-        live_1 = live_of_entry(index, 1 - missing, count, own_sizes, seq_k, KV_BLOCK, MASKED, SIZED) if PER == 2 else 0
+        work = scheduler.work(item)
+        listed = lists.of(work, count)
+        live_0 = listed.first_live(0)
+        live_1 = listed.first_live(1) if KV_BLOCK < UNIT else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
-            lives_next = live_keys(entry(index, PER - missing, count), own_sizes, seq_k, KV_BLOCK, SIZED)
-            ahead_0 = entry(index, 2 * PER - missing, count)
-            ahead_1 = ahead_0
-            if PER == 2:
-                lives_next += 256 * live_keys(entry(index, 3 - missing, count), own_sizes, seq_k, KV_BLOCK, SIZED)
-                ahead_1 = entry(index, 5 - missing, count)
-        m = gl.full([64], LOWEST, gl.float32, ROW_S)
-        l = gl.zeros_like(quad_sums(nothing))
-        acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+            ahead_0, ahead_1 = listed.blocks(1)
+            lives_next = listed.lives(ahead_0, ahead_1)
+            ahead_0, ahead_1 = listed.blocks(2)
+        m, l = softmax.begin(nothing, work.head)
+        acc = zero_output(config)
 
-        q = q_tiles.index(CID).load(Q_LAYOUT)
-        ks = first % K_SLOTS
-        first_v = first + i * (MIXED & BRANCH)
-        vs = first_v % V_SLOTS
-        v_parity = (first_v // V_SLOTS) & 1
-        mbarrier.wait(k_full.index(ks), (first // K_SLOTS) & 1)
-        s = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        q_tile = (q.part(Stage(CID, 0), 0).load(Q_LAYOUT),)
+        ks = k.stage(begun)
+        first_v = begun + mix.units(i)
+        stage = v.stage(first_v)
+        k.wait(ks)
+        s = issue_scores(q_tile, k, ks, nothing)
         s = wgmma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(ks), count=1)
+        k.release(ks)
         # Not before: a load from shared memory may be on its way still when its warp has passed a barrier, beside a busy
-        # wgmma for long enough to see the next block's Q.  The product had to wait for it.
-        mbarrier.arrive(q_empty.index(CID), count=1)
+        # wgmma for long enough to see the next query tile's Q.  The product had to wait for it.
+        q.release(Stage(CID, 0))
         s = cut_columns(s, live_0, live_1, KV_BLOCK)
-        p, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
+        p, m, l, alpha = softmax.step(s, m, l, scale)
 
-        for j in range(1, units):
-            t = first + j
-            ks = t % K_SLOTS
-            tv = first_v + j
-            vs_next = tv % V_SLOTS
+        for j in range(1, listed.units):
+            ks = k.stage(begun + j)
+            ahead = v.stage(first_v + j)
             if MASKED:
                 if lives != WHOLE:
-                    _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
+                    v.wait(stage)
+                    v.clear_blocks(stage, lives & 255, lives >> 8)
                 lives = lives_next
-                lives_next = live_keys(ahead_0, own_sizes, seq_k, KV_BLOCK, SIZED)
-                ahead_0 = entry(index, (j + 2) * PER - missing, count)
-                if PER == 2:
-                    lives_next += 256 * live_keys(ahead_1, own_sizes, seq_k, KV_BLOCK, SIZED)
-                    ahead_1 = entry(index, (j + 2) * PER + 1 - missing, count)
-            mbarrier.wait(k_full.index(ks), (t // K_SLOTS) & 1)
-            s_flying = wgmma(q, k_tiles.index(ks).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc = rescale(acc, alpha, ROW_O)
-            mbarrier.wait(v_full.index(vs), v_parity)
-            o_flying = wgmma(p, v_tiles.index(vs), acc, is_async=True)
+                lives_next = listed.lives(ahead_0, ahead_1)
+                ahead_0, ahead_1 = listed.blocks(j + 2)
+            k.wait(ks)
+            s_flying = issue_scores(q_tile, k, ks, nothing)
+            acc = rescale_output(acc, alpha, False)
+            v.wait(stage)
+            o_flying = issue_output(p, v, stage, acc, config.PROBS_REST)
             s = wgmma_wait(1, deps=(s_flying,))
-            mbarrier.arrive(k_empty.index(ks), count=1)
+            k.release(ks)
             if MASKED:
                 if lives != WHOLE:
                     s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
-            p_next, m, l, alpha = softmax_step(s, m, l, scale, P_LAYOUT, DTYPE)
-            acc = wgmma_wait(0, deps=(o_flying,))
-            mbarrier.arrive(v_empty.index(vs), count=1)
+            p_next, m, l, alpha = softmax.step(s, m, l, scale)
+            acc = wait_output(o_flying)
+            v.release(stage)
             p = p_next
-            vs = vs_next
-            v_parity = (tv // V_SLOTS) & 1
+            stage = ahead
 
         if MASKED:
             if lives != WHOLE:
-                _clear_unit(v_full, v_buf, vs, v_parity, lives & 255, lives >> 8, D, KV_BLOCK)
-        row = i_q * (64 * WARPGROUPS) + CID * 64
-        rows = seq_q - row
-        gate_branch = l
-        gate = l
-        if MIXED & BRANCH_GATE:
-            gate_branch = _gate_rows(mix[0], i_b, i_h, row, rows, mix[2:5], ROW_O)
-        if MIXED & GATE:
-            gate = _gate_rows(mix[1], i_b, i_h, row, rows, mix[5:8], ROW_O)
-        acc = rescale(acc, alpha, ROW_O)
-        mbarrier.wait(v_full.index(vs), v_parity)
-        acc = wgmma(p, v_tiles.index(vs), acc, is_async=True)
-        acc = wgmma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(vs), count=1)
-        branch = acc
-        if MIXED & BRANCH:
-            bs = (first_v + units) % V_SLOTS
-            mbarrier.wait(v_full.index(bs), ((first_v + units) // V_SLOTS) & 1)
-            branch = v_tiles.index(bs).slice(CID * 64, 64).load(O_LAYOUT).to(gl.float32)
-        live = rows
-        if Q_SIZED:
-            place = i_b.to(gl.int64) * stride_pb + i_h.to(gl.int64) * stride_ph + i_q
-            live = gl.minimum(rows, gl.load(QuerySizes + place) - CID * 64)
-        out = Out + i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh + row.to(gl.int64) * stride_om
-        lse = Lse + (i_b.to(gl.int64) * heads + i_h) * seq_q + row
-        _finish(out, lse, acc, m, l, branch, gate_branch, gate, rows, live, stride_om, MIXED, DTYPE, ROW_S, ROW_O)
-        if MIXED & BRANCH:  # not before its values have been used: as with Q, a load may be on its way for long
-            mbarrier.arrive(v_empty.index(bs), count=1)
-        first += units
+                v.wait(stage)
+                v.clear_blocks(stage, lives & 255, lives >> 8)
+        row = work.block * (64 * config.CONSUMERS) + CID * 64
+        rows = work.seq_q - row
+        gates = mix.gates(l, work, row, rows, ROW)
+        acc = rescale_output(acc, alpha, False)
+        v.wait(stage)
+        acc = wait_output(issue_output(p, v, stage, acc, config.PROBS_REST))
+        v.release(stage)
+        other = v.stage(first_v + listed.units)
+        branch = mix.branch(v, other, acc[0], CID)
+        live = lists.live_queries(work, rows, CID)
+        made = mix.apply(acc[0], l, branch, gates)
+        epilogue.store_live(made, m, l, work, row, live)
+        if mix.MIXED & BRANCH:  # not before its values have been used: as with Q, a load may be on its way for long
+            v.release(other)
+        begun += listed.units
         i += 1
-        mbarrier.wait(q_full.index(CID), i & 1)
-        item, count = _read_note(note)
+        q.wait(Stage(CID, i & 1))
+        item, count = scheduler.read()
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -353,7 +281,7 @@ def sparse_forward_hopper(
     Count,
     Sizes,
     QuerySizes,
-    Tickets,
+    Counter,
     GateB,
     Gate,
     scale,
@@ -399,41 +327,24 @@ def sparse_forward_hopper(
 
     MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
     [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64]."""
-    PER: gl.constexpr = UNIT // KV_BLOCK
-    PANELS: gl.constexpr = D // PANEL
-    DTYPE: gl.constexpr = q_desc.dtype
-    BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_BLOCK, PANEL], DTYPE)
-    Q_BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PANEL], DTYPE)
-    q_buf = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * PANELS, 64, PANEL], Q_BOX)
-    k_buf = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
-    v_buf = gl.allocate_shared_memory(DTYPE, [V_SLOTS * PANELS * PER, KV_BLOCK, PANEL], BOX)
-    note = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = barriers(WARPGROUPS, 1)
-    q_empty = barriers(WARPGROUPS, 1)
-    k_full = barriers(K_SLOTS, 1)
-    k_empty = barriers(K_SLOTS, WARPGROUPS)
-    v_full = barriers(V_SLOTS, 1)
-    v_empty = barriers(V_SLOTS, WARPGROUPS)
+    mailbox = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q = make_pipeline(q_desc, WARPGROUPS, 64, D, 1)
+    k = make_pipeline(k_desc, K_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
+    v = make_pipeline(v_desc, V_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
+    problem = Problem(seq_q, seq_k, heads, group, None, None, None, None)
+    config = Config(q_desc.dtype, D, UNIT, WARPGROUPS, 1, False, False, False)
+    counter = WorkCounter(Counter, items)
+    scheduler = ListScheduler(problem, counter, mailbox, q_blocks)
+    lists = BlockLists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Sizes, QuerySizes,
+                       (stride_sb, stride_sh, stride_pb, stride_ph), KV_BLOCK, MASKED, SIZED, Q_SIZED)  # fmt: skip
+    strides = (stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
+    mix = Mix(branch_desc, GateB, Gate, strides, MIXED, WARPGROUPS)
+    softmax = Softmax(None, None, config, 0, False, False)
+    epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, D)
     fence_async_shared()
-    rings = (q_buf, k_buf, v_buf, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    lists = (Index, Count, stride_ib, stride_ih, stride_iq, stride_cb, stride_ch)
-    outs = (Out, Lse, stride_ob, stride_om, stride_oh)
-    block_sizes = (Sizes, QuerySizes, stride_sb, stride_sh, stride_pb, stride_ph)
-    mix = (GateB, Gate, stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
-    sizes = (seq_q, seq_k, heads, q_blocks)
-    if WARPGROUPS == 1:
-        gl.warp_specialize([
-            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
-                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
-                        D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
-        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
-                        0, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_consume, (note, rings, outs, lists, block_sizes, mix, sizes, scale,
-                        1, D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MASKED, SIZED, Q_SIZED, MIXED)),
-            (_produce, (q_desc, k_desc, v_desc, branch_desc, Tickets, note, rings, lists, sizes, group, items,
-                        D, KV_BLOCK, WARPGROUPS, K_SLOTS, V_SLOTS, MIXED)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    gl.warp_specialize(
+        [(consume, (c, config, scheduler, lists, q, k, v, mix, softmax, epilogue, scale)) for c in (0, 1)[:WARPGROUPS]]
+        + [(produce, (scheduler, lists, q, k, v, mix))],
+        [4, 1][2 - WARPGROUPS :],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS][2 - WARPGROUPS :],
+    )

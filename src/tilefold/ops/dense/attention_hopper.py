@@ -39,7 +39,7 @@ def bind(
     n = plan.problem
     pack = rules.packed_heads(n, plan.options)
     blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
-    if call.packed is not None:  # places of all sequences: kernels.hopper.forward_work.sequence_of_place
+    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
         blocks = q.shape[0] // plan.block_m + n.batch
         items = blocks * n.heads
     sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads // pack, "kv_heads": n.kv_heads}
@@ -48,7 +48,7 @@ def bind(
         **option_values(call, window, mods, 0.0, q.dtype),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
-        "Tickets": WORK_COUNTER,
+        "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
@@ -81,7 +81,8 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "PACK": rules.packed_heads(n, plan.options),
         "VARLEN": n.varlen,
         "SOFTCAP": softcap,
-        **{option.upper(): option in plan.options for option in ("fence", "late", "turns", "skip", "lazy")},
+        **{option.upper(): option in plan.options for option in ("fence", "late", "skip", "lazy")},
+        "PING_PONG": "turns" in plan.options,
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

@@ -39,8 +39,8 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
 
 def tile_box(t: torch.Tensor, keys: int) -> "Box":
     """Boxes of 64 queries and 128 bytes of keys, or of one row of all keys of a tile where one serves all queries."""
-    from ...kernels.hopper.forward_mods import panel_of_tile, tile_layout
     from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...kernels.hopper.score_mods import panel_of_tile, tile_layout
     from ..launch import Box
 
     t = bytes_of(t)

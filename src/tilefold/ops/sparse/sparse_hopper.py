@@ -64,7 +64,7 @@ def bind(
         **lists,
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
-        "Tickets": WORK_COUNTER,
+        "Counter": WORK_COUNTER,
         "GateB": Slot("lse"),
         "Gate": Slot("lse"),
         "q_blocks": q_blocks,

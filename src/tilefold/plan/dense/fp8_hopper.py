@@ -29,7 +29,7 @@ DEQUANTISE = "dequantise"
 WIDTHS = (64, 128, 256)  # bytes of a tile's row; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {2: 208, 3: 112}  # of a folding thread, by accumulators and weights: with more, compilers spill in the loop
-BARRIER_BYTES = 576  # barriers, the note, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 576  # barriers, the mailbox, and what the compiler keeps to start the partitions
 OPTIONS = ("direct", "fence", "turns", *POLYNOMIALS)
 """Versions of the kernel. direct: sums over tiles are left to the tensor cores, which keep about 14 bits of them; fence: the wait
 for a product stays behind the softmax; turns: the warpgroups issue their products in turns; polynomial n: n sixteenths of the

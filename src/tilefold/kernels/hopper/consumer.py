@@ -1,0 +1,130 @@
+"""The consumers of the forward kernels: the main loop of a warpgroup that folds 64 rows of each query tile.
+
+What a consumer has in flight, tile by tile:   issue S'  |  issue O += P V  |  wait for S'  |  its softmax  |  wait for O
+
+The exponentials of one tile run beside the products of the one before, and, as the warpgroups alternate (by themselves, or by
+ping-pong scheduling), beside the others' products.  e4m3 may add up outside of wgmma (config.OUTSIDE): P V of each tile is then
+issued alone, and added to O when it has been waited for.
+"""
+
+from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
+from .pipeline import Stage
+from .products import add_output, issue_output, issue_scores, rescale_output, wait_output, zero_output
+from .scheduler import IDLE
+
+
+@jit
+def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, epilogue, turns):
+    """Consumer number CID: rows CID * 64 on of each query tile of this program."""
+    LAZY: gl.constexpr = softmax.LAZY
+    VOTE: gl.constexpr = softmax.VOTE
+    OUTSIDE: gl.constexpr = config.OUTSIDE
+    REST: gl.constexpr = config.PROBS_REST
+    q_tile = q.parts(Stage(CID, 0))
+    inner = mods.inner_scale()
+    scale_of_all = mods.scale_of_softmax()
+    nothing = gl.zeros([64, config.KEYS], gl.float32, config.SCORES)  # never read
+    no_output = zero_output(config)  # nor this
+    zero = scheduler.problem.seq_q >> 31
+    i = 0  # query tiles that were begun
+    t = 0  # KV tiles that were folded
+    turns.begin(CID)
+    q.wait(Stage(CID, 0))
+    item = scheduler.item()
+    while item >= 0:
+        work = scheduler.work(item)
+        first, tiles = mask.tiles(work)
+        row = work.block * (config.CONSUMERS * 64) + CID * 64
+        scale = mods.scale_of_tile(scale_of_all, work)
+        slope = mods.slope(nothing, work)
+        m, l = softmax.begin(nothing, work.head)
+        acc = zero_output(config)
+        stage = k.stage(t)
+        k.wait(stage)
+        turns.wait(CID)
+        s = issue_scores(q_tile, k, stage, nothing)
+        turns.pass_on(CID)
+        s = wgmma_wait(0, deps=(s,))
+        k.release(stage)
+        s = mods.apply(s, inner, slope, t, work, row, first * config.KEYS, CID)
+        s = mask.apply(s, work, row, first * config.KEYS)
+        p, m, l, alpha = softmax.step(s, m, l, scale)
+        if OUTSIDE:
+            before = alpha  # the factor of O when the product of these probabilities is added
+        if LAZY:
+            # m takes over m_next in the loop, which `check` there makes a value of its own (see gluon.py)
+            checked, m_next, worst = scheduler.overflow.is_checked(), m, gl.zeros_like(m)
+        for j in range(1, tiles):
+            t += 1
+            key = (first + j) * config.KEYS
+            ahead = k.stage(t)
+            k.wait(ahead)
+            if (turns.ON or VOTE) and not OUTSIDE:  # before a product is in flight, which a branch would serialise
+                acc = rescale_output(acc, alpha, VOTE)
+            probs = softmax.operand(p, zero)  # before a product is in flight, which would be waited for
+            turns.wait(CID)
+            s_flying = issue_scores(q_tile, k, ahead, nothing)
+            if not (turns.ON or VOTE or OUTSIDE):
+                acc = rescale_output(acc, alpha, False)
+            v.wait(stage)
+            if OUTSIDE:
+                o_flying = issue_output(probs, v, stage, no_output, REST, False)
+            else:
+                o_flying = issue_output(probs, v, stage, acc, REST)
+            turns.pass_on(CID)
+            s = wgmma_wait(len(acc), deps=(s_flying,))
+            if not config.LATE:
+                k.release(ahead)
+            s = mods.apply(s, inner, slope, t, work, row, key, CID)
+            if LAZY:
+                if checked | mask.cuts(work, row, key):
+                    s = mask.cut(s, work, row, key)
+                    m_next = softmax.check(s, m_next, scale)
+                p_next, m, l, alpha, part = softmax.step_lazily(s, m, m_next, l, scale)
+            else:
+                s = mask.apply(s, work, row, key)
+                p_next, m, l, alpha = softmax.step(s, m, l, scale)
+            if config.FENCE:
+                l = schedule_fence(l)
+            if OUTSIDE:
+                acc = add_output(rescale_output(acc, before, False), wait_output(o_flying))
+                before = alpha
+            else:
+                acc = wait_output(o_flying)
+            if LAZY:
+                m_next, worst = softmax.update(part, m, worst)
+            if config.LATE:
+                k.release(ahead)
+            v.release(stage)
+            p = p_next
+            stage = ahead
+        # every product of this query tile with Q has been waited for
+        q.release(Stage(CID, 0))
+        acc = rescale_output(acc, alpha, False)
+        v.wait(stage)
+        if config.VARLEN:  # the next sequence's values lie behind the last key, and 0 * NaN is NaN
+            live = work.seq_k - (first + tiles - 1) * config.KEYS
+            if live < config.KEYS:
+                v.clear_tail(stage, live)
+        acc = wait_output(issue_output(softmax.operand(p, zero), v, stage, acc, REST))
+        v.release(stage)
+        if config.RELOCATE:
+            work = scheduler.work(opaque(item))
+            row = work.block * (config.CONSUMERS * 64) + CID * 64
+        if mods.scales is None:
+            epilogue.store(acc, m, l, work, row)
+        else:
+            epilogue.store(acc, m, l, work, row, mods.scales.of_values(work))
+        if LAZY:
+            scheduler.overflow.write(i & 1, CID, softmax.overflowed(worst, item))
+        t += 1
+        i += 1
+        q.wait(Stage(CID, i & 1))
+        item = scheduler.item()
+        if LAZY:
+            if item == IDLE:
+                q.release(Stage(CID, 0))
+                i += 1
+                q.wait(Stage(CID, i & 1))
+                item = scheduler.item()
+    turns.end(CID)

@@ -1,0 +1,96 @@
+"""The producer of the forward kernels: one warp that chooses the work tiles and issues every TMA load."""
+
+from .gluon import gl, jit
+from .pipeline import Stage
+from .scheduler import IDLE, LEAVE
+
+
+@jit
+def acquire_all(q, i):
+    """Wait until every consumer is done with Q of the query tile before the i-th."""
+    for c in gl.static_range(q.SLOTS):
+        q.acquire(Stage(c, (i & 1) ^ 1))
+
+
+@jit
+def signal_all(q, i):
+    """Have every consumer read the mailbox, without Q."""
+    for c in gl.static_range(q.SLOTS):
+        q.signal(Stage(c, i & 1))
+
+
+@jit
+def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
+    """Issue every load of work tile `now`, the i-th of this program -> the work tile that follows, and the next KV tile's number.
+
+    item: `now`, or, if that is folded again, the one that waits meanwhile."""
+    number = 0
+    following = item
+    first, tiles = mask.tiles(work)
+    if not scheduler.overflow.LAZY:  # the caller has
+        acquire_all(q, i)
+    scheduler.post(now, work)
+    for c in gl.static_range(q.SLOTS):
+        row = work.first_q + work.block * (q.SLOTS * 64) + c * 64
+        q.load(Stage(c, i & 1), work.batch, work.head, row)
+    kv_head = work.head // scheduler.problem.group
+    for j in range(tiles):
+        stage = k.free_stage(t)
+        key = (first + j) * k.ROWS
+        k.acquire(stage)
+        k.load(stage, work.batch, kv_head, work.first_k + key)
+        mods.load(t, work, work.block * (q.SLOTS * 64), key)
+        v.acquire(stage)
+        v.load(stage, work.batch, kv_head, work.first_k + key)
+        t += 1
+        # As late as hides the answers: who draws early may hold two long work tiles while others have none.
+        if (j == gl.maximum(tiles - 4, 0)) & (item == now):
+            number = scheduler.counter.draw()
+        if (j == gl.maximum(tiles - 2, 0)) & (item == now):
+            following = scheduler.counter.drawn(number, programs)
+    return following, t
+
+
+@jit
+def produce(scheduler, q, k, v, mask, mods):
+    """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them.
+
+    LAZY: when the consumers are done with Q of query tile i - 1, the overflow flags of i - 2 are set.  If it has to be folded
+    again, that is done next, checked.  (Only that tile, though its neighbours may have to be as well: whose program it falls to
+    changes from run to run, and its bits must not.)  IDLE in the mailbox brings the flags of the last one."""
+    programs = gl.num_programs(0)
+    item = gl.program_id(0)  # the first that nobody has begun
+    i = 0  # query tiles that were begun
+    t = 0  # KV tiles that were loaded
+    if scheduler.overflow.LAZY:
+        open = 2  # 1: the last query tile was begun, and nothing is left but its flags
+        while open > 0:
+            acquire_all(q, i)
+            again = scheduler.overflow.read(i & 1)
+            if (again > 0) | (item < scheduler.counter.items):
+                now = gl.where(again > 0, again - 1, item)
+                work = scheduler.locate(now)
+                if work.live:
+                    scheduler.overflow.set_checked(again)
+                    item, t = load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs)
+                    i += 1
+                else:
+                    item = scheduler.counter.drawn(scheduler.counter.draw(), programs)
+            else:
+                open = gl.where(i > 0, open - 1, 0)
+                if open > 0:
+                    scheduler.post_none(IDLE)
+                    signal_all(q, i)
+                    i += 1
+    else:
+        while item < scheduler.counter.items:
+            work = scheduler.locate(item)
+            if work.live:
+                item, t = load_work(scheduler, q, k, v, mask, mods, work, item, item, i, t, programs)
+                i += 1
+            else:
+                item = scheduler.counter.drawn(scheduler.counter.draw(), programs)
+        acquire_all(q, i)
+    scheduler.post_none(LEAVE)
+    signal_all(q, i)
+    scheduler.counter.end(item, programs)

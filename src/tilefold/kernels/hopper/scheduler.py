@@ -1,0 +1,249 @@
+"""The dynamic persistent tile scheduler: which query tile a program folds next.
+
+As many programs as the device has SMs draw work tiles from a counter in memory.  The order is LPT (longest processing time
+first): under a causal mask the last query tiles of a head see the most keys and come first.  Neighbours in the order share K and
+V in L2.  The producer draws, and posts what it drew in a mailbox in shared memory.  The consumers read it when Q has arrived.
+"""
+
+from .config import Problem
+from .gluon import aggregate, constexpr_function, field, gl, jit, thread_barrier
+from .parts import draw_work, place_of_item, read_work
+
+LEAVE = gl.constexpr(-1)  # posted instead of a work tile: there are no more
+IDLE = gl.constexpr(-2)  # there may be more; only the overflow flags of the one before are asked for
+
+
+@aggregate
+class WorkTile:
+    """One query tile: `block` of a sequence's query tiles, for one (packed) query head."""
+
+    block: gl.tensor
+    batch: gl.tensor | gl.constexpr  # 0 in a packed batch
+    head: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    shift: gl.tensor  # seq_k - seq_q: a query's own place among the keys, less its index
+    first_q: gl.tensor | gl.constexpr  # row of the sequence's first query,
+    first_k: gl.tensor | gl.constexpr  # and of its first key
+    sequence: gl.tensor  # the batch entry, or which sequence of a packed batch
+    live: gl.tensor | gl.constexpr  # is there anything to do?
+
+    @constexpr_function
+    def __init__(self, block, batch, head, seq_q, seq_k, shift, first_q, first_k, sequence, live):
+        self.block, self.batch, self.head = block, field(batch), head
+        self.seq_q, self.seq_k, self.shift = seq_q, seq_k, shift
+        self.first_q, self.first_k = field(first_q), field(first_k)
+        self.sequence, self.live = sequence, field(live)
+
+
+@aggregate
+class WorkCounter:
+    """Hands out `items` work tiles by number.  place [1] int32, 0 before the launch and after it."""
+
+    place: gl.tensor
+    items: gl.tensor
+
+    @constexpr_function
+    def __init__(self, place, items):
+        self.place, self.items = place, items
+
+    @jit
+    def draw(self):
+        """Draw a number.  It arrives later, in one thread of the warp; `drawn` waits for it."""
+        return draw_work(self.place)
+
+    @jit
+    def drawn(self, number, programs):
+        """The work tile of a number.  The first ones of the `programs` programs are not drawn."""
+        return programs + read_work(number)
+
+    @jit
+    def end(self, item, programs):
+        """A number was drawn for every work tile that was folded.  Who drew the last one sets the counter back."""
+        if item == programs + self.items - 1:
+            gl.store(self.place, 0)
+
+
+@jit
+def block_of_item(item, q_blocks, heads):
+    """-> query tile, batch entry, head: the last query tiles of a head come first."""
+    block, batch, head = place_of_item(item, q_blocks, heads)
+    return q_blocks - 1 - block, batch, head
+
+
+@jit
+def sequence_of_place(CuQ, place, batch, ROWS: gl.constexpr):
+    """-> sequence, query tile in it: of `place` among the total // ROWS + batch places of a packed batch.
+
+    Sequence b begins at place CuQ[b] // ROWS + b and has at least as many places as query tiles, whatever the offsets; nobody
+    counts tiles.  Places behind its last tile, or before the first sequence, hold no work."""
+    low = place - place
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = gl.load(CuQ + middle) // ROWS + middle <= place
+        low = gl.where(before, middle, low)
+        high = gl.where(before, high, middle)
+    return low, place - gl.load(CuQ + low) // ROWS - low
+
+
+@aggregate
+class OverflowFlags:
+    """LAZY: how the last two query tiles came out, and whether the present one is folded with its maxima checked.
+
+    flags [2 * CONSUMERS, 4]: of each consumer's warps, item + 1 if the tile has to be folded again, else 0.  checked [1]: more
+    than 0 if so."""
+
+    flags: gl.shared_memory_descriptor | gl.constexpr
+    checked: gl.shared_memory_descriptor | gl.constexpr
+    CONSUMERS: gl.constexpr
+    LAZY: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, flags, checked, CONSUMERS, LAZY):
+        self.flags, self.checked = field(flags), field(checked)
+        self.CONSUMERS, self.LAZY = gl.constexpr(CONSUMERS), gl.constexpr(LAZY)
+
+    @jit
+    def write(self, parity, CID: gl.constexpr, rows):
+        """Of a query tile of even or odd number: rows [64] int32, each warp its own 16."""
+        self.flags.index(parity * self.CONSUMERS + CID).store(gl.max(rows.reshape([4, 16]), 1))
+
+    @jit
+    def read(self, parity):
+        """Item + 1 of a query tile of even or odd number if it has to be folded again, else 0."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        found = self.flags.index(parity * self.CONSUMERS).load(LAYOUT)
+        for c in gl.static_range(self.CONSUMERS - 1):
+            found = gl.maximum(found, self.flags.index(parity * self.CONSUMERS + c + 1).load(LAYOUT))
+        return gl.max(found, 0)
+
+    @jit
+    def set_checked(self, again):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.checked.store(gl.full([1], again, gl.int32, LAYOUT))
+
+    @jit
+    def is_checked(self):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.sum(self.checked.load(LAYOUT), 0) > 0
+
+
+@aggregate
+class TileScheduler:
+    """Work tiles by number: q_blocks for each (batch entry, head) or, packed, for each head.
+
+    NUMBERED: consumers of a packed batch ask which sequence it is."""
+
+    problem: Problem
+    counter: WorkCounter
+    mailbox: gl.shared_memory_descriptor
+    overflow: OverflowFlags
+    q_blocks: gl.tensor
+    ROWS: gl.constexpr
+    VARLEN: gl.constexpr
+    NUMBERED: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED):
+        self.problem, self.counter, self.mailbox = problem, counter, mailbox
+        self.overflow, self.q_blocks = overflow, q_blocks
+        self.ROWS, self.VARLEN, self.NUMBERED = gl.constexpr(ROWS), gl.constexpr(VARLEN), gl.constexpr(NUMBERED)
+
+    @jit
+    def locate(self, item):
+        """The work tile, for the producer."""
+        seq_q, seq_k, heads = self.problem.seq_q, self.problem.seq_k, self.problem.heads
+        if self.VARLEN:
+            CuQ, CuK = self.problem.CuQ, self.problem.CuK
+            head = item // self.q_blocks
+            place = self.q_blocks - 1 - (item - head * self.q_blocks)
+            sequence, block = sequence_of_place(CuQ, place, self.problem.batch, self.ROWS)
+            first_q, first_k = gl.load(CuQ + sequence), gl.load(CuK + sequence)
+            n_q = gl.load(CuQ + sequence + 1) - first_q
+            n_k = gl.load(CuK + sequence + 1) - first_k
+            live = (block >= 0) & (block * self.ROWS < n_q)
+            return WorkTile(block, item - item, head, n_q, n_k, n_k - n_q, first_q, first_k, sequence, live)
+        else:
+            block, batch, head = block_of_item(item, self.q_blocks, heads)
+            return WorkTile(block, batch, head, seq_q, seq_k, seq_k - seq_q, 0, 0, batch, True)
+
+    @jit
+    def post(self, item, work):
+        """Tell the consumers what to fold next; of a packed batch they cannot locate it themselves."""
+        self._put(0, item)
+        if self.VARLEN:
+            self._put(1, work.block)
+            self._put(2, work.seq_q)
+            self._put(3, work.seq_k)
+            self._put(4, work.first_q)
+            if self.NUMBERED:
+                self._put(5, work.sequence)
+        thread_barrier()  # one thread of the warp signals what all of them wrote
+
+    @jit
+    def post_none(self, reason):
+        """LEAVE or IDLE instead of a work tile."""
+        self._put(0, reason)
+        if self.VARLEN:
+            for i in gl.static_range(5 if self.NUMBERED else 4):
+                self._put(i + 1, 0)
+        thread_barrier()
+
+    @jit
+    def item(self):
+        """The number that was posted."""
+        return self._get(0)
+
+    @jit
+    def work(self, item):
+        """The work tile that was posted, for a consumer."""
+        seq_q, seq_k, heads = self.problem.seq_q, self.problem.seq_k, self.problem.heads
+        if self.VARLEN:
+            n_q, n_k, first_q = self._get(2), self._get(3), self._get(4)
+            sequence = self._get(5) if self.NUMBERED else item
+            return WorkTile(
+                self._get(1), item - item, item // self.q_blocks, n_q, n_k, n_k - n_q, first_q, 0, sequence, True
+            )
+        else:
+            block, batch, head = block_of_item(item, self.q_blocks, heads)
+            return WorkTile(block, batch, head, seq_q, seq_k, seq_k - seq_q, 0, 0, batch, True)
+
+    @jit
+    def _put(self, place: gl.constexpr, value):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self._place(place).store(gl.full([1], value, gl.int32, LAYOUT))
+
+    @jit
+    def _get(self, place: gl.constexpr):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.sum(self._place(place).load(LAYOUT), 0)
+
+    @jit
+    def _place(self, place: gl.constexpr):
+        if self.VARLEN:
+            return self.mailbox.index(place)
+        else:
+            return self.mailbox
+
+
+@jit
+def make_mailbox(VARLEN: gl.constexpr, NUMBERED: gl.constexpr):
+    """Room for what `TileScheduler.post` writes."""
+    SHAPE: gl.constexpr = [6 if NUMBERED else 5, 1] if VARLEN else [1]
+    return gl.allocate_shared_memory(gl.int32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@jit
+def make_overflow_flags(CONSUMERS: gl.constexpr, LAZY: gl.constexpr):
+    """Flags that are all 0; none without LAZY."""
+    if not LAZY:
+        return OverflowFlags(None, None, CONSUMERS, False)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        flags = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        for c in gl.static_range(2 * CONSUMERS):
+            flags.index(c).store(gl.zeros([4], gl.int32, LAYOUT))
+        checked = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        checked.store(gl.zeros([1], gl.int32, LAYOUT))
+        return OverflowFlags(flags, checked, CONSUMERS, True)
