@@ -190,10 +190,10 @@ def check_values(cache: Cache, sizes: dict[str, int]) -> None:
     else:
         ends = [sizes["capacity"]] * sizes["batch"]
     capacity, page = sizes["capacity"], sizes.get("page_size", 0)
-    rooms = [capacity] * len(ends)
+    capacities = [capacity] * len(ends)
     if cache.cu_k is not None and not page:
-        rooms = [sizes["total_k"] - first for first in cache.cu_k.tolist()[:-1]]
-    for b, (end, room) in enumerate(zip(ends, rooms, strict=True)):
+        capacities = [sizes["total_k"] - first for first in cache.cu_k.tolist()[:-1]]
+    for b, (end, room) in enumerate(zip(ends, capacities, strict=True)):
         if not 0 <= end <= room:
             raise ValueRangeError(f"{_names(cache)['lengths']}[{b}] leads to {end} keys, there is room for {room}")
         if cache.block_table is not None:
