@@ -121,6 +121,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
     deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
+    prepared: Any = None  # the record of the call, where somebody has looked it up already
 
 
 # ---------------------------------------------------------------- the key
@@ -150,9 +151,9 @@ def options_of(call: Call) -> Any:
 
 def is_plain(call: Call) -> bool:
     """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed, _ = (
-        call[5:]
-    )
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed = call[
+        5:-2
+    ]
     return (
         slopes is None
         and bias is None

@@ -238,6 +238,9 @@ class Arguments(Group):
         self.plain = several(self.places)
         records = [(at, field) for at, field in enumerate(self.fields) if isinstance(field, Group)]
         self.records = tuple([(at, several(record.places), record) for at, record in records])
+        self.prepared = [
+            at for at, record in records if isinstance(record, Record) and "prepared" in record.kind._fields
+        ]
         hooked = [(at, record) for at, record in records if isinstance(record, Record) and record.hooks]
         self.hooked = tuple([(at, several(each.hooks), each, (None,) * len(each.hooks)) for at, each in hooked])
 
@@ -276,6 +279,11 @@ class Arguments(Group):
                 if isinstance(field, Args) and type(value) is tuple:
                     found |= {f"{record.kind._fields[i]}[{j}]": each for j, each in enumerate(value)}
         return found
+
+    def prepare(self, bare: list[Any], found: Any) -> None:
+        """Have the call's record hold what was found of the call."""
+        for at in self.prepared:
+            bare[at] = bare[at]._replace(prepared=found)
 
     def joined(self, bare: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
         """What `take` took apart; tensors: of both kinds, one behind the other."""

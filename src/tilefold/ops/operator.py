@@ -39,14 +39,15 @@ class Gradient(NamedTuple):
     fresh(tensor): memory for its gradient where that is not contiguous.
     make(args, results, grads, wanted): theirs, None where there is none; grads: of the results, None for 0.
     require(*args): raises for an argument whose derivative nobody gave.
-    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.
+    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.  Returns None, or
+        what forward and `make` then find as `prepared` of the call's record, and need not look up.
     unread(*args): numbers of the results that `make` does not read, so that they are not kept; it gets None for them.
     still: numbers of the results through which no gradient passes."""
 
     served: tuple[str, ...]
     make: Callable[..., Sequence[torch.Tensor | None]]
     require: Callable[..., None] = lambda *args: None
-    ready: Callable[..., None] = lambda *args: None
+    ready: Callable[..., Any] = lambda *args: None
     unread: Callable[..., Sequence[int]] | None = None
     still: tuple[int, ...] = ()
     fresh: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.new_empty(t.shape)
@@ -116,7 +117,11 @@ class Operation:
         self._refuse_unserved(named)
         if transformed:
             refuse_transforms(self.name)
-        return (self.transformed if transformed else self.function).apply(bare, *fixed, *more)
+            return self.transformed.apply(bare, *fixed, *more)
+        found = self.gradient.ready(*args)  # type: ignore[union-attr]
+        if found is not None:
+            self.arguments.prepare(bare, found)
+        return self.function.apply(bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
         """The results, through the dispatcher."""
@@ -158,7 +163,7 @@ class Operation:
 
         def forward(bare: Any, *tensors: Any) -> Any:
             args = arguments.joined(bare, tensors)
-            if wants_gradient(tensors):  # not if only functorch watches: then the backward pass says so
+            if is_transformed() and wants_gradient(tensors):  # if only functorch watches, the backward pass says so
                 gradient.ready(*args)
             return self.forward(*args)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .attention_backward_spans import SpansBound
     from .hopper_backward import GluonBound
 
-__all__ = ["backward", "backward_plan_of", "check_differentiable", "example_launch"]
+__all__ = ["backward", "backward_plan_of", "differentiable", "example_launch"]
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
@@ -45,9 +45,9 @@ class DenseBound(NamedTuple):
     weights: Bound | None  # of fp32
 
 
-def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
-    """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
-    call whose derivative nobody gave."""
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    """The call's record, after everything that would stop the backward pass, before the forward pass is launched; Unsupported
+    names a part of the call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
     asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic
     if asked not in prepared.backward:
@@ -55,6 +55,7 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
         if prepared.plan is not None:
             backward_plan_of(prepared.problem, call, q, asked[1])
         prepared.backward[asked] = None
+    return prepared
 
 
 def backward(
@@ -71,7 +72,7 @@ def backward(
     of these keys do not add up to 1."""
     q, k, v, out, lse = saved
     require_score_grad(call.score_mod, call.score_grad)
-    prepared = attention.prepare(q, k, v, call)
+    prepared = call.prepared or attention.prepare(q, k, v, call)
     keys = wanted[1] or wanted[2]  # dk and dv come together
     asked = wanted[0], keys, keys, *wanted[3:]
     if prepared.plan is None:

@@ -68,7 +68,7 @@ IN_PLACE = Cache()  # keys are k and v, all of them
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
-    prepared = prepare(q, k, v, call)
+    prepared = call.prepared or prepare(q, k, v, call)
     out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
     if prepared.planned is not None:
         if call.packed is not None and on_host(q):

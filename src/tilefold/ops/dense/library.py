@@ -43,10 +43,10 @@ def _require(q: Any, k: Any, v: Any, call: Call) -> None:
     require_score_grad(call.score_mod, call.score_grad)
 
 
-def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
-    from ..backward.attention_backward import check_differentiable
+def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    from ..backward.attention_backward import differentiable
 
-    check_differentiable(q, k, v, call)
+    return differentiable(q, k, v, call)
 
 
 def _before(q: Any, k: Any, v: Any, call: Call) -> None:
