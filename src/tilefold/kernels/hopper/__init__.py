@@ -1,10 +1,15 @@
 """Kernels for sm_90, written in Gluon: tiles with explicit layouts, copies by the tensor memory accelerator, barriers, wgmma.
 
+    attention_forward, attention_fp8, sparse_forward      forward: dense and packed, in e4m3, by lists of blocks
+    attention_backward, _wide, _packed, _reduce, sparse_backward      backward; _wide is of head dim 256, _reduce adds in memory
+    matmul, matmul_eight, matmul_eight_rows, lowbit_matmul, lowbit_rows      products, of 16, 8 and fewer bits
+
     gluon    the one file that imports Gluon and hides what its versions spell differently
     parts    what these kernels share: the order of work, a list's entries, columns and sums of accumulators, stores
     config, scheduler, pipeline, mask, softmax, score_mods, block_list, epilogue, ping_pong
              the nouns of the forward kernels, aggregates that carry values, buffers, barriers and constants by name
-    producer, consumer    what the warps of the dense and the e4m3 kernel do with them
+    products, fp8_parts   wgmma over head dims of any width; what e4m3 adds to it
+    producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
 
 `available` says whether they can be used; if not, the portable kernels serve.  Gluon does not run in the interpreter.
 """

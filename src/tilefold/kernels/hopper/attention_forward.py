@@ -1,6 +1,6 @@
 """Dense attention forward on sm_90: full, causal or within a window, any lengths, packed sequences, query heads in groups.
 
-A query tile of 128 rows (192 with a third consumer) is folded by warpgroups, 64 rows each, over KV tiles that all read:
+A query tile of 64 rows for each of one to three consumers is folded by warpgroups, 64 rows each, over KV tiles that all read:
 
     producer    1 warp     issues TMA loads of Q, and of K and V tile by tile, into pipelines of shared memory
     consumers   4 warps    S = Q K^T, online softmax, O += P V, of one KV tile after the other
@@ -20,6 +20,7 @@ A query tile of 128 rows (192 with a third consumer) is folded by warpgroups, 64
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 3.2.
 """
 
+from ...device.ranges import WINDOW
 from .config import Config, Problem
 from .consumer import consume
 from .epilogue import Epilogue
@@ -49,25 +50,31 @@ def attention_forward_hopper(
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; Out
-    [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq]; Counter [1] int32: 0.  scale > 0; items = B * H * q_blocks, q_blocks of
-    CONSUMERS * 64 queries.  KIND: FULL, CAUSAL or WINDOW (left, right: keys on either side of a query's own place).  DIM_QK,
-    DIM_V: widths of tiles, at least the head dims, of which COLUMNS is V's.  Sinks [H] by its stride, or None; SOFTCAP: see
-    `ScoreMods`, with `cap`.  Grid (min(items, SMs),).
+    """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
+    panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
+    Counter [1] int32: 0.  scale > 0.  items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.  KIND: FULL, CAUSAL or WINDOW
+    (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles, at least the head dims, of which
+    COLUMNS is V's.  KEYS of a KV tile, SLOTS of the rings of K and of V.  Sinks [H] by its stride, or None.  SOFTCAP: see
+    `ScoreMods`, with `cap`.  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread.  Grid (min(items, programs that fit),): one
+    program an SM, two with one consumer.
 
     PACK heads, a divisor of 64, make one: q_desc is [B, H/PACK, Sq, PACK, D] with boxes [1, 1, 64/PACK, PACK, panel], `heads` is
     H/PACK, `group` what is left of it, and q_blocks are of Sq * PACK rows.
 
-    VARLEN: tensors [1, H, T, D], Out [T, H, COLUMNS], Lse [H, T]; sequence b is queries CuQ[b] to CuQ[b+1] and keys CuK[b] to
-    CuK[b+1] (int32); q_blocks = T // ROWS + batch places, see `sequence_of_place`; seq_q and seq_k are not read; no PACK.
+    VARLEN: tensors [1, H, Tq or Tk, D], Out [Tq, H, COLUMNS], Lse [H, Tq]; sequence b is queries CuQ[b] to CuQ[b+1] and keys
+    CuK[b] to CuK[b+1] (int32); q_blocks = Tq // (CONSUMERS * 64) + batch places, see `sequence_of_place`; seq_q and seq_k are the
+    longest, which nothing depends on; no PACK.
 
     BIAS, MASK: rows of a tile of the bias, of the mask: 64, 1 where one row serves all queries, or 0.  bias_desc (16 or 32 bits),
     mask_desc (8 bits, 0: not seen): [B or 1, H or 1, Sq or 1, Sk] with boxes [1, 1, rows, panel_of_tile]; bias_b, bias_h, mask_b,
     mask_h: 1, or 0 where there is one for all batch entries, heads; BIAS_SLOTS, MASK_SLOTS: slots for each consumer.
-    Slopes [B, H] of ALiBi by its strides, or None.  With one of these and PACK, only Slopes may differ between heads.
+    Slopes [B, H] of ALiBi by its strides, or None.  PACK excludes both.
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
-    LAZY (with SKIP): see `softmax`."""
+    LAZY (with SKIP, without POLYNOMIAL): see `softmax`."""
+    gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
+    gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0), "rows of a packed tile are not queries")
+    gl.static_assert(not LAZY or (SKIP and POLYNOMIAL == 0), "LAZY is a version of SKIP")
     ALIBI: gl.constexpr = Slopes is not None
     mailbox = make_mailbox(VARLEN, ALIBI)
     overflow = make_overflow_flags(CONSUMERS, LAZY)

@@ -6,7 +6,8 @@ Producer, consumers, pipelines and scheduler are those of attention_forward.  Wh
              transposed (kernels.transpose_values), its keys in the order in which the probabilities lie in registers
     probs    2^8 times as large, so that e4m3 holds what is small beside the row's largest
     sums     a wgmma of bytes adds with about 14 bits; the products of each tile are therefore added to an accumulator of
-             fp32 outside (DIRECT: they are not), which costs the multiply-adds that a new maximum's factor takes anyway
+             fp32 outside (DIRECT: they are not), which costs the multiply-adds that a new maximum's factor takes anyway.  The
+             last tile's alone is added inside: one such sum is off by less than the result's own rounding
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3; sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
 """

@@ -3,8 +3,10 @@
 What a consumer has in flight, tile by tile:   issue S'  |  issue O += P V  |  wait for S'  |  its softmax  |  wait for O
 
 The exponentials of one tile run beside the products of the one before, and, as the warpgroups alternate (by themselves, or by
-ping-pong scheduling), beside the others' products.  e4m3 may add up outside of wgmma (config.OUTSIDE): P V of each tile is then
-issued alone, and added to O when it has been waited for.
+ping-pong scheduling), beside the others' products.  e4m3 may add up outside of wgmma (config.OUTSIDE): P V of each tile but the
+last is then issued alone, and added to O when it has been waited for.
+
+KV tiles go from left to right: those that the diagonal cuts come last.
 """
 
 from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
@@ -25,11 +27,11 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     scale_of_all = mods.scale_of_softmax()
     nothing = gl.zeros([64, config.KEYS], gl.float32, config.SCORES)  # never read
     no_output = zero_output(config)  # nor this
-    zero = scheduler.problem.seq_q >> 31
-    i = 0  # query tiles that were begun
+    zero = scheduler.problem.seq_q >> 31  # for e4m3, see `Softmax.operand`
+    i = 0  # times that Q's barriers were passed: query tiles, and IDLE
     t = 0  # KV tiles that were folded
     turns.begin(CID)
-    q.wait(Stage(CID, 0))
+    q.wait(Stage(CID, 0))  # Q's `full` barrier covers the mailbox, too
     item = scheduler.item()
     while item >= 0:
         work = scheduler.work(item)
@@ -39,7 +41,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         slope = mods.slope(nothing, work)
         m, l = softmax.begin(nothing, work.head)
         acc = zero_output(config)
-        stage = k.stage(t)
+        stage = k.stage(t)  # of V, too: both rings have as many slots
         k.wait(stage)
         turns.wait(CID)
         s = issue_scores(q_tile, k, stage, nothing)
@@ -59,7 +61,9 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             key = (first + j) * config.KEYS
             ahead = k.stage(t)
             k.wait(ahead)
-            if (turns.ON or VOTE) and not OUTSIDE:  # before a product is in flight, which a branch would serialise
+            if (
+                turns.ON or VOTE
+            ) and not OUTSIDE:  # before the turn; VOTE branches, which would wait for a product in flight
                 acc = rescale_output(acc, alpha, VOTE)
             probs = softmax.operand(p, zero)  # before a product is in flight, which would be waited for
             turns.wait(CID)

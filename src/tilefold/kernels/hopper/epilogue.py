@@ -26,7 +26,7 @@ class Epilogue:
 
     @jit
     def store(self, acc, m, l, work, row, factor=None):
-        """64 rows from `row` on: acc / l, times a factor, and m + log2(l)."""
+        """64 rows from `row` on: acc / l, times a factor, and the natural lse, (m + log2 l) ln 2."""
         PACK: gl.constexpr = self.config.PACK
         WIDE: gl.constexpr = acc[0].shape[1]
         ROW: gl.constexpr = gl.SliceLayout(1, self.config.SCORES)

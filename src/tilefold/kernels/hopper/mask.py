@@ -11,7 +11,8 @@ from .parts import columns_of
 class Mask:
     """KIND is FULL, CAUSAL, or WINDOW: `left` and `right` keys on either side of a query's own place.
 
-    A query tile has ROWS rows, PACK heads of each of its queries; a warpgroup folds 64 of them.  A KV tile has KEYS keys."""
+    A query tile has ROWS rows, PACK heads of each of its queries; a warpgroup folds 64 of them.  A KV tile has KEYS keys.  The
+    range of KV tiles is the whole query tile's.  Each warpgroup decides for its own rows which of them are cut."""
 
     left: gl.tensor
     right: gl.tensor
@@ -28,7 +29,7 @@ class Mask:
 
     @jit
     def tiles(self, work):
-        """-> first KV tile and number of KV tiles of which some query of the tile sees a key; at least one, be it all masked."""
+        """-> the first KV tile of which some query of the tile sees a key, and the number of such tiles, at least 1."""
         end = work.seq_k
         begin = 0
         if self.KIND != FULL:
@@ -41,7 +42,7 @@ class Mask:
 
     @jit
     def cuts(self, work, row, key):
-        """Does some of 64 rows from `row` on not see some of KEYS keys from `key` on?"""
+        """Is any of the scores of 64 rows from `row` on and KEYS keys from `key` on masked?"""
         end = work.seq_k
         if self.KIND != FULL:
             end = gl.minimum(work.seq_k, row // self.PACK + work.shift + 1 + (self.right if self.KIND == WINDOW else 0))

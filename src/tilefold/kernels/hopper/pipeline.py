@@ -49,8 +49,8 @@ class Stage:
 
 @aggregate
 class Pipeline:
-    """A ring of SLOTS tiles [ROWS, DIM].  A slot has two barriers: `full`, which its TMA loads complete, and `empty`, at which
-    every consumer arrives.
+    """A ring of SLOTS tiles [ROWS, DIM], rows being tokens.  A slot has two barriers: `full`, which its TMA loads complete, and
+    `empty`, at which every consumer that reads it arrives.  Of Q there is a slot for each consumer, which it alone reads.
 
     The producer acquires a stage and loads; a consumer waits for it, reads the tile and releases it."""
 
@@ -62,7 +62,7 @@ class Pipeline:
     ROWS: gl.constexpr
     DIM: gl.constexpr
     PACK: gl.constexpr  # a row is one of PACK heads of a query
-    TRANSPOSED: gl.constexpr  # tokens are columns
+    TRANSPOSED: gl.constexpr  # tokens are columns: ROWS counts channels, DIM tokens
     BOX: gl.constexpr  # rows that a TMA load brings
 
     @constexpr_function
@@ -78,7 +78,7 @@ class Pipeline:
         return Stage(t % self.SLOTS, (t // self.SLOTS) & 1)
 
     @jit
-    def free_stage(self, t):
+    def write_stage(self, t):
         """Where it is written.  Its phase is the other one: at first every slot is free."""
         return Stage(t % self.SLOTS, ((t // self.SLOTS) & 1) ^ 1)
 
@@ -113,7 +113,7 @@ class Pipeline:
 
     @jit
     def load_blocks(self, stage, batch, head, row_0, row_1):
-        """Issue the TMA loads of a tile of one block of rows, or of two, each of BOX rows."""
+        """Issue the TMA loads of a tile of one block of rows, or of two, each of BOX rows of 16-bit elements."""
         BLOCKS: gl.constexpr = self.ROWS // self.BOX
         bar = self.full.index(stage.slot)
         mbarrier.expect(bar, self.ROWS * self.DIM * 2)

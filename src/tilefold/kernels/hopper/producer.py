@@ -35,7 +35,7 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
         q.load(Stage(c, i & 1), work.batch, work.head, row)
     kv_head = work.head // scheduler.problem.group
     for j in range(tiles):
-        stage = k.free_stage(t)
+        stage = k.write_stage(t)
         key = (first + j) * k.ROWS
         k.acquire(stage)
         k.load(stage, work.batch, kv_head, work.first_k + key)
@@ -55,9 +55,7 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
 def produce(scheduler, q, k, v, mask, mods):
     """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them.
 
-    LAZY: when the consumers are done with Q of query tile i - 1, the overflow flags of i - 2 are set.  If it has to be folded
-    again, that is done next, checked.  (Only that tile, though its neighbours may have to be as well: whose program it falls to
-    changes from run to run, and its bits must not.)  IDLE in the mailbox brings the flags of the last one."""
+    LAZY: a query tile whose overflow flags are set is folded again, see `OverflowFlags`."""
     programs = gl.num_programs(0)
     item = gl.program_id(0)  # the first that nobody has begun
     i = 0  # query tiles that were begun

@@ -57,13 +57,13 @@ def zero_output(config):
 
 
 @jit
-def rescale_output(acc, alpha, SKIP: gl.constexpr):
-    """Each accumulator times alpha [64].  SKIP: not by warps all of whose factors are 1."""
-    first = _rescale(acc[0], alpha, SKIP)
+def rescale_output(acc, alpha, VOTE: gl.constexpr):
+    """Each accumulator times alpha [64].  VOTE: not by warps all of whose factors are 1."""
+    first = _rescale(acc[0], alpha, VOTE)
     if len(acc) == 1:
         return (first,)
     else:
-        return (first, _rescale(acc[1], alpha, SKIP))
+        return (first, _rescale(acc[1], alpha, VOTE))
 
 
 @jit
@@ -76,9 +76,9 @@ def add_output(acc, more):
 
 
 @jit
-def _rescale(acc, alpha, SKIP: gl.constexpr):
+def _rescale(acc, alpha, VOTE: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    if SKIP:
+    if VOTE:
         return scale_unless_one(acc, gl.expand_dims(gl.convert_layout(alpha, ROW), 1))
     else:
         return rescale(acc, alpha, ROW)

@@ -1,8 +1,9 @@
 """The dynamic persistent tile scheduler: which query tile a program folds next.
 
-As many programs as the device has SMs draw work tiles from a counter in memory.  The order is LPT (longest processing time
-first): under a causal mask the last query tiles of a head see the most keys and come first.  Neighbours in the order share K and
-V in L2.  The producer draws, and posts what it drew in a mailbox in shared memory.  The consumers read it when Q has arrived.
+As many programs as fit on the device draw work tiles from a counter in memory.  Within a head the order is LPT (longest
+processing time first): under a causal mask its last query tiles see the most keys and come first.  Neighbours in the order share
+K and V in L2.  The producer draws, and posts what it drew in a mailbox in shared memory.  The consumers read it when Q has
+arrived: Q's `full` barrier covers the mailbox, too.
 """
 
 from .config import Problem
@@ -25,7 +26,7 @@ class WorkTile:
     shift: gl.tensor  # seq_k - seq_q: a query's own place among the keys, less its index
     first_q: gl.tensor | gl.constexpr  # row of the sequence's first query,
     first_k: gl.tensor | gl.constexpr  # and of its first key
-    sequence: gl.tensor  # the batch entry, or which sequence of a packed batch
+    sequence: gl.tensor  # the batch entry, or which sequence of a packed batch (for consumers only where NUMBERED)
     live: gl.tensor | gl.constexpr  # is there anything to do?
 
     @constexpr_function
@@ -59,7 +60,7 @@ class WorkCounter:
 
     @jit
     def end(self, item, programs):
-        """A number was drawn for every work tile that was folded.  Who drew the last one sets the counter back."""
+        """A number was drawn for every work tile, live or not, once.  Who drew the last one sets the counter back."""
         if item == programs + self.items - 1:
             gl.store(self.place, 0)
 
@@ -90,6 +91,10 @@ def sequence_of_place(CuQ, place, batch, ROWS: gl.constexpr):
 @aggregate
 class OverflowFlags:
     """LAZY: how the last two query tiles came out, and whether the present one is folded with its maxima checked.
+
+    Consumers write the flags of query tile i at its end.  The producer reads them when they have released Q of tile i + 1, and
+    has a tile that overflowed folded again next, checked, over what it stored.  Only that tile: which tiles share a program
+    varies between runs, and bits must not.  Behind the last tile the producer posts IDLE, which brings its flags.
 
     flags [2 * CONSUMERS, 4]: of each consumer's warps, item + 1 if the tile has to be folded again, else 0.  checked [1]: more
     than 0 if so."""

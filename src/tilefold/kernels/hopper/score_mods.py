@@ -1,4 +1,5 @@
-"""What changes scores before the softmax: softcap, ALiBi, an additive bias, a boolean mask.
+"""What changes scores before the softmax: softcap, ALiBi, an additive bias, a boolean mask.  A user's score_mod takes the
+portable kernel; it would be called by `ScoreMods.apply`, behind the bias.
 
 A bias or mask comes as keys and values do: the producer issues TMA loads of it into a ring in shared memory.  Each consumer has a
 ring, since each reads 64 rows of its own.  A tile lies swizzled there, and a thread's part of it is what it holds of the scores:

@@ -19,8 +19,8 @@ ROUNDS = gl.constexpr(12583039.0)  # 1.5 * 2^23 + 127: added to x, it leaves rou
 
 @jit
 def power_of_two(x):
-    """2^x for x <= 0 by a polynomial of degree 3 (relative error 1.0e-4, where fp16 rounds by 4.9e-4), on the FMA units and not
-    the exponential one.  0 from -127 down, NaN of NaN.  An idea of FlashAttention-4's."""
+    """2^x for x below 127 by a polynomial of degree 3 (relative error 1.0e-4, where fp16 rounds by 4.9e-4), on the FMA units and
+    not the exponential one.  0 from -127 down, NaN of NaN.  An idea of FlashAttention-4's."""
     x = gl.maximum(x, -127.0, propagate_nan=KEEP_NAN)
     rounded = x + ROUNDS
     f = x - (rounded - ROUNDS)  # -0.5 to 0.5
@@ -43,7 +43,8 @@ def exponentials(x, POLYNOMIAL: gl.constexpr):
 
 @constexpr_function
 def limit_of(dtype):
-    """Where sums of a tile's probabilities become too large: fp16 ends at 65504, and the accumulator takes them times V."""
+    """Where sums of a tile's probabilities become too large: fp16 ends at 65504, and the accumulator takes them times V
+    (2^48: up to |V| of 1e23)."""
     return 2.0**15 if dtype == gl.float16 else 2.0**48
 
 

@@ -7,6 +7,9 @@ A unit is 128 keys: one listed block of 128 or two of 64, the second beside the 
 64 rows has one consumer, and two programs share an SM; one of 128 rows has two consumers, which read the same units.  Q
 lives in registers, so that shared memory is read for K and V alone.
 
+It has a main loop of its own: Q is in registers, a unit may have holes, whose sizes are looked up ahead and whose values are
+cleared, K and V have different numbers of slots, and what a branch adds passes through V's ring.
+
 In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.
 
 There are as many programs as the device has places.  Each draws the number of its next query tile from a counter while it
@@ -73,7 +76,7 @@ class Mix:
         """Issue the TMA loads of the other branch's rows of a query tile, as if they were one more unit of V, the t-th."""
         BLOCKS: gl.constexpr = UNIT // v.BOX
         BOXES: gl.constexpr = self.WARPGROUPS if BLOCKS == 2 else 1
-        stage = v.free_stage(t)
+        stage = v.write_stage(t)
         bar = v.full.index(stage.slot)
         v.acquire(stage)
         mbarrier.expect(bar, BOXES * v.BOX * v.DIM * 2)
@@ -154,10 +157,10 @@ def produce(scheduler, lists, q, k, v, mix):
             row_0 = listed.row(block_0)
             row_1 = listed.row(block_1)
             block_0, block_1 = listed.blocks(j + 1)
-            stage = k.free_stage(t)
+            stage = k.write_stage(t)
             k.acquire(stage)
             k.load_blocks(stage, work.batch, kv_head, row_0, row_1)
-            stage = v.free_stage(t + mix.units(i))
+            stage = v.write_stage(t + mix.units(i))
             v.acquire(stage)
             v.load_blocks(stage, work.batch, kv_head, row_0, row_1)
             t += 1
