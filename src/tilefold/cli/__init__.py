@@ -1,4 +1,5 @@
-"""The command line: `tilefold demo | check | bench | compare | explain | kv-memory | profile | roofline | doctor`."""
+"""The command line: `tilefold demo | check | bench | compare | explain | tune | kv-memory | ladder | profile | roofline |
+doctor`."""
 
 import sys
 
