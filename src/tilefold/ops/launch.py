@@ -188,8 +188,7 @@ class Box:
 class Mapped:
     """Triton 3.6's C launcher of a kernel with descriptors, for which it takes tensor maps.
 
-    A map follows from an address, a shape and strides.  Triton makes it in every launch, a few microseconds of the host's time
-    for each descriptor; here it is made once.
+    A map follows from an address, a shape and strides.  Triton makes it in every launch; here it is made once.
 
     places: (index among the launcher's arguments, what the kernel knows of the descriptor), in order."""
 

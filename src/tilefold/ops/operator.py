@@ -268,7 +268,7 @@ def _differentiable(
     forward: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """An autograd function, and the same as torch.func wants it: its context is set up apart, for which torch binds the arguments
-    to their names in each call, 20 us of the host's time."""
+    to their names in each call."""
 
     def both(ctx: Any, *inputs: Any) -> Any:
         output = forward(*inputs)

@@ -7,7 +7,7 @@
     gluon    the one file that imports Gluon and hides what its versions spell differently
     parts    what these kernels share: the order of work, a list's entries, columns and sums of accumulators, stores
     config, scheduler, pipeline, mask, softmax, score_mods, block_list, epilogue, ping_pong
-             the nouns of the forward kernels, aggregates that carry values, buffers, barriers and constants by name
+             the aggregates of the forward kernels, which carry values, buffers, barriers and constants by name
     products, fp8_parts   wgmma over head dims of any width; what e4m3 adds to it
     producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
 
