@@ -1,0 +1,312 @@
+"""Two checkouts of tilefold beside each other on one GPU, in turns: did a change make a kernel or a call slower?
+
+    python benchmarks/versions.py ../before/src src --what forward backward sparse host [--only D128] [--rounds 7]
+
+Each version runs in a process of its own and measures when it is told to, so both meet the same clocks.  A row of a kernel is GPU
+time (replays of a CUDA graph), a row of `host` is the time until a call returns.  Both make their inputs from one seed; the last
+column says whether their results are equal to the bit."""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Call = Callable[[], Any]
+KINDS = ("forward", "backward", "sparse", "host")
+
+# name, batch, seq, query heads, KV heads, head dim, options
+DENSE: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
+    ("D128 16k full", 1, 16384, 16, 16, 128, {}),
+    ("D128 16k causal", 1, 16384, 16, 16, 128, {"causal": True}),
+    ("D128 4k x 4 full", 4, 4096, 16, 16, 128, {}),
+    ("D128 4k x 4 causal", 4, 4096, 16, 16, 128, {"causal": True}),
+    ("D128 2k x 8 causal", 8, 2048, 16, 16, 128, {"causal": True}),
+    ("D128 1k x 16 causal", 16, 1024, 16, 16, 128, {"causal": True}),
+    ("D128 512 x 32 full", 32, 512, 16, 16, 128, {}),
+    ("D128 window 4095", 1, 16384, 16, 16, 128, {"causal": True, "window": (4095, 0)}),
+    ("D128 32/4 heads causal", 2, 8192, 32, 4, 128, {"causal": True}),
+    ("D128 softcap", 1, 8192, 16, 16, 128, {"softcap": 30.0}),
+    ("D128 1000 x 16 causal", 16, 1000, 16, 16, 128, {"causal": True}),
+    ("D64 16k full", 1, 16384, 32, 32, 64, {}),
+    ("D64 16k causal", 1, 16384, 32, 32, 64, {"causal": True}),
+    ("D64 window 4095", 1, 16384, 32, 32, 64, {"causal": True, "window": (4095, 0)}),
+    ("D64 1k x 16 causal", 16, 1024, 32, 32, 64, {"causal": True}),
+    ("D96 8k causal", 1, 8192, 16, 16, 96, {"causal": True}),
+    ("D256 16k full", 1, 16384, 8, 8, 256, {}),
+    ("D256 16k causal", 1, 16384, 8, 8, 256, {"causal": True}),
+)
+PACKED = (("packed 16 x 1k causal", (1024,) * 16), ("packed uneven causal", (8192, 4096, 1000, 999, 777, 512, 8, 0)))
+SPARSITIES = (50.0, 80.0, 90.0, 99.0)
+
+
+def draw(*shape: int, dtype: Any = None, seed: int = 0) -> Any:
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype or torch.bfloat16)
+
+
+def gradients(call: Call, inputs: tuple[Any, ...]) -> Call:
+    import torch
+
+    for x in inputs:
+        x.requires_grad_()
+    out = call()
+    dout = draw(*out.shape, seed=1)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def dense_rows(backward: bool) -> dict[str, Callable[[], Call]]:
+    import torch
+
+    import tilefold
+
+    def row(batch: int, seq: int, heads: int, heads_kv: int, dim: int, options: dict[str, Any]) -> Call:
+        q = draw(batch, seq, heads, dim)
+        k, v = (draw(batch, seq, heads_kv, dim, seed=n) for n in (1, 2))
+
+        def call() -> Any:
+            return tilefold.attention(q, k, v, **options)
+
+        return gradients(call, (q, k, v)) if backward else call
+
+    def packed(lengths: tuple[int, ...]) -> Call:
+        q, k, v = (draw(sum(lengths), 16, 128, seed=n) for n in range(3))
+        cu = torch.tensor((0, *lengths), device="cuda").cumsum(0, dtype=torch.int32)
+
+        def call() -> Any:
+            return tilefold.attention_varlen(q, k, v, cu, cu, max(lengths), max(lengths), causal=True)
+
+        return gradients(call, (q, k, v)) if backward else call
+
+    def fp8(causal: bool) -> Call:
+        e4m3 = torch.float8_e4m3fn
+        q, k, v = (draw(1, 16384, 16, 128, dtype=e4m3, seed=n) for n in range(3))
+        return lambda: tilefold.attention(q, k, v, causal=causal)
+
+    rows: dict[str, Callable[[], Call]] = {name: lambda of=of: row(*of) for name, *of in DENSE}
+    rows |= {name: lambda of=lengths: packed(of) for name, lengths in PACKED}
+    if not backward:
+        rows |= {"e4m3 16k full": lambda: fp8(False), "e4m3 16k causal": lambda: fp8(True)}
+    return rows
+
+
+def sparse_rows() -> dict[str, Callable[[], Call]]:
+    import tilefold
+    from tilefold.bench.attention.lists import Pattern, lists_of
+    from tilefold.plan.problem import AttentionProblem
+
+    def row(sparsity: float, backward: bool) -> Call:
+        problem = AttentionProblem(1, 23296, 23296, 12, 12, 128, 128, "bfloat16")
+        index = lists_of(Pattern("random", sparsity), problem).to("cuda")
+        q, k, v = (draw(1, 23296, 12, 128, seed=n) for n in range(3))
+
+        def call() -> Any:
+            return tilefold.sparse_attention(q, k, v, index)
+
+        return gradients(call, (q, k, v)) if backward else call
+
+    return {f"sparse {s:.0f} %{' backward' * b}": lambda s=s, b=b: row(s, b) for b in (False, True) for s in SPARSITIES}
+
+
+def host_rows() -> dict[str, Callable[[], Call]]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    import tilefold
+    from tilefold import BlockIndex
+
+    def qkv(grad: bool = False) -> tuple[Any, Any, Any]:
+        q, k, v = (draw(1, 128, 4, 64, seed=n).requires_grad_(grad) for n in range(3))
+        return q, k, v
+
+    def both(attend: Callable[..., Any]) -> Call:
+        inputs = qkv(grad=True)
+        dout = draw(1, 128, 4, 64, seed=9)
+        return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+
+    def forward(attend: Callable[..., Any], grad: bool = False) -> Call:
+        inputs = qkv(grad)
+        return lambda: attend(*inputs)
+
+    def transposed(q: Any, k: Any, v: Any) -> Any:
+        return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
+
+    def causal(q: Any, k: Any, v: Any) -> Any:
+        return tilefold.attention(q, k, v, causal=True)
+
+    def kvcache() -> Call:
+        q, k, v = draw(1, 1, 4, 64), draw(1, 256, 4, 64), draw(1, 256, 4, 64)
+        lengths = torch.full((1,), 200, dtype=torch.int32, device="cuda")
+        return lambda: tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths)
+
+    def sparse() -> Call:
+        index = BlockIndex.from_map(torch.ones(1, 4, 2, 2, dtype=torch.bool, device="cuda"))
+        q, k, v = qkv()
+        return lambda: tilefold.sparse_attention(q, k, v, index)
+
+    def fresh() -> Call:
+        """A shape that no call had before: one more token each time."""
+        tokens = iter(range(257, 100000))
+        k, v = (draw(1, 128, 4, 64, seed=n) for n in range(2))
+        memory = draw(1, 8192, 4, 64)
+        return lambda: tilefold.attention(memory[:, : next(tokens)], k, v)
+
+    return {
+        "host attention": lambda: forward(causal),
+        "host attention, grad": lambda: forward(causal, grad=True),
+        "host forward + backward": lambda: both(causal),
+        "host kvcache": kvcache,
+        "host sparse": sparse,
+        "host new shape": fresh,
+        "host SDPA": lambda: forward(transposed),
+        "host SDPA, grad": lambda: forward(transposed, grad=True),
+        "host SDPA forward + backward": lambda: both(transposed),
+    }
+
+
+def rows_of(kinds: list[str]) -> dict[str, Callable[[], Call]]:
+    rows: dict[str, Callable[[], Call]] = {}
+    for kind in kinds:
+        if kind == "host":
+            rows |= host_rows()
+        elif kind == "sparse":
+            rows |= sparse_rows()
+        else:
+            backward = kind == "backward"
+            rows |= {name + " backward" * backward: make for name, make in dense_rows(backward).items()}
+    return rows
+
+
+def digest(results: Any) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for x in results if isinstance(results, tuple | list) else (results,):
+        found.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def worker() -> None:
+    """Answers lines of stdin: a request {"prepare": row} or {"sample": row}."""
+    import torch
+
+    from tilefold.bench import timers
+
+    rows = rows_of(list(KINDS))
+    samplers: dict[str, Callable[[], float]] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if name := request.get("prepare"):
+                call = rows[name]()
+                answer: Any = {"bits": digest(call())}
+                if name.startswith("host"):
+                    samplers[name] = lambda call=call: timers.time_host(call, torch.cuda.synchronize, 60, 3).ms * 1e3
+                elif name.endswith("backward"):
+                    samplers[name] = lambda call=call: statistics.median(timers.queued_samples(call, 4)) * 1e3
+                else:
+                    graph = timers.graph_sampler([call], 2, 6.0)
+                    samplers[name] = lambda graph=graph: statistics.median(graph()) * 1e3
+            elif name := request.get("forget"):
+                answer = {"us": samplers.pop(name, None) and 0.0}
+                torch.cuda.empty_cache()
+            else:
+                answer = {"us": samplers[request["sample"]]()}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        print("answer", json.dumps(answer), flush=True)
+
+
+class Version:
+    """One checkout's process."""
+
+    def __init__(self, source: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": f"{source.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
+        self.process = subprocess.Popen([sys.executable, __file__, "--worker"], env=environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+
+    def ask(self, request: dict[str, str]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                found: dict[str, Any] = json.loads(line.removeprefix("answer "))
+                return found
+        raise RuntimeError(f"a version's process ended ({self.process.wait()})")
+
+
+def prepare(versions: list[Version], names: list[str]) -> dict[tuple[int, str], dict[str, Any]]:
+    for version in versions:
+        for name in names:
+            version.ask({"prepare": name})
+    return {(i, name): version.answer() for i, version in enumerate(versions) for name in names}
+
+
+def compile_first(sources: list[Path], names: list[str], jobs: int) -> None:
+    """Fills Triton's cache by many processes, so that the two that measure wait for no compiler."""
+    per = max(1, jobs // len(sources))
+    helpers = [(Version(source), names[n::per]) for source in sources for n in range(min(per, len(names)))]
+    for helper, some in helpers:
+        for name in some:
+            helper.ask({"prepare": name})
+            helper.ask({"forget": name})
+    for helper, some in helpers:
+        for _ in range(2 * len(some)):
+            helper.answer()
+        helper.process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", type=Path, help="src of the version before and of the one after")
+    parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile before anything is timed"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker()
+    if len(options.sources) != 2:
+        parser.error("two source folders: before and after")
+    names = [name for name in rows_of(options.what) if options.only in name]
+    compile_first(options.sources, names, options.jobs)
+    versions = [Version(source) for source in options.sources]
+    print(f"{'us':28} {'before':>9} {'after':>9} {'ratio':>6}  bits", flush=True)
+    for name in names:
+        prepared = prepare(versions, [name])
+        if errors := [
+            f"{'before' if i == 0 else 'after'}: {a['error']}" for (i, _), a in prepared.items() if "error" in a
+        ]:
+            print(f"{name:28} {'; '.join(errors)}", flush=True)
+            continue
+        samples: tuple[list[float], list[float]] = ([], [])
+        for turn in range(options.rounds):
+            for i in (0, 1) if turn % 2 == 0 else (1, 0):
+                versions[i].ask({"sample": name})
+                samples[i].append(versions[i].answer()["us"])
+        before, after = (statistics.median(x) for x in samples)
+        equal = "equal" if prepared[0, name]["bits"] == prepared[1, name]["bits"] else "DIFFER"
+        print(f"{name:28} {before:9.1f} {after:9.1f} {after / before:6.3f}  {equal}", flush=True)
+        for version in versions:
+            version.ask({"forget": name})
+            version.answer()
+    for version in versions:
+        version.process.kill()
+
+
+if __name__ == "__main__":
+    main()
