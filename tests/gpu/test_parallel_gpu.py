@@ -5,7 +5,7 @@ import torch
 
 from parallel_worker import run_ranks
 
-pytestmark = [pytest.mark.no_poison, pytest.mark.alone, pytest.mark.xdist_group("parallel")]
+pytestmark = [pytest.mark.no_poison, pytest.mark.several_gpus, pytest.mark.xdist_group("parallel")]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,5 +1,5 @@
-"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, then one alone for those that measure or
-need several GPUs; a process that dies or hangs is replaced."""
+"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, then one
+alone for those that measure; a process that dies or hangs is replaced."""
 
 import contextlib
 import json
@@ -17,6 +17,7 @@ from .records import LOST, rows_of
 
 __all__ = ["run_piece"]
 
+SEVERAL = 3  # processes whose tests run over several GPUs: they wait most of the time
 TRIES = 3  # starts of a process that ends before any test
 SAME = ("sources", "device", "torch", "triton", "selected", "tests")  # of the run that a call goes on with
 WORDS = 4000  # characters of a dead process's last words
@@ -34,7 +35,7 @@ class Process:
         orders = {"folder": str(args.folder), "number": number, "phase": phase, "until": until,
                   "slow": str(args.tests / "runs.jsonl")}  # fmt: skip
         self.env = {**env, "GPU_RUN": json.dumps(orders)}
-        if phase != "alone" and args.gpus > 1:
+        if phase in ("together", "large") and args.gpus > 1:
             self.env["CUDA_VISIBLE_DEVICES"] = str(number % args.gpus)
         if phase == "together":  # the cores are shared
             threads = str(max(1, len(os.sched_getaffinity(0)) // args.jobs))
@@ -137,7 +138,7 @@ def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float)
 
     tell()
     _phase(args, "together", max(1, args.jobs), until, env, tell)
-    for phase, jobs in (("large", args.gpus), ("alone", 1)):
+    for phase, jobs in (("large", args.gpus), ("several_gpus", SEVERAL), ("alone", 1)):
         if _left(args.folder) and time.time() < until:
             _phase(args, phase, jobs, until, env, tell)
     tell()

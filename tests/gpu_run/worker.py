@@ -21,14 +21,14 @@ PARTS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 def phase_of(item: pytest.Item) -> str:
-    """When a test runs: after the others if it fills a GPU's memory, last if it measures what other processes would disturb, or
-    needs several GPUs."""
-    return next((name for name in ("alone", "large") if item.get_closest_marker(name)), "together")
+    """When a test runs: after the others if it fills a GPU's memory or runs over several GPUs, last if it measures what other
+    processes would disturb."""
+    return next((name for name in ("alone", "several_gpus", "large") if item.get_closest_marker(name)), "together")
 
 
 class Worker:
-    """One process.  Its orders are in the environment: folder, number, phase ("together", "large" or "alone"), until (seconds
-    since the epoch)."""
+    """One process.  Its orders are in the environment: folder, number, phase ("together", "large", "several_gpus" or "alone"),
+    until (seconds since the epoch)."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.folder, self.number = Path(orders["folder"]), orders["number"]

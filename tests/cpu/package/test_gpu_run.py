@@ -65,6 +65,12 @@ def test_large(): mark("large")
 @pytest.mark.alone
 def test_alone(): mark("alone")
 
+@pytest.mark.several_gpus
+@pytest.mark.parametrize("n", range(2))
+def test_several(n):
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    mark(f"several{n}")
+
 @pytest.mark.large
 def test_larger(): mark("larger")
 
@@ -77,7 +83,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Call the runner over files given by name; returns (exit code, rows, what it printed)."""
     tests, folder = tmp_path / "tests", tmp_path / "run"
     tests.mkdir()
-    (tests / "pytest.ini").write_text("[pytest]\nmarkers = large\n    alone\n    long\n    slow\n")
+    (tests / "pytest.ini").write_text("[pytest]\nmarkers = large\n    alone\n    several_gpus\n    long\n    slow\n")
 
     def call(*arguments, machine=MACHINE, **files):
         for name, text in files.items():
@@ -119,12 +125,16 @@ def test_every_end(run, tmp_path):
     assert row["device"] == "a GPU" and row["tests"] == 16 and row["passed"] == 7
 
 
-def test_what_must_be_alone_is(run, tmp_path):
+def test_what_must_be_alone_is(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code, rows, _ = run(machine={**MACHINE, "gpus": 2}, test_alone=ALONE)
-    assert code == GREEN and len(rows) == 12
+    assert code == GREEN and len(rows) == 14
     spans = {path.stem[5:]: json.loads(path.read_text()) for path in (tmp_path / "tests").glob("span-*.json")}
-    for one in ("large", "larger", "alone"):
-        beside = {one} if one == "alone" else {"large", "larger"}  # each on a GPU of its own
+    several = {"several0", "several1"}
+    for one in ("large", "larger", "alone", *several):
+        beside = (
+            {one} if one == "alone" else several if one in several else {"large", "larger"}
+        )  # each on a GPU of its own
         assert all(
             spans[one][0] >= end or spans[one][1] <= begin for name, (begin, end) in spans.items() if name not in beside
         )
