@@ -116,59 +116,10 @@ def sparse_rows() -> dict[str, Callable[[], Call]]:
 
 
 def host_rows() -> dict[str, Callable[[], Call]]:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention as sdpa
+    import host
 
-    import tilefold
-    from tilefold import BlockIndex
-
-    def qkv(grad: bool = False) -> tuple[Any, Any, Any]:
-        q, k, v = (draw(1, 128, 4, 64, seed=n).requires_grad_(grad) for n in range(3))
-        return q, k, v
-
-    def both(attend: Callable[..., Any]) -> Call:
-        inputs = qkv(grad=True)
-        dout = draw(1, 128, 4, 64, seed=9)
-        return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
-
-    def forward(attend: Callable[..., Any], grad: bool = False) -> Call:
-        inputs = qkv(grad)
-        return lambda: attend(*inputs)
-
-    def transposed(q: Any, k: Any, v: Any) -> Any:
-        return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
-
-    def causal(q: Any, k: Any, v: Any) -> Any:
-        return tilefold.attention(q, k, v, causal=True)
-
-    def kvcache() -> Call:
-        q, k, v = draw(1, 1, 4, 64), draw(1, 256, 4, 64), draw(1, 256, 4, 64)
-        lengths = torch.full((1,), 200, dtype=torch.int32, device="cuda")
-        return lambda: tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths)
-
-    def sparse() -> Call:
-        index = BlockIndex.from_map(torch.ones(1, 4, 2, 2, dtype=torch.bool, device="cuda"))
-        q, k, v = qkv()
-        return lambda: tilefold.sparse_attention(q, k, v, index)
-
-    def fresh() -> Call:
-        """A shape that no call had before: one more token each time."""
-        tokens = iter(range(257, 100000))
-        k, v = (draw(1, 128, 4, 64, seed=n) for n in range(2))
-        memory = draw(1, 8192, 4, 64)
-        return lambda: tilefold.attention(memory[:, : next(tokens)], k, v)
-
-    return {
-        "host attention": lambda: forward(causal),
-        "host attention, grad": lambda: forward(causal, grad=True),
-        "host forward + backward": lambda: both(causal),
-        "host kvcache": kvcache,
-        "host sparse": sparse,
-        "host new shape": fresh,
-        "host SDPA": lambda: forward(transposed),
-        "host SDPA, grad": lambda: forward(transposed, grad=True),
-        "host SDPA forward + backward": lambda: both(transposed),
-    }
+    rows = host.rows()
+    return {f"host {name}": lambda name=name: rows[name] for name in rows}
 
 
 def rows_of(kinds: list[str]) -> dict[str, Callable[[], Call]]:

@@ -1,6 +1,7 @@
 """What the host does for all Gluon kernels: their boxes, the counter they draw work from, and the way back without them."""
 
 import contextlib
+import functools
 import os
 import threading
 import warnings
@@ -26,6 +27,7 @@ __all__ = [
     "disabled",
     "inside_operator",
     "require",
+    "shared_layout",
     "work_counter",
 ]
 
@@ -61,12 +63,10 @@ def disabled() -> bool:
 def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
     """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
-    from ..kernels.hopper.gluon import TensorDescriptor, gl
+    from ..kernels.hopper.gluon import TensorDescriptor
 
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     if heads == 1:
-        shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
-        return describe_box(t, layout, rows, columns, TensorDescriptor, shared)
+        return describe_box(t, layout, rows, columns, TensorDescriptor, shared_layout((1, 1, rows, columns), t.dtype))
     from .launch import Box
 
     box = [1, 1, rows // heads, heads, columns]
@@ -75,7 +75,21 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     shape = [t.shape[0], all_heads // heads, length, heads, t.shape[-1]]
     row = -(-t.shape[-1] // 8) * 8  # the stride of a dimension of size 1 means nothing and may be invalid
     strides = [row if size == 1 else stride for size, stride in zip(shape, (b, heads * h, n, h), strict=False)]
-    return Box(t, shape, [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
+    return Box(t, shape, [*strides, 1], box, TensorDescriptor, shared_layout(tuple(box), t.dtype))
+
+
+@functools.cache
+def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a box of a tensor lies in shared memory: the widest swizzle that wgmma reads and the box fills."""
+    from ..kernels.hopper.gluon import gl
+
+    kinds = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for(list(box), kinds[dtype])
 
 
 def work_counter(device: torch.device) -> torch.Tensor:

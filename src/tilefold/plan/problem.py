@@ -1,6 +1,7 @@
 """The attention problem: what a call asks for, as a hashable value without tensors."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.plan.base import require_equal
@@ -22,11 +23,13 @@ _TILES = ("", "tiles", "keys")
 _FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout")
 
 
+@cache  # a plan asks dozens of times
 def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` (1 for n <= 1)."""
     return 1 if n <= 1 else 1 << (n - 1).bit_length()
 
 
+@cache
 def padded_head_dim(dim: int) -> int:
     """The width of a tile that holds a head dimension: a power of two, at least 16 as tensor cores need."""
     return max(16, next_power_of_two(dim))
@@ -35,6 +38,7 @@ def padded_head_dim(dim: int) -> int:
 SWIZZLED = 64  # columns of 16 bits in the widest swizzle of shared memory, 128 bytes
 
 
+@cache
 def padded_value_dim(dim_v: int, dim_qk: int) -> int:
     """Width of a tile of V: at least K's, up to the columns of one swizzle.
 

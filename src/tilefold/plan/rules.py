@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import hopper_few, hopper_refusal, hopper_tile, hopper_unmeasured
@@ -151,6 +152,7 @@ def _cdna(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 # ---- few programs: the tile of the deciding rule with fewer rows
 
 
+@lru_cache(maxsize=256)  # asked by several rules of a plan
 def _long_choices(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     for rule in _LONG_RULES:
         if rule.applies(problem, device):

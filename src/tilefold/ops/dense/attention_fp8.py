@@ -13,6 +13,7 @@ from ...types import Constant, Layout, Window
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
 from ..device import device_of
+from ..hopper import shared_layout
 from ..records import recorded
 from .attention_parts import boxable, describe_box, head_strides, kind_of, shared_values
 from .fp8 import E4M3
@@ -273,14 +274,13 @@ def _boxes(
     q: torch.Tensor, k: torch.Tensor, turned: torch.Tensor, layout: Layout, plan: "AttentionFp8Plan"
 ) -> dict[str, Slot]:
     """The descriptors of Q, K and V^T [B, H, D, places]: rows of 128 bytes at most lie together."""
-    from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...kernels.hopper.gluon import TensorDescriptor
     from ...plan.dense.fp8_hopper import fp8_width
 
     panel = min(128, fp8_width(plan.problem.dim_qk))
 
     def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> "Box":
-        shared = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float8e4nv)
-        return describe_box(t, order, rows, columns, TensorDescriptor, shared)
+        return describe_box(t, order, rows, columns, TensorDescriptor, shared_layout((1, 1, rows, columns), E4M3))
 
     rows = fp8_width(plan.problem.dim_v)
     values = box(turned, "bhsd", rows, plan.block_n)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot, meta, strides_named
-from ..hopper import require
+from ..hopper import require, shared_layout
 from .operands import BIAS, GIVEN_TO_PRODUCTS, Scales, values_of
 from .options import CODES
 
@@ -36,13 +36,11 @@ def panel_box(t: torch.Tensor, rows: int) -> "Box":
 
 def box_of_result(shape: tuple[int, int, int], dtype: torch.dtype) -> "Box":
     """The descriptor of a result that TMA stores."""
-    from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...kernels.hopper.gluon import TensorDescriptor
     from ..launch import Box
 
     made, box = meta(*shape, dtype=dtype), [1, 64, 64]
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(box, kind)
-    return Box(made, list(shape), list(made.stride()), box, TensorDescriptor, layout)
+    return Box(made, list(shape), list(made.stride()), box, TensorDescriptor, shared_layout((1, 64, 64), dtype))
 
 
 def constants_of(block_n: int, stages: int, group: int, outside: bool, boxes: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..bound import Bound, Slot, meta
-from ..hopper import require
+from ..hopper import require, shared_layout
 from .eight_hopper import bind_product
 from .operands import BIAS, GIVEN_TO_PRODUCTS, Operands, Scales, values_of
 from .options import CODES
@@ -65,12 +65,11 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
 def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
     """The descriptor of [batch, rows, columns], of its transpose if turned, with boxes of `rows` if it is brought so, and
     of 64 columns.  The stride of a dimension of size 1 means nothing and may be invalid."""
-    from ...kernels.hopper.gluon import TensorDescriptor, gl
+    from ...kernels.hopper.gluon import TensorDescriptor
     from ..launch import Box
 
     t = t.mT if turned else t
     row = -(-t.shape[2] // 8) * 8
     strides = [row if size == 1 else stride for size, stride in zip(t.shape[:2], t.stride()[:2], strict=True)]
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    box = [1, rows if turned else 64, 64]
-    return Box(t, list(t.shape), [*strides, 1], box, TensorDescriptor, gl.NVMMASharedLayout.get_default_for(box, dtype))
+    box = (1, rows if turned else 64, 64)
+    return Box(t, list(t.shape), [*strides, 1], list(box), TensorDescriptor, shared_layout(box, t.dtype))

@@ -4,6 +4,8 @@ What was not timed beside the portable kernels is refused by `hopper_unmeasured`
 does not name run only where a plan asks for them (`with_tile`).
 """
 
+from functools import cache, lru_cache
+
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
@@ -94,6 +96,7 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)  # a plan asks several times
 def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
     """The versions that are taken: those that were measured to be faster."""
     n = problem
@@ -125,6 +128,7 @@ def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     return f"it would have {blocks} blocks of {rows} queries for {device.sms} SMs{pairs}"
 
 
+@cache
 def width_of(dim: int) -> int:
     """Width of the tile that holds a head dim."""
     return next(width for width in WIDTHS if width >= dim)
@@ -150,6 +154,7 @@ def polynomial_of(options: tuple[str, ...]) -> int:
     return sum(POLYNOMIALS.index(option) + 1 for option in options if option in POLYNOMIALS)
 
 
+@lru_cache(maxsize=256)
 def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     """128 queries, 4 warps in each of two warpgroups, 192 of three, or 64 of one, in two programs an SM; num_stages: buffers for
     K, and for V, as many as a bias or a mask leaves room for.

@@ -1,0 +1,175 @@
+"""What a call of small tensors costs the host, in microseconds, and by functions where asked.
+
+    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile]
+
+With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
+with plans for an H200 and the driver's launches left out, beside an autograd function that only allocates."""
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilefold
+from tilefold import BlockIndex
+from tilefold.bench import timers
+
+Call = Callable[[], Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape: int, grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(shape, device=DEVICE, generator=generator).bfloat16().requires_grad_(grad)
+
+
+def differentiated(attend: Callable[..., Any]) -> Call:
+    inputs = [draw(1, 128, 4, 64, grad=True) for _ in range(3)]
+    dout = draw(1, 128, 4, 64)
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+
+
+class Allocates(torch.autograd.Function):
+    """The least that an attention function does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, torch.empty((1, 4, 128), device=q.device))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+
+
+def rows() -> dict[str, Call]:
+    q, k, v = (draw(1, 128, 4, 64) for _ in range(3))
+    graded = [draw(1, 128, 4, 64, grad=True) for _ in range(3)]
+    one, cache = draw(1, 1, 4, 64), draw(1, 256, 4, 64)
+    pages, table = draw(16, 16, 4, 64), torch.arange(16, dtype=torch.int32, device=DEVICE)[None]
+    lengths = torch.full((1,), 200, dtype=torch.int32, device=DEVICE)
+    cu = torch.tensor([0, 64, 128], dtype=torch.int32, device=DEVICE)
+    index = BlockIndex.from_map(torch.ones(1, 4, 2, 2, dtype=torch.bool, device=DEVICE))
+    tokens = iter(range(257, 10**9))
+    memory = torch.empty(1, 1 << 20, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+
+    def causal(*tensors: torch.Tensor) -> Any:
+        return tilefold.attention(*tensors, causal=True)
+
+    def packed() -> Any:
+        return tilefold.attention_varlen(q[0], k[0], v[0], cu, cu, 64, 64, causal=True)
+
+    def nothing() -> Any:
+        return torch.empty_like(q), q.new_empty((1, 4, 128), dtype=torch.float32)
+
+    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors), is_causal=True).transpose(1, 2)
+
+    torchs: dict[str, Call] = {
+        "SDPA": lambda: sdpa(q, k, v),
+        "SDPA, grad": lambda: sdpa(*graded),
+        "SDPA forward + backward": differentiated(sdpa),
+    }
+    return {
+        "out and lse alone": nothing,
+        "attention": lambda: causal(q, k, v),
+        "attention, grad": lambda: causal(*graded),
+        "attention forward + backward": differentiated(causal),
+        "an autograd function alone": differentiated(Allocates.apply),
+        "varlen": packed,
+        "kvcache": lambda: tilefold.attention_kvcache(one, cache, cache, cache_seqlens=lengths),
+        "kvcache, pages": lambda: tilefold.attention_kvcache(
+            one, pages, pages, cache_seqlens=lengths, block_table=table
+        ),
+        "sparse": lambda: tilefold.sparse_attention(q, k, v, index),
+        "sparse forward + backward": differentiated(lambda *tensors: tilefold.sparse_attention(*tensors, index)),
+        "matmul": lambda: tilefold.matmul(q[0, 0], k[0, 0].T),
+        "new shape": lambda: tilefold.attention(memory[:, : next(tokens)], k, v),
+        **(torchs if DEVICE == "cuda" else {}),
+    }
+
+
+def shortest(call: Call, calls: int = 20, runs: int = 100) -> float:
+    """Microseconds."""
+    if DEVICE == "cuda":
+        return timers.time_host(call, torch.cuda.synchronize, calls, runs // 4).low * 1e3
+    found = []
+    gc.collect()
+    gc.disable()
+    for _ in range(runs):
+        begin = time.thread_time_ns()
+        for _ in range(calls):
+            call()
+        found.append((time.thread_time_ns() - begin) / calls / 1e3)
+    gc.enable()
+    return min(found)
+
+
+def left_out() -> list[Any]:
+    """What stands for the GPU."""
+    from tilefold.ops import device as devices
+    from tilefold.ops import launch
+    from tilefold.ops.cache import kvcache
+    from tilefold.ops.dense import attention
+    from tilefold.ops.sparse import sparse
+    from tilefold.plan import architecture
+    from tilefold.plan.architecture import CUDA
+    from tilefold.plan.device import device_named
+
+    ready = (lambda *args: None, (), lambda index: 0, ())
+
+    def first(self: Any, args: Any) -> None:
+        self._compiled = ready
+
+    def giving(value: Any) -> Callable[..., Any]:
+        return lambda *args: value
+
+    in_place = [
+        (devices, "interpreting", giving(False)),
+        (devices, "check_environment", giving(None)),
+        (devices, "_probe", giving(device_named("h200"))),
+        (architecture, "architecture_at", giving(CUDA)),
+        *((module, "on_host", giving(False)) for module in (attention, kvcache, sparse)),
+        (launch.Launch, "_first", first),
+        (launch.Launch, "compile", giving(None)),
+        (launch, "current_device", giving(0)),
+        (torch.cuda, "current_device", giving(0)),
+        (torch.cuda, "is_current_stream_capturing", giving(False)),
+        (triton.runtime.driver, "_active", mock.Mock(get_current_stream=giving(0))),
+    ]
+    return [mock.patch.object(owner, name, new) for owner, name, new in in_place]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, by functions")
+    parser.add_argument("--sort", choices=("tottime", "cumtime"), default="tottime")
+    parser.add_argument("--lines", type=int, default=25)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for patch in left_out() if DEVICE == "cpu" else []:
+        patch.start()
+    for name, call in rows().items():
+        if options.only not in name:
+            continue
+        call()
+        print(f"{name:32} {shortest(call):8.1f}", flush=True)
+        if options.profile:
+            with cProfile.Profile() as profile:
+                for _ in range(1000):
+                    call()
+            pstats.Stats(profile).sort_stats(options.sort).print_stats(options.lines)
+
+
+if __name__ == "__main__":
+    main()
