@@ -7,7 +7,7 @@ import torch
 from .errors import Unsupported
 from .keywords import refusing, unexpected, unexpected_of
 from .masks import Mask
-from .ops.call import Call, Packed, check_kinds
+from .ops.call import Call, check_kinds
 from .ops.dense import attention as _ops
 from .ops.dense.attention_parts import Prepared
 from .ops.dense.fp8 import is_fp8, refuse_packed
@@ -16,6 +16,7 @@ from .ops.faults import mode_for
 from .ops.masking import Terms, holds_tensor, named_terms, spelled
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
+from .ops.source import Packed
 from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
@@ -337,7 +338,7 @@ def _prepared(
         if option not in _OPTIONS:
             raise unexpected(name, option, (*_OPTIONS, *_PACKED))
     if any(value is not None for value in packed.values()):
-        options["packed"] = Packed(*packed.values())
+        options["source"] = Packed(*packed.values())
     call = resolved(_tidy(Call(**options)))
     prepared = _ops.prepare(q, k, v, call)
     if prepared.plan is None:
@@ -355,7 +356,7 @@ def _spelled(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> dict[
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_OPTIONS = set(Call._fields) - {"packed"}
+_OPTIONS = set(Call._fields) - {"source", "lists", "prepared"}
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

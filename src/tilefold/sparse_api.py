@@ -8,15 +8,15 @@ import torch
 from .errors import DtypeError, Unsupported, ValueRangeError
 from .keywords import refusing, unexpected, unexpected_of
 from .masks import Mask
-from .ops.call import Packed, Paged, args_of, check_kinds
+from .ops.call import Call, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
 from .ops.faults import Mode, mode_for, mode_of, watch_of
 from .ops.masking import Terms, spelled_for_lists
 from .ops.places import check_pages
+from .ops.source import Lists, Packed, Paged
 from .ops.sparse import sparse as _sparse
-from .ops.sparse.sparse import Lists, SparseCall
-from .ops.sparse.sparse_call import check_lists, facts_of_lists
+from .ops.sparse.sparse_call import check_lists
 from .ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
 from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .scores import Score
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .plan.sparse.sparse import SparsePlan
     from .plan.sparse.sparse_backward import SparseBackwardPlan
     from .sparse import BlockIndex
+
+NO_TENSORS = (None, None, None, None)  # alibi_slopes, bias, mask and sinks, which block-sparse attention does not have
 
 __all__ = ["sparse_attention", "sparse_attention_paged", "sparse_attention_varlen", "sparse_plan"]
 
@@ -102,9 +104,10 @@ def sparse_attention(
         causal, softcap, score_mod, score_args, mask_mod, mask_args, score_grad = _spelled(
             q, index, given, score, layout
         )
-    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention")
-    call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, None, score_grad, backward_plan)
+    mods = (score_mod, score_args, mask_mod, mask_args)
+    call = Call(causal, None, scale, softcap, layout, *NO_TENSORS, *mods, None, plan, score_grad, backward_plan,
+                lists=_lists_of(index))  # fmt: skip
     _check_masked(index, mask_mod, causal)
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
@@ -166,14 +169,16 @@ def sparse_attention_varlen(
         given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args, score_grad)
         (causal, softcap, score_mod, score_args, mask_mod, mask_args,
          score_grad) = _spelled(q, index, given, score, batch_of=cu_seqlens_q)  # fmt: skip
-    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     index = _checked(index, mode_of(check), "sparse_attention_varlen")
     lists = _lists_of(index)
     _check_masked(index, mask_mod, causal)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, lists.seq_q, lists.seq_k)
     if mode := mode_for(check, cu_seqlens_q):
         packed = checked_packed(q, k, packed, mode, "sparse_attention_varlen")
-    call = SparseCall(lists, causal, scale, softcap, "bshd", *hooks, packed, score_grad, backward_plan)
+    mods = (score_mod, score_args, mask_mod, mask_args)
+    call = Call(
+        causal, None, scale, softcap, "bshd", *NO_TENSORS, *mods, packed, plan, score_grad, backward_plan, lists=lists
+    )
     out, lse = _run(q, k, v, index, call)
     return (out, lse) if return_lse else out
 
@@ -235,11 +240,11 @@ def sparse_attention_paged(
     if mask is not None or score is not None:
         given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args)
         causal, softcap, score_mod, score_args, mask_mod, mask_args, _ = _spelled(q, index, given, score, layout)
-    hooks = (score_mod, score_args, mask_mod, mask_args, plan)
     mode = mode_of(check)
     index = _checked(index, mode, "sparse_attention_paged")
     paged = _checked_pages(k_pages, Paged(block_table, cache_seqlens), index, layout, mode)
-    call = SparseCall(_lists_of(index), causal, scale, softcap, layout, *hooks, paged=paged)
+    mods = (score_mod, score_args, mask_mod, mask_args)
+    call = Call(causal, None, scale, softcap, layout, *NO_TENSORS, *mods, paged, plan, lists=_lists_of(index))
     _check_masked(index, mask_mod, causal)
     tensors = (q, k_pages, v_pages)
     if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
@@ -304,9 +309,9 @@ def sparse_plan(
             f"{' and '.join(_PACKED)} were given with {' and '.join(_PAGED)}: no kernel takes packed queries to pages"
         )
     if cu_q is not None or cu_k is not None:
-        options["packed"] = Packed(cu_q, cu_k, lists.seq_q, lists.seq_k)
+        options["source"] = Packed(cu_q, cu_k, lists.seq_q, lists.seq_k)
     if table is not None or lengths is not None:
-        options["paged"] = Paged(table, lengths)
+        options["source"] = Paged(table, lengths)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be 'forward' or 'backward', got {direction!r}")
     mask, score = options.pop("mask", None), options.pop("score", None)
@@ -315,7 +320,7 @@ def sparse_plan(
         made = _spelled(q, index, given, score, options.get("layout", "bshd"), cu_q)
         options |= dict(zip(_SPELLED, made, strict=True))
     _check_masked(index, options.get("mask_mod"), options.get("causal"))
-    call = resolved(SparseCall(lists, **options))
+    call = resolved(Call(lists=lists, **options))
     prepared = _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
@@ -349,11 +354,11 @@ def _spelled(
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 _PAGED = ("block_table", "cache_seqlens")
-_OPTIONS = set(SparseCall._fields) - {"lists", "packed", "paged"}
+_OPTIONS = {*_SPELLED, "scale", "layout", "plan", "backward_plan"}
 
 
 def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: SparseCall
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
     args = args_of(call)
@@ -374,7 +379,7 @@ def _run(
     return out, lse
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return _sparse.forward(q, k, v, resolved(call))
 
 
@@ -442,10 +447,10 @@ def _lists_of(index: "BlockIndex") -> Lists:
     kept: Lists | None = index._kept.get("lists")
     if kept is not None and not torch.compiler.is_compiling():
         return kept
-    lists = Lists(*index.tensors(), *index.geometry)
+    lists = Lists.of(index)
     if not torch.compiler.is_compiling():
         # Tensors without an address, as under a tracer, decide nothing yet.
         with suppress(AttributeError, RuntimeError, TypeError):
-            lists = lists._replace(facts=facts_of_lists(lists))
+            lists = lists._replace(kept=lists.facts())
             index._kept["lists"] = lists
     return lists

@@ -8,6 +8,8 @@ from cases import judge, qkv, same
 from cases.device import DEVICE, captured, no_waiting
 from cases.index import top
 from tilefold import reference
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse import sparse as sparse_ops
 
 pytestmark = pytest.mark.no_poison
@@ -21,7 +23,7 @@ def held(q, k, v, index, got):
 
 
 def plan_of(q, k, v, index):
-    return sparse_ops.prepare(q, k, v, sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))).plan
+    return sparse_ops.prepare(q, k, v, Call(lists=Lists.of(index))).plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

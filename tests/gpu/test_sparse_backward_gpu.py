@@ -20,7 +20,9 @@ from cases.device import (
 from cases.gradient import judged, upstream
 from cases.index import top
 from tilefold import BlockIndex, reference
+from tilefold.ops.call import Call
 from tilefold.ops.device import device_of
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
 from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
@@ -50,7 +52,7 @@ def plan_of(q, k, v, index, **changes):
 
 def called_plan(q, k, v, index, portable=False):
     """The plan of a call, which is for sm_90, or the portable one of the same problem."""
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     plan = backward_ops._plan(sparse_ops.prepare(q, k, v, call), call, q)
     assert plan.kernel == KERNEL
     return plan_sparse_backward(plan.problem, plan.device, portable=True) if portable else plan
@@ -341,7 +343,7 @@ def test_falls_back_with_a_warning(monkeypatch):
     index = lists(1, 2, 320, 320)
     dout, dlse = upstream(q, v)
     wanted = ours(q, k, v, index, dout, dlse, called_plan(q, k, v, index, portable=True))
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     sparse_ops.prepare(q, k, v, call).backward.clear()
     take_kernels_away(monkeypatch)
     with pytest.warns(RuntimeWarning, match="a portable one serves instead"):

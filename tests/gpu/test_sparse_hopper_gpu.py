@@ -7,6 +7,8 @@ import tilefold
 from cases import judge, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
 from tilefold import BlockIndex, reference
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse import sparse as sparse_ops
 
 HOPPER = "sparse_forward_hopper"
@@ -26,7 +28,7 @@ def lists(b, h, sq, sk, block_q=64, block_k=64, density=0.5, **options):
 
 def plans(q, k, v, index, **options):
     """The Hopper plan as made, one program a query block, few programs; and a portable plan."""
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
+    call = Call(lists=Lists.of(index), **options)
     plan = sparse_ops.prepare(q, k, v, call).plan
     hopper = plan.with_tile(kernel=HOPPER, splits=1)
     return [hopper, hopper.with_tile(programs=3)], plan.with_tile(kernel="sparse_forward", splits=1)
@@ -109,7 +111,7 @@ def test_shared_lists_strides_and_layouts():
 def test_unaligned_strides_take_the_portable_kernel():
     q, k, v = (rand(1, 640, 4, 130, dtype=torch.bfloat16, device=DEVICE)[..., :128] for _ in range(3))
     index = lists(1, 1, 640, 640)
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     for t in ((q, k.contiguous(), v.contiguous()), (q.contiguous(), k, v.contiguous())):
         assert sparse_ops.prepare(*t, call).plan.kernel != HOPPER
 
@@ -143,7 +145,7 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
     s = 24 * 12 * block // 2
     q, k, v = qkv(2, s, s, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     index = lists(1, 4, s, s, block, block, density=0.3)
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     assert sparse_ops.prepare(q, k, v, call).plan.kernel == HOPPER
     first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
     with no_waiting():
@@ -193,7 +195,7 @@ def test_falls_back_with_a_warning(monkeypatch):
     q, k, v = qkv(2, 64 * 50, 64 * 50, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = lists(1, 1, 64 * 50, 64 * 50)
     monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
         assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
 
@@ -207,6 +209,6 @@ def test_falls_back_where_the_kernel_does_not_compile(monkeypatch):
     monkeypatch.setattr(Launch, "compile", refuse)
     q, k, v = qkv(2, 64 * 51, 64 * 51, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = lists(1, 1, 64 * 51, 64 * 51)
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry))
+    call = Call(lists=Lists.of(index))
     with pytest.warns(RuntimeWarning, match="no such instruction"):
         assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"

@@ -6,7 +6,8 @@ import torch
 from cases import judge, qkv, rand
 from cases.device import DEVICE, captured
 from tilefold import BlockIndex, reference, sparse
-from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 from tilefold.reference.rounding import stored
 
@@ -20,7 +21,7 @@ def lists(block, layout, **options):
     chosen = torch.rand(B, H, blocks, blocks) < 0.6
     chosen[:, 0, 0] = False
     index = BlockIndex.from_map(chosen.to(DEVICE), block_q=block, block_k=block, seq_q=S, seq_k=S, **options)
-    return index, SparseCall(Lists(*index.tensors(), *index.geometry), layout=layout)
+    return index, Call(lists=Lists.of(index), layout=layout)
 
 
 def held(dim, dtype, block, shapes, layout="bshd", **options):

@@ -1,5 +1,5 @@
-"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, then one
-alone for those that measure; a process that dies or hangs is replaced."""
+"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, then
+one alone for those that measure; a process that dies or hangs is replaced."""
 
 import contextlib
 import json

@@ -9,19 +9,20 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
 from .records import facts_of
+from .source import Lists, Packed, Paged, Source
 from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionPlan, DecodePlan
     from ..plan.backward.attention_backward import AttentionBackwardPlan
+    from ..plan.sparse.sparse import SparsePlan
+    from ..plan.sparse.sparse_backward import SparseBackwardPlan
 
 __all__ = [
     "MAX_HEAD_DIM",
     "SPECS",
     "UNBOUNDED",
     "Call",
-    "Packed",
-    "Paged",
     "args_of",
     "check_heads",
     "check_hooks",
@@ -82,24 +83,11 @@ SPECS = {
 }
 
 
-class Packed(NamedTuple):
-    """Where the sequences of a varlen call lie: int32 offsets [batch + 1] and the longest lengths."""
-
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    max_q: int
-    max_k: int
-
-
-class Paged(NamedTuple):
-    """Where the keys of a paged call lie: int32 page numbers [batch, max_pages] and numbers of keys [batch]."""
-
-    block_table: torch.Tensor
-    cache_seqlens: torch.Tensor
-
-
 class Call(NamedTuple):
-    """The keyword arguments of `attention`, as given."""
+    """The arguments of a call of attention but q, k and v, as given.
+
+    source: where queries and keys lie, if not in one tensor a sequence.  lists: the KV blocks that a query block sees, of a
+    block-sparse call."""
 
     causal: bool = False
     window: Window | None = None
@@ -114,14 +102,30 @@ class Call(NamedTuple):
     score_args: ModArgs = ()
     mask_mod: ModFunction | Rules | Constant | None = None
     mask_args: ModArgs = ()
-    packed: Packed | None = None
-    plan: "AttentionPlan | DecodePlan | Constant | None" = None
-    score_grad: ModFunction | Constant | None = None
-    backward_plan: "AttentionBackwardPlan | Constant | None" = None
+    source: Source | None = None
+    plan: "AttentionPlan | DecodePlan | SparsePlan | Constant | None" = None
+    score_grad: ModFunction | Constant | None = None  # this and the next concern the backward pass alone
+    backward_plan: "AttentionBackwardPlan | SparseBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
     deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
+    lists: Lists = None  # type: ignore[assignment]  # of block-sparse calls, which all have them
     prepared: Any = None  # the record of the call, where somebody has looked it up already
+
+    @property
+    def packed(self) -> Packed | None:
+        """The source of a packed batch."""
+        return self.source if type(self.source) is Packed else None
+
+    @property
+    def paged(self) -> Paged | None:
+        """The source of block-sparse attention over pages."""
+        return self.source if type(self.source) is Paged else None
+
+    @property
+    def placement(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that say where the sequences lie."""
+        return () if self.source is None else self.source.tensors
 
 
 # ---------------------------------------------------------------- the key
@@ -129,15 +133,15 @@ class Call(NamedTuple):
 
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
-    plain = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
+    plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
+    if call.source is not None or call.lists is not None:
+        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (call.source, call.lists)])
     if is_plain(call):
         return plain
-    packed = call.packed
     return (
         plain,
         tuple(None if t is None else facts_of(t) for t in call[5:9]),
         (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
-        None if packed is None else (facts_of(packed[0]), facts_of(packed[1]), packed[2:], *map(type, packed[2:])),
         (id(call.plan), id(call.score_grad), id(call.backward_plan)),
         (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
     )
@@ -150,10 +154,8 @@ def options_of(call: Call) -> Any:
 
 
 def is_plain(call: Call) -> bool:
-    """No tensor but q, k and v, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, packed, plan, grad, backward, p, seed = call[
-        5:-2
-    ]
+    """No modifications, no hooks, no plan: the short key will do."""
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-3]
     return (
         slopes is None
         and bias is None
@@ -161,7 +163,6 @@ def is_plain(call: Call) -> bool:
         and sinks is None
         and score_mod is None
         and mask_mod is None
-        and packed is None
         and plan is None
         and grad is None
         and backward is None
@@ -189,16 +190,14 @@ def args_of(call: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- the checks
 
 
-def sizes_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, paged: Paged | None = None
-) -> dict[str, int]:
-    """Check every tensor; the sizes of all named dimensions.  paged: k and v are pages, and there is no "seq_k"."""
+def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
+    """Check every tensor; the sizes of all named dimensions.  Where k and v are pages there is no "seq_k"."""
     try:
-        return _sizes_of(q, k, v, call, paged)
+        return _sizes_of(q, k, v, call)
     except ShapeError as error:
         if call.packed is not None:
             raise
-        hint = layout_hint(call.layout, lambda other: _sizes_of(q, k, v, call._replace(layout=other), paged))
+        hint = layout_hint(call.layout, lambda other: _sizes_of(q, k, v, call._replace(layout=other)))
         raise ShapeError(f"{error}{hint}") from None
 
 
@@ -213,20 +212,20 @@ def layout_hint(layout: Layout, fits: Callable[[Layout], object]) -> str:
     return f"; as {form} all shapes fit: if they lie so, pass layout={other!r}"
 
 
-def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, paged: Paged | None) -> dict[str, int]:
-    tensors = {"q": q, "k": k, "v": v, **call._asdict()}
+def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
+    tensors, paged, packed = {"q": q, "k": k, "v": v, **call._asdict()}, call.paged, call.packed
     if paged is not None:
         sizes = bind(SPECS[f"paged {call.layout}"], {"q": q, "k_pages": k, "v_pages": v, **paged._asdict()})
         if sizes["page_size"] < 1:
             raise ShapeError(f"k_pages has shape {tuple(k.shape)}: a page must hold at least 1 key")
-    elif call.packed is None:
+    elif packed is None:
         sizes = bind(SPECS[call.layout], tensors)
     else:
-        tensors |= {"cu_seqlens_q": call.packed.cu_q, "cu_seqlens_k": call.packed.cu_k}
+        tensors |= {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": packed.cu_k}
         sizes = bind(SPECS["varlen"], tensors)
         if sizes["batch+1"] < 1:
             raise ShapeError("cu_seqlens_q is empty, expected [batch + 1] offsets")
-        sizes |= {"batch": sizes["batch+1"] - 1, "seq_q": call.packed.max_q, "seq_k": call.packed.max_k}
+        sizes |= {"batch": sizes["batch+1"] - 1, "seq_q": packed.max_q, "seq_k": packed.max_k}
         bind(_OPTIONS, tensors, known=sizes, beside=("q", q))
     if call.dropout_seed is not None and call.dropout_seed.shape != (1,):
         raise ShapeError(f"dropout_seed has shape {tuple(call.dropout_seed.shape)}, expected [1]: one seed")

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from .call import Packed
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, watch_of
 from .places import check_packed
 from .records import facts_of_values, recorded
+from .source import Packed
 from .watch import is_watched
 
 __all__ = ["checked_lists", "checked_packed", "checked_places", "example_launch"]

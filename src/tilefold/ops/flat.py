@@ -156,9 +156,10 @@ class Pair(Group):
 class Record(Group):
     """A NamedTuple as its fields; where there may be none, a bool says whether there is."""
 
-    def __init__(self, name: str, kind: Any, optional: bool, prefix: str) -> None:
+    def __init__(self, name: str, kind: Any, optional: bool, prefix: str, parts: Sequence[type]) -> None:
         annotations = zip(kind._fields, kind.__annotations__.values(), strict=True)
-        super().__init__(name, [field_of(prefix + each, annotation, optional) for each, annotation in annotations])
+        fields = [field_of(prefix + each, annotation, optional, parts, False) for each, annotation in annotations]
+        super().__init__(name, fields)
         self.kind, self.optional = kind, optional
         self.options = ((name, bool), *self.options) if optional else self.options
 
@@ -204,8 +205,11 @@ def empty_of(kind: Any) -> Any:
     )
 
 
-def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
-    """What a parameter or the field of a record is.  optional: of a record that may not be there."""
+def field_of(
+    name: str, annotation: Any, optional: bool = False, parts: Sequence[type] = (), parameter: bool = True
+) -> Field:
+    """What a parameter or the field of a record is.  optional: of a record that may not be there.  parts: the records that may
+    be fields."""
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     if annotation in (torch.Tensor, torch.Tensor | None):
         return Field(name, torch.Tensor | None if optional else annotation)
@@ -221,8 +225,11 @@ def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
         return Field(name, str, named, hook_of)
     records = [each for each in alternatives if hasattr(each, "_fields")]
     if records:
-        top = annotation is records[0]
-        return Record(name, records[0], not top, "" if top else f"{name}_")
+        served = [each for each in records if parameter or each in parts]
+        if not served:
+            return Aside(name)
+        top = annotation is served[0]
+        return Record(name, served[0], not top, "" if top else f"{name}_", parts)
     if get_origin(annotation) is Literal:
         return Field(name, str)
     return Field(name, annotation, float) if annotation is float else Field(name, annotation)
@@ -231,9 +238,9 @@ def field_of(name: str, annotation: Any, optional: bool = False) -> Field:
 class Arguments(Group):
     """Those of a function of tensors, numbers, words and records of these, by its annotations."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], parts: Sequence[type] = ()) -> None:
         parameters = inspect.signature(function).parameters
-        super().__init__("", [field_of(name, each.annotation) for name, each in parameters.items()])
+        super().__init__("", [field_of(name, each.annotation, parts=parts) for name, each in parameters.items()])
         self.open = any(name.endswith("_kinds") for name, _ in self.options)  # whether mods bring tensors
         self.plain = several(self.places)
         records = [(at, field) for at, field in enumerate(self.fields) if isinstance(field, Group)]

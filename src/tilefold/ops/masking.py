@@ -19,8 +19,9 @@ from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRang
 from ..masks import Mask, bounds_of, of_window, rule
 from ..scores import Score
 from ..types import Constant, Layout, ModArgs, Rule, Rules
-from .call import UNBOUNDED, Packed, window_of
+from .call import UNBOUNDED, window_of
 from .flat import value_of
+from .source import Packed
 
 __all__ = ["Terms", "holds_tensor", "named_terms", "spelled", "spelled_for_cache", "spelled_for_lists"]
 

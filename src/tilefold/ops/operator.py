@@ -59,6 +59,7 @@ class Operation:
     forward(*args), fake(*args): the results, and results without values after all checks that need no device.
     gradient: how it is differentiated; or what Unsupported says to who asks for it.
     before(*args): raises what is wrong with a call whatever its tensors, while it is traced.
+    parts: the records that a record among the arguments may hold here; a field without one of them is no part of the schema.
 
     A call raises Unsupported for a forward-mode tangent, inside torch.func's vmap and jvp, and for a tensor that requires a
     gradient and gets none; so does a derivative of the gradient."""
@@ -70,9 +71,10 @@ class Operation:
         fake: Callable[..., Any],
         gradient: Gradient | str,
         before: Callable[..., object] = lambda *args: None,
+        parts: tuple[type, ...] = (),
     ) -> None:
         self.name, self.forward, self.gradient, self.before = f"tilefold::{name}", forward, gradient, before
-        self.arguments = arguments = Arguments(forward)
+        self.arguments = arguments = Arguments(forward, parts)
         self.results = max(1, len(get_args(inspect.signature(forward).return_annotation)))
 
         def launch(*flat: Any) -> Any:

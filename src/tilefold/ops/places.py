@@ -6,8 +6,8 @@ import itertools
 import torch
 
 from ..errors import ValueRangeError
-from .call import Packed, Paged
 from .faults import name_in, too_long
+from .source import Packed, Paged
 
 __all__ = ["check_inside", "check_offsets", "check_packed", "check_pages", "check_side"]
 

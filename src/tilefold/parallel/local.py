@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ..ops.backward import attention_backward
-from ..ops.call import Call, Packed
+from ..ops.call import Call
 from ..ops.dense import attention
+from ..ops.source import Packed
 from ..plan.bands import Chain, chains_of, pieces_of
 from ..plan.parallel.sharding import Spans
 from .sums import State, Sum
@@ -136,7 +137,7 @@ def _call(pair: Pair, chain: Chain, q: torch.Tensor) -> Call:
         window=None if area.right <= 0 and area.left < 0 else (area.left, area.right),
         scale=pair.scale,
         softcap=pair.softcap,
-        packed=packed,
+        source=packed,
         deterministic=pair.deterministic,
     )
 

@@ -6,7 +6,8 @@ import torch
 
 from .. import sparse_attention
 from ..errors import DtypeError, ValueRangeError
-from ..ops.sparse.sparse_call import Lists, SparseCall
+from ..ops.call import Call
+from ..ops.source import Lists
 from ..ops.sparse.sparse_mixed import attend_and_fuse
 from ..ops.watch import is_transformed, is_watched, wants_gradient
 from ..types import Layout
@@ -119,8 +120,7 @@ def sparse_video_attention(
         **sizes,
     )
     if not return_stages and _at_once(q, k, v, rough.out, gate_coarse, gate_fine):
-        lists = Lists(*chosen.index.tensors(), *chosen.index.geometry)
-        call = SparseCall(lists, scale=scale, layout=layout)
+        call = Call(lists=Lists.of(chosen.index), scale=scale, layout=layout)
         return attend_and_fuse(q, k, v, call, rough.out, gate_coarse, gate_fine)
     fine, lse = sparse_attention(q, k, v, chosen.index, scale=scale, layout=layout, return_lse=True)
     out = fuse(rough.out, fine, gate_coarse, gate_fine, layout=layout)

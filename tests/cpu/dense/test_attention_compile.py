@@ -5,8 +5,9 @@ import torch
 
 import tilefold
 from cases import prefix, qkv, rand, relative, same
-from tilefold.ops.call import Call, Packed
+from tilefold.ops.call import Call
 from tilefold.ops.dense.library import ATTENTION
+from tilefold.ops.source import Packed
 
 pytestmark = pytest.mark.no_poison
 
@@ -211,7 +212,7 @@ def test_opcheck(layout, device):
 def test_opcheck_varlen(device):
     q, k, v = (rand(30, 2, 16, device=device) for _ in range(3))
     cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
-    call = Call(window=(5, 0), scale=0.2, softcap=1.0, packed=Packed(cu, cu, 20, 20))
+    call = Call(window=(5, 0), scale=0.2, softcap=1.0, source=Packed(cu, cu, 20, 20))
     torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, call))
 
 

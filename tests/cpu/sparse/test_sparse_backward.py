@@ -11,6 +11,8 @@ from cases import dilated, dilated_twin, judge, one, qkv, rand, relative, relati
 from cases.index import lists
 from cases.index import plan_of as forward_plan
 from tilefold import BlockIndex, reference
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse import sparse as sparse_ops
 from tilefold.ops.sparse import sparse_backward as backward_ops
 from tilefold.plan import device_named
@@ -23,7 +25,7 @@ OURS = ("score_grad", "backward_plan")  # what the reference has no use for
 
 
 def plan_of(q, k, v, index, **options) -> SparseBackwardPlan:
-    call = sparse_ops.SparseCall(sparse_ops.Lists(*index.tensors(), *index.geometry), **options)
+    call = Call(lists=Lists.of(index), **options)
     return backward_ops._plan(sparse_ops.prepare(q, k, v, call), call, q)
 
 

@@ -6,7 +6,8 @@ import torch
 import tilefold
 from cases import one, qkv, rand, relative, same
 from cases.index import lists
-from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists
 from tilefold.ops.sparse.sparse_library import SPARSE, Turned
 from tilefold.sparse import BlockIndex
 
@@ -83,7 +84,7 @@ def test_opcheck(device):
     index = lists(1, 2, 33, 48, device=device)
     q, k, v = (t.requires_grad_() for t in qkv(1, 33, 48, 2, 1, 16, device=device))
     turned = Turned(*index.transpose().tensors()[:2])
-    plain = SparseCall(Lists(*index.tensors(), *index.geometry), causal=True)
+    plain = Call(lists=Lists.of(index), causal=True)
     modded = plain._replace(score_mod=relative, score_args=(rand(2, 9, device=device), 4), score_grad=one)
     for call in (plain, modded):
         torch.library.opcheck(SPARSE.op, SPARSE.flat(q, k, v, call, turned))

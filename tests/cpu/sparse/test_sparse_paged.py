@@ -10,8 +10,8 @@ import tilefold
 from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex
-from tilefold.ops.call import Paged
-from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists, Paged
 from tilefold.ops.sparse.sparse_library import SPARSE_PAGED
 
 
@@ -226,6 +226,6 @@ def test_compile_and_opcheck(device):
         traced = compiled(*tensors, index, *where.values())
         eager = tilefold.sparse_attention_paged(*tensors, index, **where, **options)
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
-    call = SparseCall(Lists(*index.tensors(), *index.geometry), causal=True, paged=Paged(*where.values()))
+    call = Call(lists=Lists.of(index), causal=True, source=Paged(*where.values()))
     some = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(SPARSE_PAGED.op, SPARSE_PAGED.flat(*tensors, call), test_utils=some)

@@ -31,14 +31,15 @@ def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | N
     """The plans of the portable kernels for a sparse case of which a plan takes another kernel by itself; None where none does.
 
     Raises Unsupported if no portable tile fits."""
-    from tilefold.ops.sparse import sparse as ops
+    from tilefold.ops.call import Call
+    from tilefold.ops.source import Lists
+    from tilefold.ops.sparse.sparse import prepare
     from tilefold.plan.sparse.sparse import plan_sparse
     from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     if inputs.index is None:
         return None
-    lists = ops.Lists(*inputs.index.tensors(), *inputs.index.geometry)
-    plan = ops.prepare(inputs.q, inputs.k, inputs.v, ops.SparseCall(lists)).plan
+    plan = prepare(inputs.q, inputs.k, inputs.v, Call(lists=Lists.of(inputs.index))).plan
     if plan is None:
         return None
     made = plan.problem, plan.device

@@ -144,13 +144,14 @@ def prepare_stages(
     shape: VideoShape, where: str, coarse: "CoarseOptions", select: "SelectOptions", seed: int = 0
 ) -> Ready:
     """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
-    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+    from tilefold.ops.call import Call as Attention
+    from tilefold.ops.source import Lists
     from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 
     inputs = video_inputs(shape, where, seed)
     made = self_attention(shape, inputs, coarse, select)
     index, branch = made.stages.index, made.stages.coarse_out
-    fine = SparseCall(Lists(*index.tensors(), *index.geometry))
+    fine = Attention(lists=Lists.of(index))
     calls = {name: call for name, call in made.calls.items() if name != TOTAL}
     if branch is not None:
         calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())

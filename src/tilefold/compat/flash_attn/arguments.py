@@ -184,5 +184,5 @@ def refuse(**named: Any) -> None:
 def checked_call(q: Any, k: Any, call: Call, operation: str) -> Call:
     """A packed call whose offsets are looked at as TILEFOLD_CHECK asks, or where they lie on the CPU; others as they are."""
     if call.packed is not None and (mode := mode_for(None, call.packed.cu_q)):
-        return call._replace(packed=checked_packed(q, k, call.packed, mode, operation))
+        return call._replace(source=checked_packed(q, k, call.packed, mode, operation))
     return call

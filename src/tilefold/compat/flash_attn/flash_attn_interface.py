@@ -12,9 +12,10 @@ from ... import api
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.cache.cached import attention_cached
 from ...ops.cache.cached_call import Cache
-from ...ops.call import Call, Packed
+from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.faults import asked_by_default
+from ...ops.source import Packed
 from .arguments import (
     check_tensor,
     checked_call,
@@ -149,7 +150,7 @@ def _call(
     check_tensor("q", q, (3, 4), "[batch, seqlen_q, heads, head dim], packed [total_q, heads, head dim]")
     share = dropout_of(dropout_p)
     return Call(causal, window_of(window_size, causal), scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                sinks=sinks, packed=packed, dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
+                sinks=sinks, source=packed, dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
 
 
 @flash_errors()

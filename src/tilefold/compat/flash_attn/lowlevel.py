@@ -9,10 +9,11 @@ from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from ...ops.cache.cached import attention_cached
 from ...ops.cache.cached_call import Cache
-from ...ops.call import Call, Packed
+from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import ATTENTION
 from ...ops.faults import asked_by_default
+from ...ops.source import Packed
 from .arguments import (
     check_tensor,
     checked_call,
@@ -75,7 +76,7 @@ def _flash_attn_varlen_forward(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
     check_tensor("q", q)
     share = dropout_of(dropout_p)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, packed=packed,
+    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, source=packed,
                 dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
     if block_table is None and leftpad_k is None and seqused_k is None:
         found = _results(q, k, v, checked_call(q, k, call, "flash_attn_varlen_func"), return_softmax)
@@ -87,7 +88,7 @@ def _flash_attn_varlen_forward(
         cache = Cache(seqused_k, leftpad_k, None, contiguous_last(block_table)[0], *packed)
         with torch.no_grad():
             out, lse = attention_cached(
-                q, k, v, call._replace(packed=None), cache, asked_by_default("flash_attn_varlen_func")
+                q, k, v, call._replace(source=None), cache, asked_by_default("flash_attn_varlen_func")
             )
         found = out, flash_lse(lse), q.new_empty(0), _state(call, q)
     if zero_tensors:
@@ -139,7 +140,7 @@ def _flash_attn_varlen_backward(
     longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
     check_tensor("q", q, (3,), "[total_q, heads, head dim]")
     call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                packed=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
+                source=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
     call = checked_call(q, k, call, "flash_attn_varlen_func")
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()

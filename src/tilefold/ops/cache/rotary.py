@@ -7,7 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import Bound, Prepared, meta, strides_named
-from ..call import MAX_HEAD_DIM, Packed, check_integer
+from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import sequence_strides
 from ..device import interpreting, on_host
 from ..faults import Mode
@@ -15,6 +15,7 @@ from ..operator import Operator
 from ..places import check_offsets
 from ..records import facts_of_values, recorded
 from ..serve import function_at
+from ..source import Packed
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]

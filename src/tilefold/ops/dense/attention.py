@@ -19,7 +19,6 @@ from ..cache.cached_call import Cache
 from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
 from ..call import (
     Call,
-    Packed,
     check_hooks,
     check_options,
     is_plain,
@@ -34,6 +33,7 @@ from ..first_call import without_collector
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
 from ..serve import function_at, plan_at
+from ..source import Packed
 from .attention_parts import (
     GIVEN,
     Prepared,
@@ -317,7 +317,7 @@ def example_call(
         score_args=(30.0,) if "user" in n.score_mods else (),
         mask_mod=mask_mod,
         mask_args=mask_args,
-        packed=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
+        source=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
         dropout_p=0.1 if n.dropout else 0.0,
         dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
         plan=plan,

@@ -10,6 +10,7 @@ from ..bound import Bound, strides_named
 from ..call import Call, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operation
+from ..source import Packed
 from .attention_parts import head_strides, kind_of, option_values, sequence_strides
 
 __all__ = ["ATTENTION_WEIGHTS", "attention_weights", "example_launch"]
@@ -39,7 +40,9 @@ def _fake(q: torch.Tensor, k: torch.Tensor, call: Call, multiple: int) -> torch.
     return q.new_empty(_shape(sizes_of(q, k, k, call), multiple))
 
 
-ATTENTION_WEIGHTS = Operation("attention_weights", _forward, _fake, "attention_weights are not differentiable")
+ATTENTION_WEIGHTS = Operation(
+    "attention_weights", _forward, _fake, "attention_weights are not differentiable", parts=(Packed,)
+)
 
 
 def _shape(n: dict[str, int], multiple: int) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """Dense attention as an operation: eager, differentiable, and one opaque operator for torch.compile, FakeTensor and tracing."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -9,6 +9,7 @@ from ...types import Constant
 from ..call import Call, check_options, shapes_of
 from ..flat import value_of
 from ..operator import Gradient, Operation
+from ..source import Packed
 from .attention import forward
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "resolved",
 ]
 
-AnyCall = TypeVar("AnyCall", bound=Any)  # a Call or a SparseCall
 HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 NO_HOOKS = (None,) * len(HOOKS)
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,14 +54,19 @@ def _before(q: Any, k: Any, v: Any, call: Call) -> None:
 
 
 ATTENTION = Operation(
-    "attention", forward, _fake, Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready), _before
+    "attention",
+    forward,
+    _fake,
+    Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready),
+    _before,
+    (Packed,),
 )
 """(out, lse) of `tilefold.attention` and `attention_varlen`."""
 
 
-def resolved(call: AnyCall) -> AnyCall:
+def resolved(call: Call) -> Call:
     """The call with the objects that its `Constant`s name."""
     hooks = (call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan)
     if hooks == NO_HOOKS or Constant not in map(type, hooks):
         return call
-    return cast("AnyCall", call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS}))
+    return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})

@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot, attribute, meta, strides_named
-from ..call import result_shapes
-from ..dense.attention_parts import boxable, boxed, head_strides, problem_of, shared_values
+from ..call import Call, key_of, result_shapes
+from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
 from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
 from ..serve import function_at, plan_at
-from .sparse_call import Lists, SparseCall, check_call, check_lists, dense_call, key_of
+from .sparse_call import check_call, check_lists
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
 __all__ = [
-    "Lists",
-    "SparseCall",
     "bind",
-    "dense_call",
     "forward",
     "prepare",
 ]
@@ -32,7 +29,7 @@ __all__ = [
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of block-sparse attention; see `tilefold.sparse_attention`."""
     p = prepare(q, k, v, call)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
@@ -52,7 +49,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall)
     return out, lse
 
 
-def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
+def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
     check_lists(call.lists)
     if call.packed is not None:
@@ -64,19 +61,18 @@ def _check_placement(k: torch.Tensor, total_q: int, call: SparseCall) -> None:
 
 @recorded("sparse_attention", key_of)
 @without_collector()
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Prepared:
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
 
     sizes, scale = check_call(q, k, v, call)
-    dense = dense_call(call)
-    out_shape, lse_shape = result_shapes(dense, sizes)
+    out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device, "sparse_attention")
-    keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
+    keep = hooks_of(call)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=keep)
-    attention = problem_of(q, k, v, dense, sizes, (-1, 0) if call.causal else (-1, -1))
+    attention = problem_of(q, k, v, call, sizes, (-1, 0) if call.causal else (-1, -1))
     index = call.lists
     problem = SparseProblem(
         attention,
@@ -110,7 +106,7 @@ def bind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: SparseCall,
+    call: Call,
     sizes: dict[str, int],
     scale: float,
     plan: "SparsePlan",
@@ -125,7 +121,7 @@ def bind(
         bound, merge = sparse_hopper.bind(q, k, v, call, scale, plan, shapes[0]), None
     else:
         bound, merge = _bind(q, k, v, call, sizes, scale, plan, shapes[0], mods)
-    keep = (call.score_mod, call.score_grad, call.mask_mod, call.plan)
+    keep = hooks_of(call)
     return Prepared(plan, *shapes, scale, mods, bound, merge, keep)
 
 
@@ -133,7 +129,7 @@ def _bind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: SparseCall,
+    call: Call,
     sizes: dict[str, int],
     scale: float,
     plan: "SparsePlan",
@@ -157,8 +153,8 @@ def _bind(
     share = math.prod(out_shape)
     values = {
         **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, out_shape, call.layout),
-        "CuQ": attribute("call", "packed.cu_q", call.packed),
-        "CuK": attribute("call", "packed.cu_k", call.packed),
+        "CuQ": attribute("call", "source.cu_q", call.packed),
+        "CuK": attribute("call", "source.cu_k", call.packed),
         "Table": attribute("call", "paged.block_table", call.paged),
         "Lengths": attribute("call", "paged.cache_seqlens", call.paged),
         "stride_kp": k_strides[0],

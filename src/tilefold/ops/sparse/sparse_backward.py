@@ -20,7 +20,8 @@ from .sparse_parts import Launches, list_values, mod_values
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
     from ...plan.sparse.sparse_backward import SparseBackwardPlan
-    from .sparse import Lists, SparseCall
+    from ..call import Call
+    from ..source import Lists
     from .sparse_backward_hopper import HopperBound
 
 __all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
@@ -39,7 +40,7 @@ class SparseAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        call: "SparseCall",
+        call: "Call",
         transposed: "Callable[[], Lists]",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
@@ -81,7 +82,7 @@ class SparseGradient(torch.autograd.Function):
         raise Unsupported("sparse_attention has first derivatives only: this call differentiates its gradient")
 
 
-def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> None:
+def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> None:
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
     require_score_grad(call.score_mod, call.score_grad)
@@ -90,7 +91,7 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
         _plan(prepared, call, q)
 
 
-def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "SparseCall") -> "SparseBackwardPlan":
+def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> "SparseBackwardPlan":
     """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
     if call.paged is not None:
         raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
@@ -109,7 +110,7 @@ def backward(
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
     wanted: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:
@@ -157,7 +158,7 @@ def _bound(
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
 ) -> "Launches | HopperBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
@@ -179,7 +180,7 @@ def _bound(
     return found
 
 
-def _plan(prepared: Any, call: "SparseCall", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
+def _plan(prepared: Any, call: "Call", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
     from ...plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
     from ..hopper import disabled
 
@@ -199,7 +200,7 @@ def _bind(
     prepared: Any,
     saved: tuple[torch.Tensor, ...],
     dout: torch.Tensor,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> Launches:
@@ -234,8 +235,8 @@ def _bind(
         "heads": n.heads,
         "kv_heads": n.kv_heads,
         "group": n.heads // n.kv_heads,
-        "CuQ": attribute("call", "packed.cu_q", call.packed),
-        "CuK": attribute("call", "packed.cu_k", call.packed),
+        "CuQ": attribute("call", "source.cu_q", call.packed),
+        "CuK": attribute("call", "source.cu_k", call.packed),
         **mod_values(prepared.mods, call, q.dtype),
     }
     of_queries, of_keys = {**values, **list_values(call)}, {**values, **list_values(call, transposed)}

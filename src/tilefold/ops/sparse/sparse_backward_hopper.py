@@ -20,7 +20,8 @@ from .sparse_parts import list_strides, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse_backward import SparseBackwardPlan
-    from .sparse import Lists, SparseCall
+    from ..call import Call
+    from ..source import Lists
 
 __all__ = ["HopperBound", "bind", "example_launch", "run"]
 
@@ -47,7 +48,7 @@ def bind(
     scale: float,
     saved: Saved,
     dout: torch.Tensor,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> HopperBound | None:
@@ -67,7 +68,7 @@ def run(
     saved: Saved,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
 ) -> Tensors:
     """(dq, dk, dv), contiguous."""
@@ -98,7 +99,7 @@ def bound_launches(
     scale: float,
     saved: Saved,
     dout: torch.Tensor,
-    call: "SparseCall",
+    call: "Call",
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> HopperBound:
@@ -186,7 +187,7 @@ def bound_launches(
 
 
 def example_launch(
-    saved: Saved, dout: torch.Tensor, call: "SparseCall", transposed: "Lists", plan: "SparseBackwardPlan", part: str
+    saved: Saved, dout: torch.Tensor, call: "Call", transposed: "Lists", plan: "SparseBackwardPlan", part: str
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part ("statistics", "places" or "main") on tensors without memory, to compile ahead."""
     bound = bound_launches(1.0, saved, dout, call, transposed, plan)

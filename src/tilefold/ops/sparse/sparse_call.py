@@ -1,121 +1,37 @@
-"""A call of block-sparse attention as given: its record, the key that decides everything that follows from it, and its checks.
-
-Dense, packed and paged calls are one record: what differs is where K and V lie.
-"""
+"""The checks of a call of block-sparse attention."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import DeviceError, DtypeError, ModifiedError, ShapeError, ValueRangeError
-from ...types import Constant, Layout, ModArgs, ModFunction
-from ..call import (
-    Call,
-    Packed,
-    Paged,
-    check_hooks,
-    check_options,
-    check_slope,
-    facts_of,
-    facts_of_args,
-    layout_hint,
-    sizes_of,
-)
-
-if TYPE_CHECKING:
-    from ...plan.sparse.sparse import SparsePlan
-    from ...plan.sparse.sparse_backward import SparseBackwardPlan
+from ...types import ModArgs
+from ..call import Call, check_hooks, check_options, check_slope, layout_hint, sizes_of
+from ..source import Lists
 
 __all__ = [
-    "Lists",
-    "SparseCall",
     "check_call",
     "check_lists",
     "check_unchanged",
-    "dense_call",
-    "facts_of_lists",
-    "key_of",
     "versions_of",
 ]
 
 
-class Lists(NamedTuple):
-    """What the kernels need of a BlockIndex: its tensors and its geometry (ops does not import the record)."""
-
-    indices: torch.Tensor
-    counts: torch.Tensor
-    block_sizes: torch.Tensor | None
-    query_sizes: torch.Tensor | None
-    block_q: int
-    block_k: int
-    seq_q: int
-    seq_k: int
-    facts: Any = None  # `facts_of_lists`, where somebody keeps them
-
-
-class SparseCall(NamedTuple):
-    """The keyword arguments of `sparse_attention`, as given; packed or paged (never both) says where K and V lie otherwise."""
-
-    lists: Lists
-    causal: bool = False
-    scale: float | None = None
-    softcap: float = 0.0
-    layout: Layout = "bshd"
-    score_mod: ModFunction | Constant | None = None
-    score_args: ModArgs = ()
-    mask_mod: ModFunction | Constant | None = None
-    mask_args: ModArgs = ()
-    plan: "SparsePlan | Constant | None" = None
-    packed: Packed | None = None
-    score_grad: ModFunction | Constant | None = None  # these two concern the backward pass alone
-    backward_plan: "SparseBackwardPlan | Constant | None" = None
-    paged: Paged | None = None
-
-    @property
-    def placement(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that say where the sequences lie: cu_seqlens of a packed call, table and lengths of a paged one."""
-        return self.packed[:2] if self.packed is not None else self.paged or ()
-
-
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> Any:
-    """Everything that a Prepared record depends on."""
-    facts = call.lists.facts or facts_of_lists(call.lists)
-    mods = (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args))
-    options = tuple((type(o), o) for o in call[1:5])
-    return (
-        (facts_of(q), facts_of(k), facts_of(v), facts, options, mods, id(call.score_grad), id(call.plan)),
-        (call.packed is None, *map(facts_of, call.placement)),
-    )
-
-
-def facts_of_lists(lists: Lists) -> Any:
-    """What of the lists decides checks, plan and compilation."""
-    return tuple(None if t is None else facts_of(t) for t in lists[:4]), lists[4:8]
-
-
-def dense_call(call: SparseCall) -> Call:
-    """The dense call with the same options: its checks and its mods are ours."""
-    return Call(causal=call.causal, scale=call.scale, softcap=call.softcap, layout=call.layout, score_mod=call.score_mod,
-                score_args=call.score_args, mask_mod=call.mask_mod, mask_args=call.mask_args, packed=call.packed)  # fmt: skip
-
-
-def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> tuple[dict[str, int], float]:
+def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[dict[str, int], float]:
     """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""
     from ...plan.sparse.sparse import SparsePlan
     from ...plan.torch_cpu import TorchPlan
 
-    dense = dense_call(call)
-    check_options(dense)
+    check_options(call)
     sizes = _sizes(q, k, v, call)
-    check_hooks(dense, q.device)
+    check_hooks(call, q.device)
     check_slope(call.score_mod, call.score_grad, call.score_args)
     if call.plan is not None and not isinstance(call.plan, (SparsePlan, TorchPlan)):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
     return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
     """The sizes of all named dimensions, of tensors and lists that agree; a ShapeError says how the layout was taken."""
     try:
         return _fitting(q, k, v, call)
@@ -126,8 +42,8 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) 
         raise ShapeError(f"{text.removesuffix(hint) if hint else text} (layout is {call.layout!r}){hint}") from None
 
 
-def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall) -> dict[str, int]:
-    sizes = sizes_of(q, k, v, dense_call(call), call.paged)
+def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
+    sizes = sizes_of(q, k, v, call)
     if call.paged is not None:
         _check_room(call.lists, sizes)
     _check_lists(call.lists, sizes, q.device, "q" if call.packed is None else "cu_seqlens_q")
@@ -184,7 +100,7 @@ def _refuse(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str)
 # ---------------------------------------------------------------- unchanged until the backward pass
 
 
-def versions_of(call: SparseCall) -> tuple[int | None, ...]:
+def versions_of(call: Call) -> tuple[int | None, ...]:
     """How often torch has changed each of the call's own tensors in place; None where nothing counts it."""
     lists = call.lists
     indices, counts, sizes, queries = lists.indices, lists.counts, lists.block_sizes, lists.query_sizes
@@ -196,7 +112,7 @@ def versions_of(call: SparseCall) -> tuple[int | None, ...]:
     return tuple(None if t is None or t.is_inference() else t._version for t in _read_again(call))
 
 
-def check_unchanged(call: SparseCall, versions: tuple[int | None, ...]) -> None:
+def check_unchanged(call: Call, versions: tuple[int | None, ...]) -> None:
     """ModifiedError, in torch's words, if a tensor that the backward pass reads again has changed since `versions_of`."""
     now = versions_of(call)
     if now == versions:
@@ -212,12 +128,12 @@ def check_unchanged(call: SparseCall, versions: tuple[int | None, ...]) -> None:
     )
 
 
-def _read_again(call: SparseCall) -> tuple[torch.Tensor | None, ...]:
+def _read_again(call: Call) -> tuple[torch.Tensor | None, ...]:
     own = (*call.lists[:4], *call.placement)
     if not call.score_args and not call.mask_args:
         return own
     return own + tuple(t for _, given in _args_of(call) for t in given if isinstance(t, torch.Tensor))
 
 
-def _args_of(call: SparseCall) -> tuple[tuple[str, ModArgs], tuple[str, ModArgs]]:
+def _args_of(call: Call) -> tuple[tuple[str, ModArgs], tuple[str, ModArgs]]:
     return ("score", call.score_args), ("mask", call.mask_args)

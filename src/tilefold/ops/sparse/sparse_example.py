@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, meta
-from ..call import Packed, Paged, result_shapes, sizes_of
+from ..call import Call, result_shapes, sizes_of
+from ..source import Lists, Packed, Paged
 from . import sparse, sparse_mixed
-from .sparse_call import Lists, SparseCall, dense_call
 from .sparse_parts import Prepared
 
 if TYPE_CHECKING:
@@ -18,21 +18,21 @@ __all__ = ["example_call", "example_launch"]
 
 def example_call(
     plan: "SparsePlan",
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], SparseCall, Prepared, torch.Tensor, torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Call, Prepared, torch.Tensor, torch.Tensor]:
     """((q, k, v), call, its record, out, lse) of a call that has this plan, on tensors without memory."""
     n, problem = plan.problem.attention, plan.problem
     dtype = getattr(torch, n.dtype)
-    packed, paged = None, None
+    source: Packed | Paged | None = None
     queries: tuple[int, ...] = (n.batch, n.seq_q)
     keys: tuple[int, ...] = (n.batch, n.seq_k)
     if n.varlen:
         queries, keys = (n.batch * n.seq_q,), (n.batch * n.seq_k,)
         offsets = meta(n.batch + 1, dtype=torch.int32)
-        packed = Packed(offsets, offsets, n.seq_q, n.seq_k)
+        source = Packed(offsets, offsets, n.seq_q, n.seq_k)
     elif problem.page_size:
         pages = -(-n.seq_k // problem.page_size)
         keys = (n.batch * pages, problem.page_size)
-        paged = Paged(meta(n.batch, pages, dtype=torch.int32), meta(n.batch, dtype=torch.int32))
+        source = Paged(meta(n.batch, pages, dtype=torch.int32), meta(n.batch, dtype=torch.int32))
     q = meta(*queries, n.heads, n.dim_qk, dtype=dtype)
     k, v = (meta(*keys, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
     rows, blocks = -(-n.seq_q // problem.block_q), -(-n.seq_k // problem.block_k)
@@ -46,9 +46,9 @@ def example_call(
         n.seq_q,
         n.seq_k,
     )
-    call = SparseCall(lists, causal=n.causal, plan=plan, packed=packed, paged=paged)
-    sizes = sizes_of(q, k, v, dense_call(call), paged)
-    shapes = result_shapes(dense_call(call), sizes)
+    call = Call(causal=n.causal, plan=plan, source=source, lists=lists)
+    sizes = sizes_of(q, k, v, call)
+    shapes = result_shapes(call, sizes)
     p = sparse.bind(q, k, v, call, sizes, 1.0, plan, shapes)
     return (q, k, v), call, p, meta(*shapes[0], dtype=dtype), meta(*shapes[1])
 

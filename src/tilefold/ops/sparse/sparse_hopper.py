@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..bound import Bound, Slot
+from ..call import Call
 from ..dense.attention_parts import shared_values
 from ..hopper import WORK_COUNTER, box_of, require
-from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, list_values
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def bind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: SparseCall,
+    call: Call,
     scale: float,
     plan: "SparsePlan",
     out_shape: tuple[int, ...],

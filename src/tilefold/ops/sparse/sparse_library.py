@@ -1,4 +1,4 @@
-"""Block-sparse attention in torch's dispatcher: its operators follow from `SparseCall`.
+"""Block-sparse attention in torch's dispatcher: its operators follow from `Call`.
 
 Eager calls do not pass here: there the lists are transposed when a backward pass asks for them.  Where a gradient may be asked
 for of a traced call, the transposed lists come along as inputs: they are made in front of the operator, where the compiler sees
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import Unsupported
-from ..call import check_options, result_shapes, sizes_of
+from ..call import Call, check_options, result_shapes, sizes_of
 from ..operator import Gradient, Operation
+from ..source import Lists, Packed, Paged
 from . import sparse
-from .sparse_call import Lists, SparseCall, dense_call
 
 __all__ = ["SPARSE", "SPARSE_PAGED", "Turned"]
 
@@ -28,14 +28,13 @@ class Turned(NamedTuple):
     counts: torch.Tensor
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall, turned: Turned | None) -> Pair:
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, turned: Turned | None) -> Pair:
     return sparse.forward(q, k, v, call)
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: SparseCall, turned: Turned | None = None) -> Pair:
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, turned: Turned | None = None) -> Pair:
     _before(q, k, v, call)
-    dense = dense_call(call)
-    out_shape, lse_shape = result_shapes(dense, sizes_of(q, k, v, dense, call.paged))
+    out_shape, lse_shape = result_shapes(call, sizes_of(q, k, v, call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
@@ -52,7 +51,7 @@ def _gradients(
     return backward((q, k, v, *results), dout, grads[1], call, back, wanted)
 
 
-def _require(q: Any, k: Any, v: Any, call: SparseCall, turned: Turned | None) -> None:
+def _require(q: Any, k: Any, v: Any, call: Call, turned: Turned | None) -> None:
     from ..backward.backward_parts import require_score_grad
 
     require_score_grad(call.score_mod, call.score_grad)
@@ -64,12 +63,17 @@ def _ready(*args: Any) -> None:
     """The eager form has an autograd function of its own."""
 
 
-def _before(q: Any, k: Any, v: Any, call: SparseCall, *turned: Any) -> None:
-    check_options(dense_call(call))
+def _before(q: Any, k: Any, v: Any, call: Call, *turned: Any) -> None:
+    check_options(call)
 
 
 SPARSE = Operation(
-    "sparse_attention", _forward, _fake, Gradient(("q", "k", "v"), _gradients, _require, _ready), _before
+    "sparse_attention",
+    _forward,
+    _fake,
+    Gradient(("q", "k", "v"), _gradients, _require, _ready),
+    _before,
+    (Packed, Lists),
 )
 """(out, lse) of `tilefold.sparse_attention` and `sparse_attention_varlen`."""
 SPARSE_PAGED = Operation(
@@ -78,5 +82,6 @@ SPARSE_PAGED = Operation(
     _fake,
     "gradients of tilefold::sparse_attention_paged are not implemented: pages have no backward pass",
     _before,
+    (Paged, Lists),
 )
 """(out, lse) of `tilefold.sparse_attention_paged`."""

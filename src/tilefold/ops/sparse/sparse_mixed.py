@@ -7,10 +7,10 @@ two are fused by a launch of their own.  No gradient passes: the backward pass n
 import torch
 
 from ..bound import Bound, Slot, strides_named
+from ..call import Call
 from ..dense.attention_parts import boxable
 from ..records import facts_of_values
 from . import fuse, sparse
-from .sparse_call import SparseCall
 from .sparse_parts import GIVEN, HOPPER_KERNEL, Prepared
 
 __all__ = ["attend_and_fuse", "bind"]
@@ -22,7 +22,7 @@ def attend_and_fuse(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: SparseCall,
+    call: Call,
     branch: torch.Tensor,
     gate_branch: Gate,
     gate: Gate,
@@ -41,9 +41,7 @@ def attend_and_fuse(
     return out
 
 
-def bind(
-    p: Prepared, call: SparseCall, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate
-) -> Bound:
+def bind(p: Prepared, call: Call, out: torch.Tensor, branch: torch.Tensor, gate_branch: Gate, gate: Gate) -> Bound:
     """The launch of this combination: the sparse one, with the branch as boxes and both gates by their strides."""
     from ...kernels.hopper import sparse_forward as kernel
     from ..hopper import box_of

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..bound import Bound, Slot, attribute, strides_named
+from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
-from .sparse_call import Lists, SparseCall, dense_call
+from ..source import Lists
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
@@ -58,7 +59,7 @@ TO_MERGE = ("part", "part_lse", "out", "lse")
 LISTED = ("ib", "ih", "iq", "cb", "ch", "sb", "sh", "pb", "ph")  # as `list_strides` gives them
 
 
-def list_values(call: SparseCall, turned: Lists | None = None) -> dict[str, Any]:
+def list_values(call: Call, turned: Lists | None = None) -> dict[str, Any]:
     """The lists by the kernels' names; turned: the transposed ones, of a kernel that goes by KV blocks."""
     lists = call.lists if turned is None else call.lists._replace(indices=turned.indices, counts=turned.counts)
     of, path = ("call", "lists.") if turned is None else ("turned", "")
@@ -71,12 +72,12 @@ def list_values(call: SparseCall, turned: Lists | None = None) -> dict[str, Any]
     }
 
 
-def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any]:
+def mod_values(mods: Any, call: Call, dtype: torch.dtype) -> dict[str, Any]:
     """Score and mask mods, and the derivative of each score mod, by the kernels' names; a user's function may have other
     arguments in each call."""
     exact = dtype == torch.float32
     bare = call._replace(score_mod=None, mask_mod=None)
-    score, masks = mods_of(mods, float(call.softcap), dense_call(bare), exact)
+    score, masks = mods_of(mods, float(call.softcap), bare, exact)
     masks = ((mods.causal, ()), *masks) if call.causal else masks
     slopes = ((mods.softcap_exact_slope if exact else mods.softcap_slope, ()),) if call.softcap else ()
     if call.score_mod is not None:
@@ -85,7 +86,7 @@ def mod_values(mods: Any, call: SparseCall, dtype: torch.dtype) -> dict[str, Any
     if call.score_mod is not None:
         made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
     if call.mask_mod is not None:
-        made["mask_mods"] = Slot("call", lambda given: (*masks, *mask_mods_of(mods, dense_call(given))))
+        made["mask_mods"] = Slot("call", lambda given: (*masks, *mask_mods_of(mods, given)))
     return made
 
 
