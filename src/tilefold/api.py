@@ -16,7 +16,7 @@ from .ops.faults import mode_for
 from .ops.masking import Terms, holds_tensor, named_terms, spelled
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
-from .ops.source import Packed
+from .ops.source import Packed, Scales
 from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction, Window
 
@@ -143,7 +143,7 @@ def attention(
         (causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args,
          score_grad) = spelled(q, k, terms, score, layout)  # fmt: skip
     if is_fp8(q, q_descale, k_descale, v_descale):
-        from .ops.dense import attention_fp8, fp8_library  # here: `import tilefold` stays light
+        from .ops.dense import fp8_library  # here: `import tilefold` stays light
 
         refuse("e4m3 tensors")
         fp8_library.refuse_others(
@@ -151,7 +151,7 @@ def attention(
             score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
             dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
         descales = (q_descale, k_descale, v_descale)
-        given = attention_fp8.Fp8Call(causal, window, scale, layout, *descales, cast("Any", plan))
+        given = Call(causal, window, scale, layout=layout, plan=plan, scales=Scales(*descales))
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
@@ -356,7 +356,7 @@ def _spelled(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> dict[
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_OPTIONS = set(Call._fields) - {"source", "lists", "prepared"}
+_OPTIONS = set(Call._fields) - {"source", "scales", "lists", "prepared"}
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,11 +9,11 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
 from .records import facts_of
-from .source import Lists, Packed, Paged, Source
+from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
 from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
-    from ..plan import AttentionPlan, DecodePlan
+    from ..plan import AttentionFp8Plan, AttentionPlan, DecodePlan
     from ..plan.backward.attention_backward import AttentionBackwardPlan
     from ..plan.sparse.sparse import SparsePlan
     from ..plan.sparse.sparse_backward import SparseBackwardPlan
@@ -86,8 +86,8 @@ SPECS = {
 class Call(NamedTuple):
     """The arguments of a call of attention but q, k and v, as given.
 
-    source: where queries and keys lie, if not in one tensor a sequence.  lists: the KV blocks that a query block sees, of a
-    block-sparse call."""
+    source: where queries and keys lie, if not each sequence in a row of one tensor.  scales: factors of elements in 8 bits.
+    lists: the KV blocks that a query block sees, of a block-sparse call."""
 
     causal: bool = False
     window: Window | None = None
@@ -103,12 +103,13 @@ class Call(NamedTuple):
     mask_mod: ModFunction | Rules | Constant | None = None
     mask_args: ModArgs = ()
     source: Source | None = None
-    plan: "AttentionPlan | DecodePlan | SparsePlan | Constant | None" = None
+    plan: "AttentionPlan | DecodePlan | AttentionFp8Plan | SparsePlan | Constant | None" = None
     score_grad: ModFunction | Constant | None = None  # this and the next concern the backward pass alone
     backward_plan: "AttentionBackwardPlan | SparseBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
     deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
+    scales: Scales = UNSCALED
     lists: Lists = None  # type: ignore[assignment]  # of block-sparse calls, which all have them
     prepared: Any = None  # the record of the call, where somebody has looked it up already
 
@@ -123,7 +124,7 @@ class Call(NamedTuple):
         return self.source if type(self.source) is Paged else None
 
     @property
-    def placement(self) -> tuple[torch.Tensor, ...]:
+    def placement(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that say where the sequences lie."""
         return () if self.source is None else self.source.tensors
 
@@ -134,8 +135,9 @@ class Call(NamedTuple):
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
     plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
-    if call.source is not None or call.lists is not None:
-        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (call.source, call.lists)])
+    source, lists, scales = call.source, call.lists, call.scales
+    if source is not None or scales is not UNSCALED or lists is not None:
+        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (source, lists, scales)])
     if is_plain(call):
         return plain
     return (
@@ -155,7 +157,7 @@ def options_of(call: Call) -> Any:
 
 def is_plain(call: Call) -> bool:
     """No modifications, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-3]
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-4]
     return (
         slopes is None
         and bias is None

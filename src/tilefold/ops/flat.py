@@ -51,17 +51,17 @@ class Field:
 
 
 class Aside(Field):
-    """What a record keeps for itself: no part of a schema, None for who comes through the dispatcher."""
+    """What a record keeps for itself: no part of a schema, its default for who comes through the dispatcher."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, default: Any = None) -> None:
         super().__init__(name, None)
-        self.options = ()
+        self.options, self.default = (), default
 
     def encode(self, bare: Any) -> list[Any]:
         return []
 
     def decode(self, options: Iterator[Any]) -> Any:
-        return None
+        return self.default
 
 
 class Sides(Field):
@@ -159,6 +159,9 @@ class Record(Group):
     def __init__(self, name: str, kind: Any, optional: bool, prefix: str, parts: Sequence[type]) -> None:
         annotations = zip(kind._fields, kind.__annotations__.values(), strict=True)
         fields = [field_of(prefix + each, annotation, optional, parts, False) for each, annotation in annotations]
+        for each, field in zip(kind._fields, fields, strict=True):
+            if isinstance(field, Aside):
+                field.default = kind._field_defaults.get(each)
         super().__init__(name, fields)
         self.kind, self.optional = kind, optional
         self.options = ((name, bool), *self.options) if optional else self.options
@@ -229,7 +232,7 @@ def field_of(
         if not served:
             return Aside(name)
         top = annotation is served[0]
-        return Record(name, served[0], not top, "" if top else f"{name}_", parts)
+        return Record(name, served[0], not top, "" if top and parameter else f"{name}_", parts)
     if get_origin(annotation) is Literal:
         return Field(name, str)
     return Field(name, annotation, float) if annotation is float else Field(name, annotation)

@@ -8,7 +8,7 @@ import torch
 
 from .records import facts_of
 
-__all__ = ["Lists", "Packed", "Paged", "Source"]
+__all__ = ["UNSCALED", "Cache", "Lists", "Packed", "Paged", "Scales", "Source"]
 
 
 class Packed(NamedTuple):
@@ -43,7 +43,56 @@ class Paged(NamedTuple):
         return facts_of(self[0]), facts_of(self[1])
 
 
-Source = Packed | Paged
+class Cache(NamedTuple):
+    """Where the keys of each sequence lie in a KV cache.
+
+    lengths: [batch] int32: keys of sequence b end at row lengths[b] + more of its cache; None: at the cache's end, or where
+        cu_k says.
+    pads: [batch] int32: the first pads[b] rows of its cache are no keys.
+    batch_index: [batch] int32: whose part of k and v sequence b uses; None: its own.
+    block_table: [batch, pages] int32: k and v are [pages, page size, kv heads, dim], and row j of sequence b is row
+        j % size of page block_table[b, j // size].
+    cu_q, cu_k: [batch + 1] int32: queries, and keys, are packed; the longest are max_q and max_k."""
+
+    lengths: torch.Tensor | None = None
+    pads: torch.Tensor | None = None
+    batch_index: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+    more: int = 0
+    splits: int = 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self[:6]
+
+    def facts(self) -> Any:
+        """What of it decides checks, plan and compilation."""
+        numbers = self[6:]
+        return tuple([None if t is None else facts_of(t) for t in self[:6]]), numbers, tuple(map(type, numbers))
+
+
+Source = Packed | Paged | Cache
+
+
+class Scales(NamedTuple):
+    """fp32 factors that stored elements are to be multiplied with; None: 1.
+
+    Of e4m3 tensors [batch, heads]; of an 8-bit cache [heads], or [caches or pages, heads]."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+    def facts(self) -> Any:
+        """What of them decides checks, plan and compilation."""
+        return tuple([None if t is None else facts_of(t) for t in self]), self.k is self.v
+
+
+UNSCALED = Scales()
 
 
 class Lists(NamedTuple):

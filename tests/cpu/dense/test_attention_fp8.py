@@ -10,8 +10,9 @@ from cases import rand, same
 from cases.fp8 import check, quantised
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.dense.transpose_values import transpose_values
-from tilefold.ops.dense.attention_fp8 import Fp8Call
+from tilefold.ops.call import Call
 from tilefold.ops.dense.fp8_library import ATTENTION_FP8
+from tilefold.ops.source import Scales
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 
 H200 = device_named("h200")
@@ -297,7 +298,7 @@ def test_compile_fullgraph(options, device):
 def test_operator(device):
     (q, k, v), factors = quantised(1, 6, 9, 2, 1, 16, device=device)
     # torch's own check of the schema multiplies the inputs, which it cannot in e4m3
-    flat = ATTENTION_FP8.flat(q, k, v, Fp8Call(causal=True, **factors))
+    flat = ATTENTION_FP8.flat(q, k, v, Call(causal=True, scales=Scales(*factors.values())))
     torch.library.opcheck(ATTENTION_FP8.op, flat, test_utils="test_faketensor")
     meta = tilefold.attention(*(t.to("meta") for t in (q, k, v)))
     assert (meta.shape, meta.dtype) == (q.shape, torch.bfloat16)

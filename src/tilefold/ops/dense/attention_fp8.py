@@ -3,19 +3,20 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
-from ...types import Constant, Layout, Window
+from ...types import Layout
 from ..bound import Bound, Slot, attribute, strides_named
-from ..call import UNBOUNDED, Call, check_heads, check_options, facts_of, layout_hint, result_shapes, window_of
+from ..call import UNBOUNDED, Call, check_heads, check_options, key_of, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
 from ..records import recorded
-from .attention_parts import boxable, describe_box, head_strides, kind_of, shared_values
+from ..source import UNSCALED, Scales
+from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
 from .fp8 import E4M3
 
 if TYPE_CHECKING:
@@ -23,12 +24,10 @@ if TYPE_CHECKING:
     from ..launch import Box
 
 __all__ = [
-    "Fp8Call",
     "Prepared",
     "example_launch",
     "example_transposition",
     "forward",
-    "plain_call",
     "prepare",
     "result_shapes_of",
 ]
@@ -36,19 +35,6 @@ __all__ = [
 GIVEN = ("q", "k", "v", "made", "out", "lse", "call")
 """What a call gives to the launches; made: V transposed."""
 TRANSPOSED_AT_ONCE = 128  # keys
-
-
-class Fp8Call(NamedTuple):
-    """The keyword arguments of `attention` that e4m3 inputs have, as given."""
-
-    causal: bool = False
-    window: Window | None = None
-    scale: float | None = None
-    layout: Layout = "bshd"
-    q_descale: torch.Tensor | None = None
-    k_descale: torch.Tensor | None = None
-    v_descale: torch.Tensor | None = None
-    plan: "AttentionFp8Plan | Constant | None" = None
 
 
 @dataclass(slots=True)
@@ -62,7 +48,7 @@ class Prepared:
     transpose: Any = None
     launch: Any = None
     scale: float = 1.0
-    keep: Any = None  # the plan, whose id is part of the key
+    keep: Any = None  # what has its id in the key
 
 
 def _specs(q: str, k: str, v: str) -> tuple[TensorSpec, ...]:
@@ -77,7 +63,7 @@ SPECS = {
 }
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of e4m3 tensors; see `tilefold.attention`."""
     p = prepare(q, k, v, call)
     if p.plan is not None and p.launch is None:
@@ -92,17 +78,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) ->
     return out, lse
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Any:
-    window = call.window
-    kinds = type(call.causal), type(call.scale), None if window is None else tuple(map(type, window))
-    descales = tuple(None if t is None else facts_of(t) for t in call[4:7])
-    return facts_of(q), facts_of(k), facts_of(v), call[:4], kinds, descales, id(call.plan)
-
-
 # ---------------------------------------------------------------- the first time
 
 
-def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> dict[str, int]:
+def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
     """Check every tensor; the sizes of all named dimensions."""
     try:
         return _sizes_of(q, k, v, call)
@@ -111,32 +90,29 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -
         raise ShapeError(f"{error}{hint}") from None
 
 
-def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> dict[str, int]:
-    sizes = bind(SPECS[call.layout], {"q": q, "k": k, "v": v, **call._asdict()})
+def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
+    descales = {f"{name}_descale": t for name, t in call.scales._asdict().items()}
+    sizes = bind(SPECS[call.layout], {"q": q, "k": k, "v": v, **descales})
     check_heads(sizes)
     given = sizes.get("q_descales", sizes["heads"])
     if given not in (sizes["heads"], sizes["kv_heads"]):
         raise ShapeError(
-            f"q_descale has shape {tuple(call.q_descale.shape)}, expected [batch, heads] or [batch, kv_heads], "  # type: ignore[union-attr]
+            f"q_descale has shape {tuple(call.scales.q.shape)}, expected [batch, heads] or [batch, kv_heads], "  # type: ignore[union-attr]
             f"{sizes['heads']} or {sizes['kv_heads']} numbers for each of {sizes['batch']}"
         )
     return sizes
 
 
 def result_shapes_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse, after the checks that need no device."""
-    check_options(plain_call(call))
-    return result_shapes(plain_call(call), sizes_of(q, k, v, call))
+    check_options(call)
+    return result_shapes(call, sizes_of(q, k, v, call))
 
 
-def plain_call(call: Fp8Call) -> Call:
-    return Call(call.causal, call.window, call.scale, layout=call.layout)
-
-
-@recorded("attention of e4m3", _key)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> Prepared:
+@recorded("attention of e4m3", key_of)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
     from ...plan import AttentionFp8Plan, plan_attention_fp8
     from ..hopper import bound_or_none, disabled
@@ -147,7 +123,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) ->
         raise DtypeError(f"plan must be an AttentionFp8Plan or None for e4m3 inputs, got {type(call.plan).__name__}")
     device = device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, *shapes, keep=call.plan)
+        return Prepared(None, *shapes, keep=hooks_of(call))
     problem = problem_of(q, k, call, sizes)
     if call.plan is not None:
         call.plan.check(problem, device)
@@ -162,7 +138,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) ->
     return _bind(q, k, v, call, plan, shapes)
 
 
-def problem_of(q: torch.Tensor, k: torch.Tensor, call: Fp8Call, sizes: dict[str, int]) -> "AttentionProblem":
+def problem_of(q: torch.Tensor, k: torch.Tensor, call: Call, sizes: dict[str, int]) -> "AttentionProblem":
     from ...plan import AttentionProblem
 
     window = window_of(call.window, call.causal)
@@ -182,7 +158,7 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, call: Fp8Call, sizes: dict[str,
 
 
 def _bind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call, plan: "AttentionFp8Plan",
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionFp8Plan",
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:  # fmt: skip
     """Kernels, descriptors, run-time scalars and compile-time constants of this call under this plan."""
@@ -191,7 +167,7 @@ def _bind(
     n = plan.problem
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
     if plan.kernel != rules.KERNEL:
-        return Prepared(plan, *shapes, scale=scale, keep=call.plan)
+        return Prepared(plan, *shapes, scale=scale, keep=hooks_of(call))
     from ..hopper import WORK_COUNTER, require
 
     require("plan.kernel", plan.kernel)
@@ -216,10 +192,10 @@ def _bind(
         "items": items,
         "left": left,
         "right": right,
-        "q_group": 1 if call.q_descale is None else n.heads // call.q_descale.shape[1],
+        "q_group": 1 if call.scales.q is None else n.heads // call.scales.q.shape[1],
     }
-    for name, factor in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):
-        values[f"{name.upper()}Scale"] = attribute("call", f"{name}_descale", factor)
+    for name, factor in call.scales._asdict().items():
+        values[f"{name.upper()}Scale"] = attribute("call", f"scales.{name}", factor)
         values |= strides_named(name, (0, 0) if factor is None else factor.stride(), "bh")
     transposition = {
         "V": Slot("v", lambda t: t.view(torch.uint8)),  # bytes to bytes
@@ -240,7 +216,7 @@ def _bind(
         transposed_shape=turned,
         transpose=Bound(turn, GIVEN, transposition),
         launch=Bound(launch, GIVEN, values),
-        keep=call.plan,
+        keep=hooks_of(call),
     )
 
 
@@ -291,7 +267,7 @@ def _boxes(
     }
 
 
-def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call) -> None:
+def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     """Compile both kernels for this call, without a result; what the compiler raises passes through."""
     out = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
@@ -302,7 +278,7 @@ def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cal
 
 
 def _dequantised(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Fp8Call, p: Prepared
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, p: Prepared
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 attention, which holds every e4m3 number exactly; q takes the factors of the scores, out that of the values."""
     from .attention import forward as attend
@@ -316,16 +292,17 @@ def _dequantised(
         return t[:, None, :, None] if call.layout == "bshd" else t[:, :, None, None]
 
     wide = q.to(torch.bfloat16)
-    for t in (call.q_descale, call.k_descale):
+    for t in call.scales[:2]:
         if t is not None:
             wide = wide * spread(t)  # fp32, rounded once below
     out, lse = attend(
         wide.to(torch.bfloat16),
         k.to(torch.bfloat16),
         v.to(torch.bfloat16),
-        plain_call(call)._replace(scale=p.scale),
+        call._replace(scale=p.scale, scales=UNSCALED, plan=None),
     )
-    return (out if call.v_descale is None else (out * spread(call.v_descale)).to(torch.bfloat16)), lse
+    factor = call.scales.v
+    return (out if factor is None else (out * spread(factor)).to(torch.bfloat16)), lse
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -357,7 +334,7 @@ def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> tuple[Prepared,
     )
     q, k, v = (torch.empty(shape, dtype=E4M3, device="meta") for shape in shapes)
     factor = torch.empty(n.batch, n.kv_heads, device="meta")
-    call = Fp8Call(n.causal, n.window, q_descale=factor, k_descale=factor, v_descale=factor, plan=plan)
+    call = Call(n.causal, n.window, scales=Scales(factor, factor, factor), plan=plan)
     p = _bind(q, k, v, call, plan, result_shapes_of(q, k, v, call))
     made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
     out, lse = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta"), torch.empty(p.lse_shape, device="meta")
