@@ -8,11 +8,11 @@ from .errors import DtypeError, Unsupported
 from .keywords import refusing, unexpected, unexpected_of
 from .masks import Mask
 from .ops.cache import kvcache
-from .ops.cache.cached_call import Cache
 from .ops.call import Call, check_kinds
 from .ops.faults import asked, mode_of
 from .ops.masking import Terms, spelled_for_cache
 from .ops.quantise import quantize_kv
+from .ops.source import UNSCALED, Cache, Scales
 from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
 from .scores import Score
 from .types import Window
@@ -113,12 +113,13 @@ def attention_kvcache(
         terms = Terms(causal, window, softcap, alibi_slopes, None, mask)
         terms = _spelled(q, k_cache, terms, score, block_table, cu_seqlens_q, max_seqlen_q)
         causal, window, softcap, alibi_slopes, _, mask = terms[:6]
-    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks)
     cache = Cache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
-    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, cache, (k_scale, v_scale), plan,
-                                         asked(mode, "attention_kvcache"))  # fmt: skip
+    scales = UNSCALED if k_scale is None and v_scale is None else Scales(None, k_scale, v_scale)
+    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks, source=cache,
+                plan=plan, scales=scales)  # fmt: skip
+    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, asked(mode, "attention_kvcache"))
     return (out, lse) if return_lse else out
 
 
@@ -142,8 +143,9 @@ def attention_kvcache_plan(
         made = _spelled(q, k_cache, terms, options.get("score"), table, cu_q, max_q or 0)
         given |= {name: getattr(made, name) for name in _OF_CALL if name in Terms._fields}
     places = {field: options[name] for name, field in _OF_CACHE.items() if name in options}
-    scales = options.get("k_scale"), options.get("v_scale")
-    return kvcache.plan_of(q, k_cache, v_cache, Call(**given), Cache(**places), scales, options.get("plan"))
+    scales = Scales(None, options.get("k_scale"), options.get("v_scale"))
+    call = Call(**given, source=Cache(**places), scales=scales, plan=options.get("plan"))
+    return kvcache.plan_of(q, k_cache, v_cache, call)
 
 
 def _spelled(

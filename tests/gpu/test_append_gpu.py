@@ -9,8 +9,8 @@ from cases.device import DEVICE, captured, no_waiting
 from cases.flash import angles, turned
 from tilefold import reference
 from tilefold.ops.cache.cached import attention_cached
-from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
+from tilefold.ops.source import Cache
 
 pytestmark = pytest.mark.no_poison
 CODED = [torch.float8_e4m3fn, torch.int8]
@@ -206,7 +206,7 @@ def test_one_token_and_a_long_chunk_in_one_call():
     tilefold.kvcache_append(k, v, *pages, cache_seqlens=ints(*lengths), block_table=table, cu_seqlens=cu)
     ends = [n + more for n, more in zip(lengths, new, strict=True)]
     cache = Cache(lengths=ints(*ends), block_table=table, cu_q=cu, max_q=300)
-    out, lse = attention_cached(q, *pages, Call(causal=True), cache)
+    out, lse = attention_cached(q, *pages, Call(causal=True, source=cache))
     for b, end in enumerate(ends):
         rows = slice(int(cu[b]), int(cu[b + 1]))
         keys, values = (placed(t, table[b : b + 1], torch.arange(end, device=DEVICE)) for t in pages)

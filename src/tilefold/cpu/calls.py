@@ -130,20 +130,16 @@ def kvcache(
     out: Tensor,
     lse: Tensor,
     call: Any,
-    cache: Any,
-    scales: Any,
     watch: None,
     plan: Any,
 ) -> None:
     """Write out and lse of keys in a cache; nobody watches here."""
-    cached.forward(q, k, v, scales, _terms(call, plan), cache, out, lse)
+    cached.forward(q, k, v, call.scales[1:], _terms(call, plan), call.source, out, lse)
 
 
-def attention_cached(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, cache: Any, plan: Any
-) -> None:
+def attention_cached(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, plan: Any) -> None:
     """The same without 8-bit caches."""
-    kvcache(q, k, v, out, lse, call, cache, (None, None), None, plan)
+    kvcache(q, k, v, out, lse, call, None, plan)
 
 
 def merge_results(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -11,12 +11,12 @@ from ..api import attention, attention_varlen
 from ..cache_api import attention_kvcache
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops.cache import kvcache
-from ..ops.cache.cached_call import Cache
 from ..ops.cache.decode import Step
 from ..ops.call import Call
 from ..ops.dense import attention as dense
 from ..ops.faults import mode_of
 from ..ops.route import STACK
+from ..ops.source import Cache
 from ..ops.watch import wants_gradient
 from .visible import Rows, Visible
 
@@ -115,8 +115,10 @@ def attention_forward(
             del options["dropout_p"]
             out = attention_kvcache(q, k, v, cache_seqlens=view.lengths, mask=view.mask, **options)
             if plain and isinstance(attention_mask, Visible) and mode_of(None) is False:
-                call = Call(view.causal, view.window, scaling, softcap or 0.0, mask=view.mask)
-                _leave(attention_mask, (scaling, softcap), kvcache.step, q, k, v, call, Cache(view.lengths))
+                call = Call(
+                    view.causal, view.window, scaling, softcap or 0.0, mask=view.mask, source=Cache(view.lengths)
+                )
+                _leave(attention_mask, (scaling, softcap), kvcache.step, q, k, v, call)
             return out, None
         view = view._replace(mask=_within(view, k.shape[1]))
     if packed is None:

@@ -36,10 +36,11 @@ def attend(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, S, heads, dim], or packed [T, heads, dim], over each sequence's rows, the new ones included."""
-    from ..ops.cache.cached_call import Cache
     from ..ops.cache.kvcache import attention_kvcache
     from ..ops.call import Call
     from ..ops.faults import asked_by_default
+    from ..ops.source import Cache
+    from ..ops.source import Scales as Factors
 
     splits = options.pop("num_splits", 0)
     packed = q.dim() == 3
@@ -47,5 +48,5 @@ def attend(
         batch.cache_seqlens, None, None, batch.block_table, batch.cu_seqlens_q if packed else None, None,
         batch.max_seqlen_q if packed else 0, 0, 0, splits,
     )  # fmt: skip
-    return attention_kvcache(q, *caches, Call(causal, **options), cache, scales, None,
-                             asked_by_default("attention_kvcache"))  # fmt: skip
+    call = Call(causal, **options, source=cache, scales=Factors(None, *scales))
+    return attention_kvcache(q, *caches, call, asked_by_default("attention_kvcache"))

@@ -7,8 +7,8 @@ import tilefold
 from cases import judge, rand
 from tilefold import reference
 from tilefold.ops.cache.cached import attention_cached
-from tilefold.ops.cache.cached_call import Cache
 from tilefold.ops.call import Call
+from tilefold.ops.source import Cache
 
 
 def ints(*values, device="cpu"):
@@ -23,7 +23,7 @@ def step(q, k, v, held, table, lengths, new):
     tilefold.kvcache_append(k, v, *held, cache_seqlens=before, block_table=table, cu_seqlens=cu)
     after = ints(*(n + more for n, more in zip(lengths, new, strict=True)), device=device)
     cache = Cache(lengths=after, block_table=table, cu_q=cu, max_q=max(new))
-    return attention_cached(q, *held, Call(causal=True), cache)
+    return attention_cached(q, *held, Call(causal=True, source=cache))
 
 
 def pool(device, batch, capacity, page, kv_heads, dim, dtype):
@@ -91,7 +91,7 @@ def test_few_queries_and_many_are_two_kernels_work(device, group, sinks):
     extra = rand(heads, device=device) if sinks else None
     cache = Cache(lengths=ints(*lengths, device=device), block_table=table, cu_q=ints(0, *torch.tensor(new).cumsum(0).tolist(),
                   device=device), max_q=max(new))  # fmt: skip
-    out, lse = attention_cached(q, *pages, Call(causal=True, sinks=extra), cache)
+    out, lse = attention_cached(q, *pages, Call(causal=True, sinks=extra, source=cache))
     first = 0
     for b, (n, length) in enumerate(zip(new, lengths, strict=True)):
         rows = slice(first, first + n)
@@ -121,5 +121,5 @@ def test_a_batch_of_prompts_and_tokens_launches_both_kernels(device, monkeypatch
         cu, held = ints(0, *torch.tensor(new).cumsum(0).tolist(), device=device), table[: len(new)].contiguous()
         ran.clear()
         cache = Cache(lengths=ints(*[10] * len(new), device=device), block_table=held, cu_q=cu, max_q=max(new))
-        attention_cached(rand(sum(new), 16, 16, device=device), *pages, Call(causal=True), cache)
+        attention_cached(rand(sum(new), 16, 16, device=device), *pages, Call(causal=True, source=cache))
         assert {name for name in ran if "attention" in name} == kernels

@@ -43,15 +43,14 @@ def test_compiled_is_the_eager_call(device):
 
 
 def test_the_operator_is_what_its_schema_says(device):
-    from tilefold.ops.cache.cached_call import Cache
-    from tilefold.ops.cache.decode import NO_SCALES
     from tilefold.ops.cache.kvcache import ATTENTION_KVCACHE
     from tilefold.ops.call import Call
+    from tilefold.ops.source import Cache
 
     given_now = given(device)
     cache = Cache(given_now["cache_seqlens"], block_table=given_now["block_table"])
     tensors = (given_now[name] for name in ("q", "k_cache", "v_cache"))
-    flat = ATTENTION_KVCACHE.flat(*tensors, Call(causal=True), cache, NO_SCALES, None, False)
+    flat = ATTENTION_KVCACHE.flat(*tensors, Call(causal=True, source=cache), False)
     torch.library.opcheck(ATTENTION_KVCACHE.op, flat, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -116,17 +116,17 @@ def test_operators_are_what_their_schemas_say(device):
     """Which arguments change, and that fake tensors see the shapes that come out."""
     from tilefold.ops.cache.cache_append import cache_append_op
     from tilefold.ops.cache.cached import ATTENTION_CACHED
-    from tilefold.ops.cache.cached_call import Cache
     from tilefold.ops.cache.rotary import _OPERATOR as turn
     from tilefold.ops.call import Call
     from tilefold.ops.dense.attention_weights import ATTENTION_WEIGHTS as weights
+    from tilefold.ops.source import Cache
 
     q, new, caches = rand(3, 5, 2, 24, device=device), a_cache(rows=5, device=device), a_cache(device=device)
     lengths = torch.tensor([17, 0, 35], dtype=torch.int32, device=device)
     cos, sin = angles(48, 8, device=device)
     kinds = ("test_schema", "test_faketensor")
     check = torch.library.opcheck
-    flat = ATTENTION_CACHED.flat(q, *caches, Call(causal=True), Cache(lengths, splits=2), False)
+    flat = ATTENTION_CACHED.flat(q, *caches, Call(causal=True, source=Cache(lengths, splits=2)), False)
     check(ATTENTION_CACHED.op, flat, test_utils=kinds)
     check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
     check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)

@@ -118,9 +118,9 @@ def test_a_step_over_a_cache():
 )  # fmt: skip
 def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, dim):
     """The same problem as that of tensors, and the same kernel."""
-    from tilefold.ops.cache.cached_call import Cache
     from tilefold.ops.cache.kvcache import _prepare
     from tilefold.ops.call import Call
+    from tilefold.ops.source import Cache, Scales
     from tilefold.plan.cache.decode import DecodePlan
 
     rows = 40  # five pages of 8, eight of 5
@@ -132,7 +132,8 @@ def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, di
     scale = None if held == "same" else torch.ones(1)
     q = torch.zeros(3, seq_q, 7, dim, dtype=torch.bfloat16)
     lengths = torch.full((3,), 30, dtype=torch.int32)
-    call = _prepare(q, k, v, Call(), Cache(lengths=lengths, block_table=table), (scale, scale), None, False)
+    cache = Cache(lengths=lengths, block_table=table)
+    call = _prepare(q, k, v, Call(source=cache, scales=Scales(None, scale, scale)), False)
     asked = ("--heads", 7, "--kv-heads", 1, "--batch", 3, "--q", seq_q, "--kv", rows, "--dim", dim, "--dim-v", 8,
              "--cache", held, "--page-size", page, *["--v-in-k"] * part, "--json")  # fmt: skip
     result = run("--device", "h200", *map(str, asked))

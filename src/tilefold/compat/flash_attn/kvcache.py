@@ -7,10 +7,10 @@ import torch
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ...ops.cache.cache_append import Append, cache_append
 from ...ops.cache.cached import attention_cached, check_cached
-from ...ops.cache.cached_call import Cache
 from ...ops.cache.rotary import apply_rotary, checked_offsets
 from ...ops.call import Call
 from ...ops.faults import asked, mode_of
+from ...ops.source import Cache
 from .arguments import check_tensor, contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
 from .results import flash_lse
 
@@ -81,15 +81,17 @@ def flash_attn_with_kvcache(
     new = 0 if k is None else k.shape[1]
     lengths = _lengths(cache_seqlens, batch, capacity - new, q.device)
     sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink)
     cache = Cache(lengths, cache_leftpad, cache_batch_idx, table, cu_seqlens_q, None, packed, 0, new,
                   host_int("num_splits", num_splits))  # fmt: skip
+    call = Call(
+        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, sinks=sink, source=cache
+    )
     # A side of the window that reaches past the cache cuts nothing, and does not make a window of it.
     local = causal or any(0 <= side < capacity for side in window)
     turned, mode = None, mode_of(None)
     check = asked(mode, "flash_attn_with_kvcache")
     if k is not None and lengths is not None:
-        check_cached(q, k_cache, v_cache, call, cache, check)  # a call that is refused has not changed the cache
+        check_cached(q, k_cache, v_cache, call, check)  # a call that is refused has not changed the cache
         # Queries at the positions of the new keys turn in the same launch, unless someone waits for their gradient to be refused.
         same = (
             q.dim() == 4
@@ -106,7 +108,7 @@ def flash_attn_with_kvcache(
         rows = cu_seqlens_q if not mode or cu_seqlens_q is None else checked_offsets(q, cu_seqlens_q, packed, mode)
         q = apply_rotary(q, rotary_cos, rotary_sin, interleaved=rotary_interleaved, offsets=lengths, step=int(local),
                          cu_seqlens=rows, max_seqlen=max_seqlen_q)  # fmt: skip
-    out, lse = attention_cached(q, k_cache, v_cache, call, cache, check)
+    out, lse = attention_cached(q, k_cache, v_cache, call, check)
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
 

@@ -8,12 +8,11 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
 from ...ops.cache.cached import attention_cached
-from ...ops.cache.cached_call import Cache
 from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import ATTENTION
 from ...ops.faults import asked_by_default
-from ...ops.source import Packed
+from ...ops.source import Cache, Packed
 from .arguments import (
     check_tensor,
     checked_call,
@@ -88,7 +87,7 @@ def _flash_attn_varlen_forward(
         cache = Cache(seqused_k, leftpad_k, None, contiguous_last(block_table)[0], *packed)
         with torch.no_grad():
             out, lse = attention_cached(
-                q, k, v, call._replace(source=None), cache, asked_by_default("flash_attn_varlen_func")
+                q, k, v, call._replace(source=cache), asked_by_default("flash_attn_varlen_func")
             )
         found = out, flash_lse(lse), q.new_empty(0), _state(call, q)
     if zero_tensors:

@@ -15,6 +15,7 @@ from ..faults import WORDS, Watch, note_of
 from ..places import check_side
 from ..records import facts_of_values, recorded
 from ..serve import function_at
+from ..source import Scales
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
@@ -128,7 +129,7 @@ def _check_values(n: dict[str, int], call: Append) -> None:
     for b, i in enumerate([] if call.batch_index is None else call.batch_index.tolist()):
         if not 0 <= i < n["caches"]:
             raise ValueRangeError(f"cache_batch_idx[{b}] is {i}, expected 0 to {n['caches'] - 1}")
-    check_scales((call.k_scale, call.v_scale), _written(n, call, lengths, new))
+    check_scales(Scales(None, call.k_scale, call.v_scale), _written(n, call, lengths, new))
 
 
 def _written(n: dict[str, int], call: Append, lengths: list[int], new: list[int]) -> set[int]:

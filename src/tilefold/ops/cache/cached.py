@@ -8,7 +8,7 @@ import torch
 
 from ...errors import Unsupported
 from ..bound import Bound, strides_named
-from ..call import Call, check_options, window_of
+from ..call import Call, check_options, key_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
 from ..faults import Watch
@@ -16,21 +16,21 @@ from ..operator import Operation
 from ..places import check_side
 from ..records import recorded
 from ..serve import function_at, plan_at
+from ..source import Cache
 from ..watch import is_transformed, is_watched, refuse_derivatives
 from .cached_call import (
-    Cache,
+    cache_of,
     cache_values,
-    cached_key,
     cached_shapes,
     cached_sizes,
     check_room,
     check_values,
-    watched_cache,
+    watched_call,
 )
 
 __all__ = ["attention_cached", "check_cached", "example_launch"]
 
-GIVEN = ("q", "k", "v", "out", "lse", "call", "cache")
+GIVEN = ("q", "k", "v", "out", "lse", "call")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 LEAST_ROWS = 16  # of a tile of the decode kernel
 
@@ -51,34 +51,32 @@ class Prepared:
 
 
 def attention_cached(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: bool | Watch = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of attention over keys in a cache; forward only: its backward pass raises Unsupported.
 
-    q: [batch, seq_q, heads, dim], or [total_q, heads, dim] with cache.cu_q; k, v and the rest: see `Cache`.  Of the call:
-    causal, window, scale, softcap, alibi_slopes, sinks, dropout.  Results, masks and errors are those of `attention`, of each
-    sequence with the keys that the cache says it has.  check: of index tensors, on the host or on the device."""
+    q: [batch, seq_q, heads, dim], or [total_q, heads, dim] with cu_q; k, v and the rest: see `Cache`, the call's source.  Also of
+    the call: causal, window, scale, softcap, alibi_slopes, sinks, dropout.  Results, masks and errors are those of `attention`,
+    of each sequence with the keys that the cache says it has.  check: of index tensors, on the host or on the device."""
     tensors = (q, k, v, call.alibi_slopes, call.sinks)
-    keys = ("k", "v") if cache.cu_k is not None else ("k_cache", "v_cache")
+    keys = ("k", "v") if cache_of(call).cu_k is not None else ("k_cache", "v_cache")
     refuse_derivatives(("q", *keys, "alibi_slopes", "sinks"), tensors, "attention over a KV cache")
-    return ATTENTION_CACHED(q, k, v, call, cache, check)  # type: ignore[no-any-return]
+    return ATTENTION_CACHED(q, k, v, call, check)  # type: ignore[no-any-return]
 
 
-def check_cached(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: bool | Watch = False
-) -> None:
+def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch = False) -> None:
     """Raise what `attention_cached` would, for callers that write into the cache before they call it.
 
     What is being traced is left to the operator, which checks before anything runs."""
     if (
         torch.compiler.is_compiling()
         or is_transformed()
-        or is_watched((q, k, v, call.alibi_slopes, call.sinks, *cache[:6]))
+        or is_watched((q, k, v, call.alibi_slopes, call.sinks, *call.placement))
     ):
         return
-    p = _prepare(q, k, v, call, cache)
+    p = _prepare(q, k, v, call)
     if check is True or (on_host(q) and not check):
-        _check_all_values(q, k, cache, p)
+        _check_all_values(q, k, cache_of(call), p)
 
 
 def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepared) -> None:
@@ -98,21 +96,20 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     call: Call,
-    cache: Cache,
     check: bool | Watch = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _prepare(q, k, v, call, cache)
+    p = _prepare(q, k, v, call)
     if isinstance(check, Watch) and p.launch is not None:
         check_room(p.sizes)
-        cache = watched_cache(cache, p.sizes, check)
-        p = _prepare(q, k, v, call, cache)
+        call = watched_call(call, p.sizes, check)
+        p = _prepare(q, k, v, call)
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.launch is None:
         return out, lse
     if check is True or (on_host(q) and not check):
-        _check_all_values(q, k, cache, p)
+        _check_all_values(q, k, cache_of(call), p)
     if p.decode is not None:
-        p.decode.run(q, k, v, out, lse, call, cache, (None, None))
+        p.decode.run(q, k, v, out, lse, call)
         return out, lse
     parts: tuple[torch.Tensor, torch.Tensor] = out, lse
     if p.splits > 1:
@@ -120,22 +117,22 @@ def _forward(
             torch.empty((p.splits, *p.out_shape), dtype=torch.float32, device=q.device),
             torch.empty((p.splits, *p.lse_shape), dtype=torch.float32, device=q.device),
         )
-    p.launch((q, k, v, *parts, call, cache))
+    p.launch((q, k, v, *parts, call))
     if p.merge is not None:
         p.merge((*parts, out, lse, *p.merge_args))
     if p.short is not None:
-        p.short.run(q, k, v, out, lse, call, cache, (None, None))
+        p.short.run(q, k, v, out, lse, call)
     return out, lse
 
 
 # ---------------------------------------------------------------- the first time
 
 
-@recorded("attention_cached", cached_key)
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Prepared:
+@recorded("attention_cached", key_of)
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan.cache.cached import plan_cached
 
-    sizes = cached_sizes(q, k, v, call, cache)
+    sizes, cache = cached_sizes(q, k, v, call), cache_of(call)
     shapes = cached_shapes(sizes, cache)
     device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
@@ -144,12 +141,12 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cach
     problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
     if (own := plan_at("attention_cached", problem, device, call)) is not None:
         return Prepared(sizes, *shapes, launch=function_at("attention_cached", q.device, own))
-    if (decode := _decoder(q, k, v, call, cache, sizes, device)) is not None:
+    if (decode := _decoder(q, k, v, call, sizes, device)) is not None:
         return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
     tile, splits = plan_cached(problem, device, cache.splits)
     few = few_queries(sizes)
-    short = _decoder(q, k, v, call, cache, {**sizes, "seq_q": few}, device) if _may_mix(call, cache, sizes) else None
-    made = _bind(q, k, v, call, cache, sizes, tile, splits, 0 if short is None else few + 1)
+    short = _decoder(q, k, v, call, {**sizes, "seq_q": few}, device) if _may_mix(call, cache, sizes) else None
+    made = _bind(q, k, v, call, sizes, tile, splits, 0 if short is None else few + 1)
     made.short = short  # launched last: a merge of splits before it has no parts of these sequences
     return made
 
@@ -164,21 +161,19 @@ def _may_mix(call: Call, cache: Cache, sizes: dict[str, int]) -> bool:
     return cache.cu_q is not None and sizes["batch"] > 1 and not cache.splits and not call.dropout_p
 
 
-def _decoder(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], device: Any
-) -> Any:  # fmt: skip
+def _decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], device: Any) -> Any:
     """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
     from ...plan.cache.decode import decode_kernel_refusal, plan_decode
     from .decode import bind_decode, problem_of_decode
 
-    problem = problem_of_decode(q, k, v, call, cache, sizes, False)
+    problem = problem_of_decode(q, k, v, call, sizes, False)
     if decode_kernel_refusal(problem):
         return None
-    return bind_decode(q, k, v, call, cache, sizes, (None, None), plan_decode(problem, device, cache.splits))
+    return bind_decode(q, k, v, call, sizes, plan_decode(problem, device, cache_of(call).splits))
 
 
 def _bind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], tile: Any, splits: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], tile: Any, splits: int,
     least_q: int = 0,
 ) -> Prepared:  # fmt: skip
     """Kernel, grid, scalars and constants; least_q: of the queries of sequences that are served."""
@@ -187,6 +182,7 @@ def _bind(
     from ...plan.problem import padded_head_dim, padded_value_dim
     from ..launch import Launch
 
+    cache = cache_of(call)
     n, paged, device = sizes, cache.block_table is not None, q.device.index or 0
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
@@ -253,9 +249,9 @@ def _merge(
 
 
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, check: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_shape, lse_shape = cached_shapes(cached_sizes(q, k, v, call, cache), cache)
+    out_shape, lse_shape = cached_shapes(cached_sizes(q, k, v, call), cache_of(call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
@@ -266,6 +262,7 @@ ATTENTION_CACHED = Operation(
     "attention over a KV cache (block_table, seqused_k, leftpad_k, cache_seqlens) is forward only: call it under "
     "torch.no_grad(), or gather the keys and use attention or attention_varlen",
     lambda q, k, v, call, *others: check_options(call),
+    (Cache,),
 )
 
 
@@ -293,11 +290,11 @@ def example_launch(
     q = tensor(2, seq_q, 8, dim, kind=dt)
     k, v = (tensor(64, page, 2, d, kind=dt) if page else tensor(2, 4096, 2, d, kind=dt) for d in (dim, dim_v or dim))
     cache = Cache(tensor(2), block_table=tensor(2, 32) if page else None, splits=splits)
-    call = Call(causal=causal)
-    sizes = cached_sizes(q, k, v, call, cache)
+    call = Call(causal=causal, source=cache)
+    sizes = cached_sizes(q, k, v, call)
     problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
     tile, parts = plan_cached(problem, device_named(device), splits)
-    p = _bind(q, k, v, call, cache, sizes, tile, parts)
+    p = _bind(q, k, v, call, sizes, tile, parts)
     out, lse = tensor(*p.out_shape, kind=torch.float32), tensor(*p.lse_shape, kind=torch.float32)
     bound: Bound = p.launch
-    return bound.example((q, k, v, out, lse, call, cache))
+    return bound.example((q, k, v, out, lse, call))

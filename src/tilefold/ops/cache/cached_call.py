@@ -1,51 +1,45 @@
-"""A call of attention over keys that lie in a cache: its record, its checks, its key."""
+"""A call of attention over keys that lie in a cache: its checks, and its arguments by the kernels' names."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import attribute
-from ..call import Call, check_heads, check_integer, check_options, facts_of
+from ..call import Call, check_heads, check_integer, check_options
 from ..checked import checked_places
 from ..faults import Watch
+from ..source import Cache, Scales
 
-__all__ = ["Cache", "cache_values", "cached_key", "cached_shapes", "cached_sizes", "check_longest", "check_room",
-           "check_scales", "check_values", "watched_cache"]  # fmt: skip
+__all__ = ["cache_of", "cache_values", "cached_shapes", "cached_sizes", "check_longest", "check_room", "check_scales",
+           "check_values", "watched_call"]  # fmt: skip
 
 _INT = (torch.int32,)
 QUANTISED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with scales
 
 
-class Cache(NamedTuple):
-    """Where the keys of each sequence lie.  Nothing of it is read on the host.
+IN_PLACE = Cache()  # keys are k and v, all of them
 
-    lengths: [batch] int32: keys of sequence b end at row lengths[b] + more of its cache; None: at the cache's end, or where
-        cu_k says.
-    pads: [batch] int32: the first pads[b] rows of its cache are no keys.
-    batch_index: [batch] int32: whose part of k and v sequence b uses; None: its own.
-    block_table: [batch, pages] int32: k and v are [pages, page size, kv heads, dim], and row j of sequence b is row
-        j % size of page block_table[b, j // size].
-    cu_q, cu_k: [batch + 1] int32: queries, and keys, are packed; the longest are max_q and max_k."""
 
-    lengths: torch.Tensor | None = None
-    pads: torch.Tensor | None = None
-    batch_index: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    cu_q: torch.Tensor | None = None
-    cu_k: torch.Tensor | None = None
-    max_q: int = 0
-    max_k: int = 0
-    more: int = 0
-    splits: int = 0
+def cache_of(call: Call) -> Cache:
+    """Where the keys of a call lie, as kernels of caches are told; dense and packed keys are caches, too."""
+    source = call.source
+    if isinstance(source, Cache):
+        return source
+    packed = call.packed
+    return (
+        IN_PLACE
+        if packed is None
+        else Cache(cu_q=packed.cu_q, cu_k=packed.cu_k, max_q=packed.max_q, max_k=packed.max_k)
+    )
 
 
 def cache_values(cache: Cache) -> dict[str, Any]:
-    """Where keys lie, by the kernels' names, of what a call gives as "cache"."""
+    """Where keys lie, by the kernels' names, of a call with this source."""
     names = {"Lengths": "lengths", "Pads": "pads", "BatchIndex": "batch_index", "Table": "block_table", "CuQ": "cu_q",
              "CuK": "cu_k"}  # fmt: skip
-    slots = {name: attribute("cache", field, getattr(cache, field)) for name, field in names.items()}
+    slots = {name: attribute("call", f"source.{field}", getattr(cache, field)) for name, field in names.items()}
     return {**slots, "stride_tb": 0 if cache.block_table is None else cache.block_table.stride(0), "more": cache.more}
 
 
@@ -77,7 +71,6 @@ def cached_sizes(
     k: torch.Tensor,
     v: torch.Tensor,
     call: Call,
-    cache: Cache,
     quantised: bool = False,
     shared: bool = False,
 ) -> dict[str, int]:
@@ -85,6 +78,7 @@ def cached_sizes(
 
     quantised: K and V may be of QUANTISED instead of q's dtype; shared: V is part of K, whose head dims the plan judges."""
     check_options(call)
+    cache = cache_of(call)
     for name, value in (("num_splits", cache.splits), ("max_seqlen_q", cache.max_q), ("max_seqlen_k", cache.max_k)):
         check_integer(name, value)
         if isinstance(value, int) and value < 0:
@@ -153,17 +147,9 @@ def cached_shapes(sizes: dict[str, int], cache: Cache) -> tuple[tuple[int, ...],
     return (sizes["batch"], sizes["seq_q"], heads, sizes["dim_v"]), (sizes["batch"], heads, sizes["seq_q"])
 
 
-def cached_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Any:
-    """Everything that a launch depends on."""
-    tensors = (q, k, v, call.alibi_slopes, call.sinks, call.mask, call.dropout_seed, *cache[:6])
-    numbers = (call.window, call.causal, call.scale, call.softcap, call.dropout_p, *cache[6:])
-    # lists, not generators: every call makes this key
-    return tuple([None if t is None else facts_of(t) for t in tensors]), numbers, tuple(map(type, numbers))
-
-
-def check_scales(scales: tuple[torch.Tensor | None, torch.Tensor | None], used: set[int]) -> None:
+def check_scales(scales: Scales, used: set[int]) -> None:
     """Factors are positive numbers: those of all heads, or of the pages or caches in `used`; others may belong to nobody."""
-    for name, t in (("k_scale", scales[0]), ("v_scale", scales[1])):
+    for name, t in (("k_scale", scales.k), ("v_scale", scales.v)):
         rows = (
             []
             if t is None
@@ -211,13 +197,14 @@ def check_room(sizes: dict[str, int]) -> None:
         raise ShapeError("k_cache has no caches: check='device' needs one, to be read where a number is out of range")
 
 
-def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:
-    """The same places without what is out of range, of which the device takes note."""
+def watched_call(call: Call, sizes: dict[str, int], watch: Watch) -> Call:
+    """The same call without what is out of range in its places, of which the device takes note."""
+    cache = cache_of(call)
     total = sizes.get("total_q", 0), sizes.get("total_k", LARGEST)
     limit = sizes["pages"] if cache.block_table is not None else sizes.get("caches", 0)
     places = (cache.cu_q, cache.cu_k, cache.lengths, cache.pads, cache.batch_index, cache.block_table)
     if all(t is None for t in places):
-        return cache
+        return call
     cu_q, cu_k, lengths, batch_index = checked_places(
         places,
         watch,
@@ -228,7 +215,7 @@ def watched_cache(cache: Cache, sizes: dict[str, int], watch: Watch) -> Cache:
         limit,
         sizes.get("page_size", 1),
     )
-    return cache._replace(lengths=lengths, batch_index=batch_index, cu_q=cu_q, cu_k=cu_k)
+    return call._replace(source=cache._replace(lengths=lengths, batch_index=batch_index, cu_q=cu_q, cu_k=cu_k))
 
 
 LARGEST = (1 << 31) - 1

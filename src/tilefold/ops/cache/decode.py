@@ -9,13 +9,14 @@ import torch
 
 from ...errors import Unsupported
 from ...types import Layout
-from ..bound import Bound, Slot, strides_named
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call, facts_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
+from ..source import Cache, Scales
 from ..watch import in_forward_mode, is_transformed, is_watched
-from .cached_call import Cache, cache_values, cached_shapes
+from .cached_call import cache_of, cache_values, cached_shapes
 from .decode_counters import counters
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ...plan.device import Device
 
 __all__ = [
-    "NO_SCALES",
     "Decoder",
     "Step",
     "bind_decode",
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a time
-Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Decoder:
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
-        cache: Cache, scales: Scales, watch: Watch | None = None,
+        watch: Watch | None = None,
     ) -> None:  # fmt: skip
         """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
         device, rows = q.device, self.rows
@@ -68,8 +67,8 @@ class Decoder:
                 part, stat = memory.split_with_sizes((size, 2 * rows))
             if self.counted:
                 arrived = counters(self.counted, device)
-        noted = None if watch is None else self._noted(watch, cache, device)
-        given = q, k, v, out, lse, call, cache, scales, part, stat, arrived, noted
+        noted = None if watch is None else self._noted(watch, cache_of(call), device)
+        given = q, k, v, out, lse, call, part, stat, arrived, noted
         self.launch(given)
         if self.merge is not None:
             self.merge(given)
@@ -88,11 +87,10 @@ class Decoder:
         return (note_of(device), watch.operation, self.limit, watch.fewest, watch.shift, watch.columns or columns)
 
 
-GIVEN = ("q", "k", "v", "out", "lse", "call", "cache", "scales", "part", "stat", "arrived", "noted")
+GIVEN = ("q", "k", "v", "out", "lse", "call", "part", "stat", "arrived", "noted")
 """What a call gives to the launches."""
 NOTED = ("Fault", "operation", "limit", "fewest", "shift", "columns")
 UNWATCHED = (None, 0, 0, 0, 0, 0)
-NO_SCALES: Scales = (None, None)
 
 
 @dataclass(slots=True)
@@ -106,7 +104,6 @@ class Step:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     call: Call
-    cache: Cache
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether these tensors are like those that it was made for, and nobody watches or differentiates."""
@@ -117,21 +114,17 @@ class Step:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The call's out."""
         out, lse = new_results(q, self.out_shape, self.lse_shape)
-        self.decoder.run(q, k, v, out, lse, self.call, self.cache, NO_SCALES)
+        self.decoder.run(q, k, v, out, lse, self.call)
         return out
 
 
-def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, prepared: Any) -> Step | None:
+def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, prepared: Any) -> Step | None:
     """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes, and
     where V lies in K: another layer's need not."""
-    if (
-        not isinstance(prepared.decoder, Decoder)
-        or is_watched((q, k, v, call.mask))
-        or shares_storage(k, v, NO_SCALES, False)
-    ):
+    if not isinstance(prepared.decoder, Decoder) or is_watched((q, k, v, call.mask)) or shares_storage(k, v, call):
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
-    return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call, cache)
+    return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call)
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:
@@ -139,22 +132,27 @@ def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:
     return "plain" if k.dtype == q.dtype else str(k.dtype).removeprefix("torch.")
 
 
-def shares_storage(k: torch.Tensor, v: torch.Tensor, scales: Scales, paged: bool) -> bool:
+def shares_storage(k: torch.Tensor, v: torch.Tensor, call: Call) -> bool:
     """V is the first columns of K in the same memory.  Scales of pages have to be the same, too: a tile is multiplied once."""
     same = (
         k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1]
     )
     if not same or k.device.type == "meta":
         return False
-    per_page = paged and any(t is not None and t.dim() == 2 for t in scales)
-    return not per_page or scales[0] is scales[1]
+    return not _per_page(call) or call.scales.k is call.scales.v
+
+
+def _per_page(call: Call) -> bool:
+    """Each page has factors of its own."""
+    return cache_of(call).block_table is not None and any(t is not None and t.dim() == 2 for t in call.scales[1:])
 
 
 def problem_of_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool
 ) -> "DecodeProblem":
     from ...plan.cache.decode import DecodeProblem
 
+    cache = cache_of(call)
     window = window_of(call.window, call.causal)
     attention = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
     page = sizes["page_size"] if cache.block_table is not None else 0
@@ -173,27 +171,26 @@ def _quant(storage: str, device: "Device") -> int:
     return int((kinds.E4M3 if device.has("e4m3") else kinds.E4M3_BITS).value)
 
 
-def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache: Cache, scales: Scales, wide: bool,
-               pairs: bool, window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
+def _constants(plan: "DecodePlan", q: torch.Tensor, call: Call, sizes: dict[str, int], wide: bool, pairs: bool,
+               window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
     from ...plan.problem import next_power_of_two
 
     p, a = plan.problem, plan.problem.attention
     rows = next_power_of_two(min(p.rows, plan.block_m))
     registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
     once = registers * plan.device.warp_size * plan.num_warps // (rows * p.block_v)
-    paged = p.page_size > 0
     batch = sizes["batch"]
     quant = _quant(p.storage, plan.device)
     # a quantised tile is exact in float16, so only bfloat16 and what the interpreter cannot do go through fp32
     emulate = interpreting() and (q.dtype == torch.bfloat16)
     return {
         "PAGE": p.page_size,
-        "PADDED": cache.pads is not None,
+        "PADDED": cache_of(call).pads is not None,
         "KIND": kind_of(window),
         "EMULATE": emulate,
         "WIDE": wide,
         "QUANT": quant,
-        "PER_PAGE": paged and any(t is not None and t.dim() == 2 for t in scales),
+        "PER_PAGE": _per_page(call),
         "SHARED": p.shared,
         "PAIRS": pairs,
         "EVEN": plan.splits == 0,
@@ -214,15 +211,15 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, sizes: dict[str, int], cache
 
 
 def bind_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], scales: Scales,
-    plan: "DecodePlan", watched: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], plan: "DecodePlan",
+    watched: bool = False,
 ) -> Decoder:  # fmt: skip
     """Kernel, grid, scalars and constants of a plan; watched: faults are noted."""
     from ...device import mods
     from ...kernels.cache.attention_decode import attention_decode as kernel
     from ..launch import Launch
 
-    n, index, p = sizes, q.device.index or 0, plan.problem
+    n, index, p, cache, scales = sizes, q.device.index or 0, plan.problem, cache_of(call), call.scales
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
     if n["seq_q"] == 1 and window[1] >= 0:  # the only query is the last: it has every key before it
@@ -233,7 +230,7 @@ def bind_decode(
     pairs = _lies_in_pairs(v, plan.problem)
     if pairs:
         rows[2] = tuple(stride // 2 for stride in rows[2])
-    constants = _constants(plan, q, sizes, cache, scales, wide, pairs, window)
+    constants = _constants(plan, q, call, sizes, wide, pairs, window)
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
     partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
     values = {
@@ -243,8 +240,8 @@ def bind_decode(
         **option_values(call, window, mods, float(call.softcap), q.dtype),
         **cache_values(cache),
         **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
-        "KScale": None if scales[0] is None else Slot("scales", operator.itemgetter(0)),
-        "VScale": None if scales[1] is None else Slot("scales", operator.itemgetter(1)),
+        "KScale": attribute("call", "scales.k", scales.k),
+        "VScale": attribute("call", "scales.v", scales.v),
         "Part": Slot("part"),
         "Stat": Slot("stat"),
         "Arrived": Slot("arrived"),
@@ -254,8 +251,8 @@ def bind_decode(
         "least": plan.least,
         "programs": plan.grid,
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
-        **strides_named("ks", _scale_strides(scales[0]), "ph"),
-        **strides_named("vs", _scale_strides(scales[1]), "ph"),
+        **strides_named("ks", _scale_strides(scales.k), "ph"),
+        **strides_named("vs", _scale_strides(scales.v), "ph"),
         **strides_named("v", rows[2], "bnh"),
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
@@ -350,15 +347,12 @@ def example_launch(
     scale = (
         None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
     )
-    scales = (scale, scale)
     cache = Cache(tensor(batch), block_table=tensor(batch, 32) if page else None)
-    call = Call(causal=causal)
-    sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=bool(dim_v))
+    call = Call(causal=causal, source=cache, scales=Scales(k=scale, v=scale))
+    sizes = cached_sizes(q, k, v, call, quantised=True, shared=bool(dim_v))
     record = device_named(device)
-    plan = plan_decode(problem_of_decode(q, k, v, call, cache, sizes, bool(dim_v)), record, splits)
-    made = bind_decode(
-        q, k, v, call, cache, sizes, scales, replace(plan, merge="kernel" if merge else "last", **changes), watched
-    )
+    plan = plan_decode(problem_of_decode(q, k, v, call, sizes, bool(dim_v)), record, splits)
+    made = bind_decode(q, k, v, call, sizes, replace(plan, merge="kernel" if merge else "last", **changes), watched)
     out_shape, lse_shape = cached_shapes(sizes, cache)
     out, lse, floats = (
         tensor(*out_shape, kind=dt),
@@ -369,4 +363,4 @@ def example_launch(
     parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
     bound = made.merge if merge else made.launch
     assert bound is not None
-    return bound.example((q, k, v, out, lse, call, cache, scales, *parts, noted))
+    return bound.example((q, k, v, out, lse, call, *parts, noted))

@@ -10,31 +10,29 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, check_options
+from ..call import MAX_HEAD_DIM, Call, check_options, key_of
 from ..dense.attention_parts import new_results
 from ..device import device_of, on_host
 from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
-from ..records import facts_of, recorded
+from ..records import recorded
 from ..serve import BoundFunction, function_at, plan_at
+from ..source import Cache, Scales
 from ..watch import is_watched, refuse_derivatives
 from .cached_call import (
     QUANTISED,
-    Cache,
-    cached_key,
+    cache_of,
     cached_shapes,
     cached_sizes,
     check_longest,
     check_room,
     check_scales,
     check_values,
-    watched_cache,
+    watched_call,
 )
 from .decode import (
-    NO_SCALES,
     Decoder,
-    Scales,
     Step,
     bind_decode,
     problem_of_decode,
@@ -58,128 +56,114 @@ class Prepared:
     decoder: Decoder | BoundFunction | None = None
     prompts: bool = False
     interpreted: bool = False  # where reading what index tensors hold costs nothing
+    keep: Any = None  # the call's plan, whose id is part of the key
 
 
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
 def attention_kvcache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any,
-    check: bool | Watch,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse); forward only.  check: what index tensors and scales hold is read and looked at first, or on the device, by the
-    kernels."""
-    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *scales), "attention_kvcache")
-    return ATTENTION_KVCACHE(q, k, v, call, cache, scales, plan, check)  # type: ignore[no-any-return]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
+    at first, or on the device, by the kernels."""
+    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *call.scales[1:]), "attention_kvcache")
+    return ATTENTION_KVCACHE(q, k, v, call, check)  # type: ignore[no-any-return]
 
 
-def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache) -> Step | None:
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
-    return step_of(q, k, v, call, cache, _prepare(q, k, v, call, cache, NO_SCALES, None, False))
+    return step_of(q, k, v, call, _prepare(q, k, v, call, False))
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, decode_plan: "DecodePlan | None",
-    check: bool | Watch,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
+) -> tuple[torch.Tensor, torch.Tensor]:
     watch = check if isinstance(check, Watch) else None
     watched = watch is not None
-    p = _prepare(q, k, v, call, cache, scales, decode_plan, watched)
+    p = _prepare(q, k, v, call, watched)
     if p.prompts:
         from .cached import attention_cached
 
         if check is True:
-            check_contents(q, cache, scales, p.sizes)
-        return attention_cached(q, k, v, call, cache, watch or False)
+            check_contents(q, call, p.sizes)
+        return attention_cached(q, k, v, call, watch or False)
     # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    if watch is not None and (cache.cu_q is not None or p.sizes.get("pages") == 0):
-        cache = watched_cache(cache, p.sizes, watch)
-        watch = None
-        p = _prepare(q, k, v, call, cache, scales, decode_plan, False)
+    if watch is not None and (cache_of(call).cu_q is not None or p.sizes.get("pages") == 0):
+        call, watch = watched_call(call, p.sizes, watch), None
+        p = _prepare(q, k, v, call, False)
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.decoder is None:
         return out, lse
     if not watched and (check or p.interpreted):
-        check_contents(q, cache, scales, p.sizes)
-    p.decoder.run(q, k, v, out, lse, call, cache, scales, watch)
+        check_contents(q, call, p.sizes)
+    p.decoder.run(q, k, v, out, lse, call, watch)
     return out, lse
 
 
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    cache: Cache,
-    scales: Scales,
-    plan: Any,
-    watched: bool,
-) -> Any:
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Any:
     """Everything that a record depends on.  watched: on the device."""
-    facts = tuple([None if t is None else facts_of(t) for t in scales])
-    shared = k.data_ptr() == v.data_ptr()
-    return cached_key(q, k, v, call, cache), facts, shared, scales[0] is scales[1], plan, watched
+    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), watched
 
 
 @recorded("attention_kvcache", _key)
-def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any, watched: bool
-) -> Prepared:  # fmt: skip
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Prepared:
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
-    sizes, shared = _checked(q, k, v, call, cache, scales)
-    shapes = cached_shapes(sizes, cache)
+    sizes, shared = _checked(q, k, v, call)
+    shapes = cached_shapes(sizes, cache_of(call))
     if watched:
         check_room(sizes)
     device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
-        return Prepared(sizes, *shapes)
-    made: Any = _planned(q, k, v, call, cache, sizes, shared, plan)
+        return Prepared(sizes, *shapes, keep=call.plan)
+    made: Any = _planned(q, k, v, call, sizes, shared)
     if not isinstance(made, DecodePlan):
-        return Prepared(sizes, *shapes, function_at("attention_kvcache", q.device, made), interpreted=on_host(q))
-    if plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem):
+        found = function_at("attention_kvcache", q.device, made)
+        return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
+    if call.plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem):
         return Prepared(sizes, *shapes, prompts=True)
-    decoder = bind_decode(q, k, v, call, cache, sizes, scales, made, watched)
-    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q))
+    decoder = bind_decode(q, k, v, call, sizes, made, watched)
+    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan)
 
 
 def _planned(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, sizes: dict[str, int], shared: bool, plan: Any
-) -> "DecodePlan":  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool
+) -> "DecodePlan":
     from ...plan.cache.decode import DecodePlan, plan_decode
 
-    problem, device = problem_of_decode(q, k, v, call, cache, sizes, shared), device_of(q.device, "attention_kvcache")
+    problem, device = problem_of_decode(q, k, v, call, sizes, shared), device_of(q.device, "attention_kvcache")
+    plan: Any = call.plan
     if (own := plan_at("attention_kvcache", problem, device, call, plan)) is not None:
         return own  # type: ignore[no-any-return]
+    splits = cache_of(call).splits
     if plan is None:
-        return plan_decode(problem, device, cache.splits)
+        return plan_decode(problem, device, splits)
     if not isinstance(plan, DecodePlan):
         raise DtypeError(f"plan must be a DecodePlan or None, got {type(plan).__name__}")
-    if cache.splits not in (0, plan.splits):
-        raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {cache.splits}")
+    if splits not in (0, plan.splits):
+        raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {splits}")
     plan.problem.require_same(problem)
     return plan
 
 
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales
-) -> tuple[dict[str, int], bool]:
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[dict[str, int], bool]:
     """Sizes, and whether V is part of K, after all checks that need no device."""
-    k_scale, v_scale = scales
+    cache, (_, k_scale, v_scale) = cache_of(call), call.scales
     for name, t in (("k_cache", k), ("v_cache", v)):
         if not isinstance(t, torch.Tensor):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     paged = cache.block_table is not None
     # Memory is looked at where there is some; a tracer is told by the shapes, and the call itself looks again.
     shared = all(t.layout == torch.strided and t.dim() == 4 and t.shape[-1] for t in (k, v)) and (
-        shares_storage(k, v, scales, paged) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
+        shares_storage(k, v, call) if _has_memory(k, v) else v.shape[-1] <= k.shape[-1] and k.shape[-1] > 256
     )
     if not shared and k.dim() == 4 and k.shape[-1] > MAX_HEAD_DIM:
         raise Unsupported(
             f"q and k_cache have head dim {k.shape[-1]}; accepted: 1 to {MAX_HEAD_DIM}, more only where v_cache is a part of "
             f"k_cache, k_cache[..., :dim_v] in the same memory"
         )
-    sizes = cached_sizes(q, k, v, call, cache, quantised=True, shared=shared)
+    sizes = cached_sizes(q, k, v, call, quantised=True, shared=shared)
     check_longest(q, cache)
     if (k_scale is None) != (v_scale is None):
         raise ValueRangeError("k_scale and v_scale come together, got one of them")
@@ -199,24 +183,23 @@ def _checked(
     return sizes, shared
 
 
-def sizes_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales
-) -> dict[str, int]:
+def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
     """Everything that is wrong with a call and needs no device; sizes of all dimensions."""
-    return _checked(q, k, v, call, cache, scales)[0]
+    return _checked(q, k, v, call)[0]
 
 
 def _has_memory(*tensors: torch.Tensor) -> bool:
     return not any(is_watched((t,)) or t.device.type == "meta" for t in tensors)
 
 
-def check_contents(q: torch.Tensor, cache: Cache, scales: Scales, sizes: dict[str, int]) -> None:
+def check_contents(q: torch.Tensor, call: Call, sizes: dict[str, int]) -> None:
     """Raise ValueRangeError, naming the entry, for lengths, offsets, caches, pages that do not exist, and scales that are not
     positive numbers.  Reads the device."""
+    cache = cache_of(call)
     check_values(cache, sizes)
     if cache.cu_q is not None:
         check_side("attention_kvcache", "q", cache.cu_q, q.shape[0], cache.max_q)
-    check_scales(scales, _used(cache, sizes))
+    check_scales(call.scales, _used(cache, sizes))
 
 
 def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
@@ -228,28 +211,26 @@ def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
     return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
 
 
-def plan_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, plan: Any = None
-) -> "DecodePlan":
-    """The plan that a call follows; `plan` if it is one for that."""
-    sizes, shared = _checked(q, k, v, call, cache, scales)
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "DecodePlan":
+    """The plan that a call follows; the call's own if it is one for that."""
+    sizes, shared = _checked(q, k, v, call)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
         raise Unsupported("there is nothing to plan: no queries")
-    return _planned(q, k, v, call, cache, sizes, shared, plan)
+    return _planned(q, k, v, call, sizes, shared)
 
 
 # ---------------------------------------------------------------- the dispatcher
 
 
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cache: Cache, scales: Scales, *others: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_shape, lse_shape = cached_shapes(sizes_of(q, k, v, call, cache, scales), cache)
+    out_shape, lse_shape = cached_shapes(sizes_of(q, k, v, call), cache_of(call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _before(q: Any, k: Any, v: Any, call: Call, cache: Cache, scales: Scales, plan: Any, check: Any) -> None:
-    if plan is not None:
+def _before(q: Any, k: Any, v: Any, call: Call, check: Any) -> None:
+    if call.plan is not None:
         raise Unsupported(
             "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
         )
@@ -262,4 +243,5 @@ ATTENTION_KVCACHE = Operation(
     _fake,
     "attention_kvcache is forward only: call it under torch.no_grad()",
     _before,
+    (Cache, Scales),
 )

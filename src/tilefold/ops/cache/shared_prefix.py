@@ -11,9 +11,10 @@ from ..faults import Mode, Watch, watch_of
 from ..operator import Operation
 from ..records import facts_of_values, recorded
 from ..serve import function_at
+from ..source import Cache, Scales
 from ..watch import refuse_at_once
-from .cached_call import Cache, cached_shapes
-from .decode import Scales, storage_of
+from .cached_call import cache_of, cached_shapes
+from .decode import storage_of
 from .kvcache import attention_kvcache, check_contents, sizes_of
 from .merge import merge_attention
 
@@ -39,19 +40,12 @@ class SharedPrefix(NamedTuple):
     v_scale: torch.Tensor | None = None
 
     @property
-    def cache(self) -> Cache:
-        """Of all keys, as a plain call has it."""
-        return Cache(lengths=self.lengths, batch_index=self.batch_index, block_table=self.block_table, cu_q=self.cu_q,
-                     max_q=self.max_q, splits=self.splits)  # fmt: skip
-
-    @property
     def call(self) -> Call:
-        return Call(self.causal, None, self.scale, self.softcap, sinks=self.sinks)
-
-    @property
-    def scales(self) -> Scales:
-        """Of all caches or pages."""
-        return self.k_scale, self.v_scale
+        """Over all keys, as a plain call has it."""
+        cache = Cache(lengths=self.lengths, batch_index=self.batch_index, block_table=self.block_table, cu_q=self.cu_q,
+                      max_q=self.max_q, splits=self.splits)  # fmt: skip
+        return Call(self.causal, None, self.scale, self.softcap, sinks=self.sinks, source=cache,
+                    scales=Scales(k=self.k_scale, v=self.v_scale))  # fmt: skip
 
 
 def attend(
@@ -109,7 +103,7 @@ def _sizes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given:
     if given.cascade is not None and not isinstance(given.cascade, bool):
         raise DtypeError(f"cascade must be a bool or None, got {given.cascade!r}")
     check_integer("prefix_length", given.prefix)
-    n = sizes_of(q, k_cache, v_cache, given.call, given.cache, given.scales)
+    n = sizes_of(q, k_cache, v_cache, given.call)
     if not 0 <= given.prefix <= n["capacity"]:
         raise ValueRangeError(
             f"prefix_length is {given.prefix}, expected 0 to {n['capacity']}, the capacity of the cache"
@@ -131,15 +125,14 @@ def _forward(
         _check_values(given, n)
     of_all, of_prefix, of_rest = _watches(given, n) if watched else (checked, False, False)
     if checked and apart:
-        check_contents(q, given.cache, given.scales, n)
+        check_contents(q, given.call, n)
     if not apart:
-        return attention_kvcache(q, k_cache, v_cache, given.call, given.cache, given.scales, None, of_all)
-    first, rest = _sources(k_cache, v_cache, given, n, _whole(given, n))
+        return attention_kvcache(q, k_cache, v_cache, given.call, of_all)
+    first, rest = _parts(k_cache, v_cache, given, n, _whole(given, n))
     # All queries are one sequence's, which sees the whole prefix; the sinks are the other part's.
     rows = q[None] if given.cu_q is not None else q.reshape(1, -1, *q.shape[2:])
-    alone = given.call._replace(causal=False, sinks=None)
-    out_a, lse_a = attention_kvcache(rows, *first[:2], alone, *first[2:], None, of_prefix)
-    out_b, lse_b = attention_kvcache(q, *rest[:2], given.call, *rest[2:], None, of_rest)
+    out_a, lse_a = attention_kvcache(rows, *first, of_prefix)
+    out_b, lse_b = attention_kvcache(q, *rest, of_rest)
     if given.cu_q is not None:
         return merge_attention(out_b, lse_b, out_a[0], lse_a[0])
     batch, seq = q.shape[:2]
@@ -158,29 +151,25 @@ def _watches(given: SharedPrefix, n: dict[str, int]) -> tuple[Watch, Watch, Watc
     return one._replace(fewest=least), one, one._replace(fewest=least - whole, shift=pages)
 
 
-Source = tuple[torch.Tensor, torch.Tensor, Cache, Scales]
+Part = tuple[torch.Tensor, torch.Tensor, Call]
 
 
-def _sources(
-    k: torch.Tensor, v: torch.Tensor, given: SharedPrefix, n: dict[str, int], prefix: int
-) -> tuple[Source, Source]:
-    """(k, v, cache, factors) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
-    cache, scales = given.cache, given.scales
-    rest = cache._replace(more=-prefix)
+def _parts(k: torch.Tensor, v: torch.Tensor, given: SharedPrefix, n: dict[str, int], prefix: int) -> tuple[Part, Part]:
+    """(k, v, call) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
+    call, table, index = given.call, given.block_table, given.batch_index
+    cache = cache_of(call)._replace(more=-prefix)
     alone = Cache(splits=given.splits)
-    if given.block_table is not None:
+    of_first, first = call._replace(causal=False, sinks=None), (k[:1, :prefix], v[:1, :prefix])
+    rest, caches = call._replace(source=cache), (k[:, prefix:], v[:, prefix:])
+    if table is not None:
         pages = prefix // n["page_size"]
-        table = given.block_table
-        return (
-            (k, v, alone._replace(block_table=table[:1, :pages]), scales),
-            (k, v, rest._replace(block_table=table[:, pages:]), scales),
-        )
-    if given.batch_index is not None:
-        first = k[:, :prefix], v[:, :prefix], alone._replace(batch_index=given.batch_index[:1]), scales
-    else:
-        of_first = [t[:1] if t is not None and t.dim() == 2 else t for t in scales]  # one cache is looked at
-        first = k[:1, :prefix], v[:1, :prefix], alone, (of_first[0], of_first[1])
-    return first, (k[:, prefix:], v[:, prefix:], rest, scales)
+        rest = call._replace(source=cache._replace(block_table=table[:, pages:]))
+        return (k, v, of_first._replace(source=alone._replace(block_table=table[:1, :pages]))), (k, v, rest)
+    if index is not None:
+        of_first = of_first._replace(source=alone._replace(batch_index=index[:1]))
+        return (k[:, :prefix], v[:, :prefix], of_first), (*caches, rest)
+    of_one = Scales(*(t[:1] if t is not None and t.dim() == 2 else t for t in call.scales))  # one cache is looked at
+    return (*first, of_first._replace(source=alone, scales=of_one)), (*caches, rest)
 
 
 def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
@@ -203,7 +192,7 @@ def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix, *others: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), given.cache)
+    out, lse = cached_shapes(_sizes(q, k_cache, v_cache, given), cache_of(given.call))
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
 

@@ -15,8 +15,7 @@ from ...errors import DtypeError
 from ...types import Layout, Rule, Rules
 from .. import records
 from ..bound import Bound
-from ..cache.cached_call import Cache
-from ..cache.decode import NO_SCALES, Step, bind_decode, step_of
+from ..cache.decode import Step, bind_decode, step_of
 from ..call import (
     Call,
     check_hooks,
@@ -63,7 +62,6 @@ __all__ = [
 ]
 
 HOPPER_KERNEL = "attention_forward_hopper"
-IN_PLACE = Cache()  # keys are k and v, all of them
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +72,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
         if call.packed is not None and on_host(q):
             check_inside(call.packed, q.shape[0], k.shape[0])
         if prepared.decoder is not None:
-            prepared.decoder.run(q, k, v, out, lse, call, _cache_of(call), NO_SCALES)
+            prepared.decoder.run(q, k, v, out, lse, call)
         else:
             prepared.bound((q, k, v, out, lse, call))
     return out, lse
@@ -82,7 +80,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
-    return step_of(q, k, v, call, IN_PLACE, prepare(q, k, v, call)) if call.packed is None else None
+    return step_of(q, k, v, call, prepare(q, k, v, call)) if call.packed is None else None
 
 
 @recorded("attention", key_of)
@@ -250,7 +248,7 @@ def _bind_decoder(
     from ...device import mods
 
     sizes = {**sizes, "capacity": sizes["seq_k"]}
-    decoder = bind_decode(q, k, v, call, _cache_of(call), sizes, NO_SCALES, plan)
+    decoder = bind_decode(q, k, v, call, sizes, plan)
     return Prepared(
         planned=plan,
         out_shape=out_shape,
@@ -261,14 +259,6 @@ def _bind_decoder(
         decoder=decoder,
         keep=hooks_of(call),
     )
-
-
-def _cache_of(call: Call) -> Cache:
-    """Where the keys of a dense or packed call lie, as the decode kernel is told."""
-    if call.packed is None:
-        return IN_PLACE
-    cu_q, cu_k, max_q, max_k = call.packed
-    return Cache(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
 
 
 # ---------------------------------------------------------------- without a GPU
