@@ -16,7 +16,7 @@ import torch
 from ..errors import Unsupported
 from ..types import Constant, ModArgs, Window, constant
 
-__all__ = ["Arguments", "named", "value_of"]
+__all__ = ["Arguments", "named", "several", "value_of"]
 
 Tensors = list[Any]  # of tensors and None
 NO_CHANGE: Callable[[Any], Any] = lambda value: value  # noqa: E731
@@ -294,6 +294,12 @@ class Arguments(Group):
         """Have the call's record hold what was found of the call."""
         for at in self.prepared:
             bare[at] = bare[at]._replace(prepared=found)
+
+    def prepared_with(self, args: tuple[Any, ...], found: Any) -> tuple[Any, ...]:
+        """The arguments, whose record holds what was found of the call."""
+        for at in self.prepared:
+            args = (*args[:at], args[at]._replace(prepared=found), *args[at + 1 :])
+        return args
 
     def joined(self, bare: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
         """What `take` took apart; tensors: of both kinds, one behind the other."""

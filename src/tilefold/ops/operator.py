@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from ..errors import Unsupported
-from .flat import Arguments
+from .flat import Arguments, several
 from .hopper import inside_operator
 from .watch import (
     in_forward_mode,
@@ -91,6 +91,7 @@ class Operation:
             self.op.register_autograd(refuse)
             return
         self.served = tuple(arguments.tensors.index(each) for each in gradient.served)
+        self.unserved = several([at for at in range(len(arguments.tensors)) if at not in self.served])
         *others, last = gradient.served
         self.text = f"{', '.join(others)} and {last}" if others else last
         self.gradient_op = self._gradient_op(gradient)
@@ -114,16 +115,18 @@ class Operation:
         if not transformed and not wanted:
             return self.forward(*args)
         bare, fixed, more = self.arguments.take(args)
-        named = self.arguments.named(args, fixed)
-        refuse_tangents(named)
-        self._refuse_unserved(named)
+        if in_forward_mode() or wants_gradient([*self.unserved(fixed), *more]):
+            named = self.arguments.named(args, fixed)
+            refuse_tangents(named)
+            self._refuse_unserved(named)
         if transformed:
             refuse_transforms(self.name)
-            return self.transformed.apply(bare, *fixed, *more)
+            return self.transformed.apply(None, bare, *fixed, *more)
         found = self.gradient.ready(*args)  # type: ignore[union-attr]
         if found is not None:
+            args = self.arguments.prepared_with(args, found)
             self.arguments.prepare(bare, found)
-        return self.function.apply(bare, *fixed, *more)
+        return self.function.apply(args, bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
         """The results, through the dispatcher."""
@@ -160,28 +163,29 @@ class Operation:
     # ---------------------------------------------------------------- eager
 
     def _functions(self, gradient: Gradient) -> tuple[Any, Any]:
-        """The autograd functions.  The tensors of a call come apart from it, so that autograd and torch.func see every one."""
+        """The autograd functions.  They take the arguments whole, or None; the arguments without their tensors; and the tensors one
+        by one, so that autograd and torch.func see every one."""
         arguments, count = self.arguments, self.results
 
-        def forward(bare: Any, *tensors: Any) -> Any:
-            args = arguments.joined(bare, tensors)
+        def forward(whole: Any, bare: Any, *tensors: Any) -> Any:
+            args = arguments.joined(bare, tensors) if whole is None else whole
             if is_transformed() and wants_gradient(tensors):  # if only functorch watches, the backward pass says so
                 gradient.ready(*args)
             return self.forward(*args)
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.bare = inputs[0]
-            kept = self._keep_results(ctx, output, lambda: arguments.joined(inputs[0], inputs[1:]))
-            ctx.save_for_backward(*kept, *inputs[1:])
+            ctx.bare = inputs[1]
+            kept = self._keep_results(ctx, output, lambda: arguments.joined(inputs[1], inputs[2:]))
+            ctx.save_for_backward(*kept, *inputs[2:])
 
         def backward(ctx: Any, *grads: Any) -> Any:
             back: list[Any] = [None] * len(ctx.needs_input_grad)
             if all(grad is None for grad in grads):
                 return tuple(back)
-            wanted = tuple([ctx.needs_input_grad[1 + at] for at in self.served])
+            wanted = tuple([ctx.needs_input_grad[2 + at] for at in self.served])
             found = made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
             for at, one in zip(self.served, found, strict=True):
-                back[1 + at] = one
+                back[2 + at] = one
             return tuple(back)
 
         def make(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
