@@ -163,8 +163,8 @@ class Operation:
     # ---------------------------------------------------------------- eager
 
     def _functions(self, gradient: Gradient) -> tuple[Any, Any]:
-        """The autograd functions.  They take the arguments whole, or None; the arguments without their tensors; and the tensors one
-        by one, so that autograd and torch.func see every one."""
+        """The autograd functions.  They take the arguments whole, or None; the arguments without their tensors; and the tensors
+        one by one, so that autograd and torch.func see every one."""
         arguments, count = self.arguments, self.results
 
         def forward(whole: Any, bare: Any, *tensors: Any) -> Any:
