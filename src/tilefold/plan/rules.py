@@ -176,6 +176,7 @@ def _least_rows(device: Device) -> int:
     return 64 if device.generation >= 90 else 32
 
 
+@lru_cache(maxsize=256)
 def _few(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     smaller = []
     for choice in _long_choices(problem, device):

@@ -4,6 +4,7 @@ An entry wins over the rules for long queries. Add one only with a measurement: 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
@@ -102,6 +103,7 @@ TUNED: dict[TunedKey, Tuned] = {
 }
 
 
+@lru_cache(maxsize=256)  # asked by several rules of a plan
 def tuned_tile(problem: AttentionProblem, device: Device, loads: str) -> Tuned | None:
     """The measured tile for a problem on a device with the given loads, or None if nothing was measured."""
     if len(problem.score_mods + problem.mask_mods) >= MANY_MODS:

@@ -48,7 +48,9 @@ def counters(number: int, device: torch.device) -> torch.Tensor:
         found = None if slab is None else slab.take(number)
         # Without a stretch the graph clears counters of its own in each replay.
         return torch.zeros(number, dtype=torch.int32, device=device) if found is None else found
-    stream = torch.cuda.current_stream(device).cuda_stream
+    import triton  # here: `import tilefold` stays light
+
+    stream = triton.runtime.driver.active.get_current_stream(index)  # torch makes an object of it, in every call
     held = slab.streams.get(stream)
     if held is None or held.shape[0] < number:
         torch.cuda.current_stream(device).wait_event(slab.ready)  # other streams are to find zeros

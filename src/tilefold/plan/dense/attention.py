@@ -198,6 +198,7 @@ def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
     return hopper_options(problem, choice.tile) if choice.kernel == HOPPER else ()
 
 
+@lru_cache(maxsize=256)  # a choice is judged when it is made, and again by the plan
 def _violation(
     problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
 ) -> tuple[str, str] | None:
@@ -265,6 +266,7 @@ def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -
     )
 
 
+@lru_cache(maxsize=256)
 def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
     """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
     return {
