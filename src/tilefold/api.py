@@ -94,8 +94,8 @@ def attention(
         plan: the plan to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.  A
             `DecodePlan` splits the keys, an `AttentionPlan` does not.
             Inside torch.compile, pass score_mod, mask_mod, score_grad and the plans as `tilefold.constant(...)`, made outside.
-        score_grad: as score_mod, but returns the derivative of the new score by the given one: needed for gradients if there is
-            a score_mod.
+        score_grad: as score_mod, but returns the derivative of the new score by the given one.  None: for gradients it is made of
+            the source of score_mod, if that is differentiable (docs/concepts/masks.md says what is).
         backward_plan: an `AttentionBackwardPlan` to follow exactly in the backward pass, made by `attention_backward_plan`.
         dropout_p: probability, from 0 to less than 1, of dropping each weight of the softmax; those kept are divided by
             1 - dropout_p, as in flash_attn.  lse is that of all.  Give 0 when not training.
@@ -128,8 +128,8 @@ def attention(
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
-        naming the argument; Unsupported if alibi_slopes, score_args or mask_args require a gradient, or if there is a score_mod
-        without score_grad and anything does.
+        naming the argument; Unsupported if alibi_slopes, score_args or mask_args require a gradient, or if anything does, and
+        score_mod is not differentiable and comes without score_grad.
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """

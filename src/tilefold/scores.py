@@ -102,7 +102,8 @@ def rule(
     twin: Callable[..., torch.Tensor] | None = None,
 ) -> Score:
     """What a @triton.jit function makes of the score: fn(score, batch, head, q_index, kv_index, args), as `attention` takes
-    score_mod, with args as score_args.  grad: the same for the derivative of the new score by the given one, for gradients.
+    score_mod, with args as score_args.  grad: the same for the derivative of the new score by the given one; None: it is made of
+    fn's source, if that is differentiable.
     twin: the same as fn as a Python function of tensors, which `Score.dense` calls.  Inside torch.compile fn and grad are
     `tilefold.constant`s."""
     if not isinstance(args, tuple):

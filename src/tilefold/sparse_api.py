@@ -69,7 +69,7 @@ def sparse_attention(
         softcap, score_mod, score_args, mask_mod, mask_args, layout, return_lse: as for `attention`.  There is no window,
             bias, alibi_slopes or sinks: a mask or a score_mod does what the first three do.
         score_grad: @triton.jit function with the arguments of score_mod that returns the derivative of the new score by the given
-            one; needed for gradients where score_mod is given (a mod that only adds: 1).
+            one.  None: for gradients it is made of the source of score_mod, as for `attention`.
         plan: a `SparsePlan` to follow exactly, made by `sparse_plan` and perhaps changed; PlanError if it does not fit.
         backward_plan: the same for the backward pass, a `SparseBackwardPlan`.
         check: True: first read the lists and raise ValueRangeError naming what is out of range.  "device": a launch before the
@@ -91,7 +91,7 @@ def sparse_attention(
 
     Raises:
         As `attention`.  ModifiedError from the backward pass if a tensor of index (or of score_args or mask_args) was changed in
-        place after this call.  Unsupported if a gradient is needed and score_mod comes without score_grad, or args require one;
+        place after this call.  Unsupported if a gradient is needed and score_mod has no derivative, or args require one;
         and if index is masked and the call has no mask.
 
     Source: block-sparse FlashAttention (Dao et al. 2022, arXiv:2205.14135, section 3.3).

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, same
+from cases import dilated, dilated_twin, looped, one, packed, qkv, rand, relative, relative_twin, same
 from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
@@ -173,7 +173,7 @@ def test_opcheck_and_refusals_of_the_operator(device):
             modded._replace(score_args=(table, 4)),
             r"score_args\[0\] requires a gradient, but only q, k, v, bias and sinks",
         ),
-        (modded._replace(score_grad=None), "also give score_grad"),
+        (Call(score_mod=looped), "give score_grad"),
     ):
         out, _ = ATTENTION.dispatched(q, k, v, call)
         with pytest.raises(tilefold.Unsupported, match=match):

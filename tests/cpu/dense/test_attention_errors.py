@@ -6,7 +6,7 @@ import torch
 import triton
 
 import tilefold
-from cases import dilated, qkv, relative
+from cases import dilated, looped, qkv, relative
 from tilefold import DeviceError, DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops import launch
 from tilefold.ops.device import device_of
@@ -217,8 +217,12 @@ def bad_calls(device):
     yield LayoutError, "q must be a dense strided tensor", (q.to_sparse(), k, v), {}
     yield DtypeError, "plan must be an AttentionPlan, a DecodePlan or None, got str", (q, k, v), {"plan": "fast"}
     learned = q.clone().requires_grad_()
-    table = torch.ones(4, 9, device=device)
-    yield Unsupported, "also give score_grad", (learned, k, v), {"score_mod": relative, "score_args": (table, 4)}
+    yield (
+        Unsupported,
+        "only assignments, `if` and `return` may depend on the score",
+        (learned, k, v),
+        {"score_mod": looped},
+    )
     slopes = torch.ones(4, device=device).requires_grad_()
     yield Unsupported, "alibi_slopes requires a gradient", (q, k, v), {"alibi_slopes": slopes}
     yield DtypeError, "backward_plan must be an AttentionBackwardPlan", (learned, k, v), {"backward_plan": "fast"}

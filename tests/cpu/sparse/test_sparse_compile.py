@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import one, qkv, rand, relative, same
+from cases import looped, one, qkv, rand, relative, same
 from cases.index import lists
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists
@@ -90,7 +90,7 @@ def test_opcheck(device):
         torch.library.opcheck(SPARSE.op, SPARSE.flat(q, k, v, call, turned))
     for given, match in (
         ((plain, None), "needs the transposed lists"),
-        ((modded._replace(score_grad=None), turned), "also give score_grad"),
+        ((plain._replace(score_mod=looped), turned), "give score_grad"),
     ):
         out, _ = SPARSE.dispatched(q, k, v, *given)
         with pytest.raises(tilefold.Unsupported, match=match):

@@ -15,7 +15,7 @@ from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
 from ..serve import BoundFunction, function_at, plan_at
 from .attention_backward_weights import bind_weights, weighted
-from .backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
+from .backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -51,7 +51,7 @@ def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     prepared = attention.prepare(q, k, v, call)
     asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic
     if asked not in prepared.backward:
-        require_score_grad(call.score_mod, call.score_grad)
+        score_slope(call.score_mod, call.score_grad)
         if prepared.plan is not None:
             backward_plan_of(prepared.problem, call, q, asked[1])
         prepared.backward[asked] = None
@@ -71,7 +71,7 @@ def backward(
     and v hold: the gradients are then summands, dk and dv in fp32 where the kernel adds them up in fp32, and the probabilities
     of these keys do not add up to 1."""
     q, k, v, out, lse = saved
-    require_score_grad(call.score_mod, call.score_grad)
+    score_slope(call.score_mod, call.score_grad)
     prepared = call.prepared or attention.prepare(q, k, v, call)
     keys = wanted[1] or wanted[2]  # dk and dv come together
     asked = wanted[0], keys, keys, *wanted[3:]
@@ -120,15 +120,6 @@ def backward(
     if sinks is not None:
         dsinks = sinks.sum(0).to(call.sinks.dtype)  # type: ignore[union-attr]
     return dq, dk, dv, dbias, dsinks
-
-
-def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The derivative of each score mod, in their order; and the same with 1 for the bias and the mods before it."""
-    unit = (mods.unit_slope, ())  # a slope gets the args of its mod
-    cap = (mods.softcap_exact_slope if exact else mods.softcap_slope, ())
-    before = [cap] * bool(softcap) + [unit] * (call.alibi_slopes is not None) + [unit] * (call.bias is not None)
-    after = [(call.score_grad, ())] if call.score_mod is not None else []
-    return (*before, *after), (*[unit] * len(before), *after)
 
 
 # ---------------------------------------------------------------- the first time

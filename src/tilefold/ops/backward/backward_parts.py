@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import Unsupported
 from ...types import Layout
 from ..bound import Bound, Slot, strides_named
+from ..call import Call
 from ..dense.attention_parts import boxable, describe_box, sequence_strides
 
 if TYPE_CHECKING:
     from ...plan.limits import Tile
     from ...plan.problem import AttentionProblem
 
-__all__ = ["ROWS", "boxes", "delta_bound", "readable", "require_score_grad", "side_strides", "tiled"]
+__all__ = ["ROWS", "boxes", "delta_bound", "readable", "score_slope", "side_strides", "slopes_of", "tiled"]
 
 ROWS = 64  # rows of delta that one program makes
 
@@ -64,10 +64,19 @@ def readable(dout: torch.Tensor) -> torch.Tensor:
     return dout.clone(memory_format=torch.contiguous_format)
 
 
-def require_score_grad(score_mod: Any, score_grad: Any) -> None:
-    """Unsupported if the derivative of the user's score mod is needed and nobody gave it."""
-    if score_mod is not None and score_grad is None:
-        raise Unsupported(
-            "an input requires a gradient and score_mod is given: also give score_grad, a @triton.jit function of the same "
-            "arguments that returns the derivative of the new score by the given one"
-        )
+def score_slope(score_mod: Any, score_grad: Any) -> Any:
+    """The derivative of the user's score mod: as given, else made of its source; None without a mod."""
+    if score_mod is None or score_grad is not None:
+        return score_grad
+    from ..derivative import derivative_of  # here: `import tilefold` stays light
+
+    return derivative_of(score_mod)
+
+
+def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The derivative of each score mod, in their order; and the same with 1 for the bias and the mods before it."""
+    unit = (mods.unit_slope, ())  # a slope gets the args of its mod
+    cap = (mods.softcap_exact_slope if exact else mods.softcap_slope, ())
+    before = [cap] * bool(softcap) + [unit] * (call.alibi_slopes is not None) + [unit] * (call.bias is not None)
+    after = [(score_slope(call.score_mod, call.score_grad), ())] if call.score_mod is not None else []
+    return (*before, *after), (*[unit] * len(before), *after)

@@ -38,9 +38,9 @@ def _gradients(
 
 
 def _require(q: Any, k: Any, v: Any, call: Call) -> None:
-    from ..backward.backward_parts import require_score_grad
+    from ..backward.backward_parts import score_slope
 
-    require_score_grad(call.score_mod, call.score_grad)
+    score_slope(call.score_mod, call.score_grad)
 
 
 def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:

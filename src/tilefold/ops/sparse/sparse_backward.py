@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import DtypeError, Unsupported
-from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, require_score_grad, side_strides, tiled
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
 from ..device import device_of, interpreting
@@ -85,7 +85,7 @@ class SparseGradient(torch.autograd.Function):
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> None:
     """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
     call whose derivative nobody gave."""
-    require_score_grad(call.score_mod, call.score_grad)
+    score_slope(call.score_mod, call.score_grad)
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is not None:
         _plan(prepared, call, q)
@@ -117,7 +117,7 @@ def backward(
     """(dq, dk, dv), each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v, out, lse of the
     forward pass; dout like out, dlse like lse or None."""
     q, k, v, out, lse = saved
-    require_score_grad(call.score_mod, call.score_grad)
+    score_slope(call.score_mod, call.score_grad)
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         made = (
@@ -238,6 +238,7 @@ def _bind(
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         **mod_values(prepared.mods, call, q.dtype),
+        "slopes": slopes_of(prepared.mods, float(call.softcap), call, q.dtype == torch.float32)[0],
     }
     of_queries, of_keys = {**values, **list_values(call)}, {**values, **list_values(call, transposed)}
     if boxed:  # what streams by

@@ -52,9 +52,9 @@ def _gradients(
 
 
 def _require(q: Any, k: Any, v: Any, call: Call, turned: Turned | None) -> None:
-    from ..backward.backward_parts import require_score_grad
+    from ..backward.backward_parts import score_slope
 
-    require_score_grad(call.score_mod, call.score_grad)
+    score_slope(call.score_mod, call.score_grad)
     if turned is None:
         raise Unsupported("a gradient of tilefold::sparse_attention needs the transposed lists")
 

@@ -73,16 +73,12 @@ def list_values(call: Call, turned: Lists | None = None) -> dict[str, Any]:
 
 
 def mod_values(mods: Any, call: Call, dtype: torch.dtype) -> dict[str, Any]:
-    """Score and mask mods, and the derivative of each score mod, by the kernels' names; a user's function may have other
-    arguments in each call."""
+    """Score and mask mods by the kernels' names; a user's function may have other arguments in each call."""
     exact = dtype == torch.float32
     bare = call._replace(score_mod=None, mask_mod=None)
     score, masks = mods_of(mods, float(call.softcap), bare, exact)
     masks = ((mods.causal, ()), *masks) if call.causal else masks
-    slopes = ((mods.softcap_exact_slope if exact else mods.softcap_slope, ()),) if call.softcap else ()
-    if call.score_mod is not None:
-        slopes = (*slopes, (call.score_grad, ()))
-    made: dict[str, Any] = {"score_mods": score, "mask_mods": masks, "slopes": slopes}
+    made: dict[str, Any] = {"score_mods": score, "mask_mods": masks}
     if call.score_mod is not None:
         made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
     if call.mask_mod is not None:
