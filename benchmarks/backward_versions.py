@@ -39,7 +39,11 @@ def versions(dim: int) -> dict[str, ReduceOptions]:
 def flash_attention(deterministic: bool) -> Callable[..., Any]:
     from flash_attn.cute import flash_attn_func
 
-    return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal, deterministic=deterministic)[0]
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+        found = flash_attn_func(q, k, v, causal=causal, deterministic=deterministic)
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
 
 
 def backward_of(out: torch.Tensor, inputs: Gradients, dout: torch.Tensor) -> Backward:
