@@ -200,6 +200,6 @@ def test_memory_of_a_call(causal: bool) -> None:
     used = sum(t.numel() * t.element_size() for i, t in enumerate(made) if i != 4)  # but dq
     assert plan.scratch_bytes <= used + 4096
     assert used <= plan.scratch_bytes + 4096
-    firsts = [tuple(one.main.values[name] for name in ("written", "stat_units")) for one in bound.launches]
+    firsts = [tuple(one.main.values[name] for name in ("written", "stat_tiles")) for one in bound.launches]
     assert firsts == [(span.written, 79) for span in plan.spans]
     assert len({one.counters for one in bound.launches}) == len(bound.launches) == 5

@@ -93,7 +93,7 @@ def main_bound(
     stripes = -(-kv_units // stripe_units)
     batches = rules.batches_of(n, heads, keys)
     kernel, constants, registers = _kernel(plan)
-    constants |= {"KIND": kind_of(n.sides), "STRIPED": striped or stripes > 1}
+    constants |= {"KIND": kind_of(n.sides), "SPLIT": striped or stripes > 1}
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     items = batches * (heads * stripe_units + rules.query_items(n, device, heads))
     launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
@@ -102,28 +102,28 @@ def main_bound(
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),
-        "keep_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
+        "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,
         "seq_q": n.seq_q,
         "seq_k": n.seq_k,
         "heads": n.heads,
         "group": n.group,
-        "q_units": q_units,
-        "kv_units": kv_units,
+        "q_tiles": q_units,
+        "kv_tiles": kv_units,
         "left": left,
         "right": right,
-        "stripe_units": stripe_units,
-        "stripes": stripes,
+        "split_tiles": stripe_units,
+        "splits": stripes,
         "width": rules.line_width(n, keys),
-        "batch_heads": heads,
-        "batches": batches,
+        "heads_at_once": heads,
+        "segments": batches,
         "delay": rules.delay(n, device, heads, keys),
-        "rooms": rules.rooms(n, device, heads, keys),
-        "no_unit": sizes[0] - 1,
+        "slots": rules.rooms(n, device, heads, keys),
+        "no_tile": sizes[0] - 1,
         "nowhere": sizes[2],
         **side_strides(call.layout, **gradients),
         "written": span[0],
-        "stat_units": span[1],
+        "stat_tiles": span[1],
     }
     return Bound(launch, GIVEN, values)
 
@@ -149,5 +149,5 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
         return attention_backward_hopper_wide, constants | {"CONSUMER_REGISTERS": WIDE_REGISTERS[1]}, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 
-    constants |= {"SUM_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
+    constants |= {"QUERY_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
     return attention_backward_hopper, constants, REGISTERS

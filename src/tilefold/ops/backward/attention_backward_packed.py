@@ -51,7 +51,7 @@ def bound_launches(
     values = {
         **boxed_sides(side_boxes(q4, dout4, k4, v4, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
-        "keep_desc": Slot("kept", kept_box(kept, q.dtype).over),
+        "ds_desc": Slot("kept", kept_box(kept, q.dtype).over),
         "CuQ": attribute("call", "packed.cu_q", call.packed),
         "CuK": attribute("call", "packed.cu_k", call.packed),
         "scale": scale,
@@ -72,10 +72,11 @@ def bound_launches(
         "longest": order.longest,
         "shift": order.shift,
         "lines": order.lines,
+        "slots": order.lines,
         "width": order.width,
-        "blocks": order.blocks,
+        "segments": order.blocks,
         "counters": counters,
-        "no_unit": rows - 1,
+        "no_tile": rows - 1,
         "nowhere": kept,
     }
     named = {"o": out, "d": dout, "g": meta(*q.shape), "x": meta(*k.shape), "y": meta(*v.shape)}
@@ -135,7 +136,7 @@ def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": n.dim_qk,
         "SLOTS": plan.keys.num_stages,
-        "SUM_TILES": order.together,
+        "QUERY_TILES": order.together,
         "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

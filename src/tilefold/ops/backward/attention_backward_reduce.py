@@ -56,7 +56,7 @@ def bound_launches(
         "blocks": rules.blocks(n),
         "left": left,
         "right": right,
-        "batch_heads": plan.heads_at_once,
+        "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
         **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
     }

@@ -2,7 +2,7 @@
 
 A span is a call of its own: some tiles of 64 queries of every head, and the keys that they see, cut so that the mask, aligned to
 the bottom right, is that of the whole call.  Each query belongs to one span, so dq is made in place; dk and dv are summed over
-spans in fp32, in the order of the queries, by the kernel itself (kernels/hopper/backward_spans.py)."""
+spans in fp32, in the order of the queries, by the kernel itself (kernels/hopper/backward_epilogue.py)."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """What the plans of the Gluon kernels of the backward pass on sm_90 share: their tile, their memory, the order of their work.
 
-Both keep the dS of some batches of work at a time, each in a room (kernels/hopper/backward_work.py)."""
+Both keep the dS of some segments at a time, each in a slot of a ring (kernels/hopper/backward_scheduler.py)."""
 
 from math import isqrt
 
