@@ -13,21 +13,21 @@ MASKS = {FULL: {}, CAUSAL: {"causal": True}, WINDOW: {"window": (LEFT, RIGHT)}}
 
 
 @functools.cache
-def batch_of(kind, lengths_q, lengths_k, kv_heads, group, lines, rows):
+def batch_of(kind, lengths_q, lengths_k, kv_heads, group, slots, rows):
     """The batch and its order of work, which the interpreter makes."""
-    return Batch(lengths_q, lengths_k, kv_heads, group, lines, rows, (7, 20), **MASKS[kind])
+    return Batch(lengths_q, lengths_k, kv_heads, group, slots, rows, (7, 20), **MASKS[kind])
 
 
 class Run(Backward):
     """One launch over a batch."""
 
-    def __init__(self, seed, kind, lengths_q, lengths_k, kv_heads, group, lines, query_tiles=1, hold=False):
+    def __init__(self, seed, kind, lengths_q, lengths_k, kv_heads, group, slots, query_tiles=1, hold=False):
         super().__init__(seed)
-        self.batch = batch_of(kind, tuple(lengths_q), tuple(lengths_k), kv_heads, group, lines, 64 * query_tiles)
+        self.batch = batch_of(kind, tuple(lengths_q), tuple(lengths_k), kv_heads, group, slots, 64 * query_tiles)
         order = self.batch.order
         self.kind, self.hold, self.order, self.group = kind, hold, order, group
         self.query_tiles = query_tiles
-        self.items, self.segments, self.slots = order.keys + order.queries, order.blocks, order.lines
+        self.items, self.segments, self.slots = order.keys + order.queries, order.blocks, order.slots
         self.slot_rows = group * order.width * 64
         self.entries = self.batch.entries.flatten().tolist()
 
@@ -110,7 +110,7 @@ class Run(Backward):
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, False, self.hold)
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, False, self.hold, True)
         pipe, tiles = self.pipeline(names, config)
         scheduler = names["PackedScheduler"](
             names["Counters"](0, self.segments), Pointer(self.entries), self.group, self.batch.total_q, self.order.q_places,

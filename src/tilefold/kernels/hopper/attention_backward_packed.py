@@ -39,7 +39,7 @@ def attention_backward_packed(
     attention_backward.  QUERY_TILES of a work tile for dq, as the entries have them.
 
     Progress [1 + 2 * segments] int32: zeros.  Grid: a program for each entry; which one it makes, it draws."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, FENCE, HOLD)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, FENCE, HOLD, True)
     memory = allocate_pool(stat_desc, config)
     ds = PackedDsRing(DsTiles(ds_desc, allocate_ds(config), nowhere), group, slots, width)
     pipe = make_backward_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory, config, 1)

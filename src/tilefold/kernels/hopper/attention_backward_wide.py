@@ -187,7 +187,7 @@ def attention_backward_hopper_wide(
 ):  # fmt: skip
     """As `attention_backward.attention_backward_hopper`, with D = 256, the width of all tiles, of which COLUMNS_QK and COLUMNS_V
     are the head dims (None: all).  Partial [.., D].  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2, FENCE, False)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2, FENCE)
     memory = allocate_pool(stat_desc, config)
     # rows of a quad's 8 columns, so that the 8 rows that a warp stores or loads at a time lie in different banks
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])

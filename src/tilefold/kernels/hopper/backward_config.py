@@ -19,15 +19,17 @@ class BackwardConfig:
     TILES: gl.constexpr  # of the pool
     FENCE: gl.constexpr  # keep the wait for dP behind the exponentials
     HOLD: gl.constexpr  # keep K and V in registers: shared memory is read half as often for S and dP
+    VARLEN: gl.constexpr  # packed sequences: rows behind the end of one are the next one's
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64 keys, 64 queries],
     OUT: gl.constexpr  # of dq, dk and dv [64, D],
     LEFT: gl.constexpr  # of P and dS as left operands,
     OWN: gl.constexpr  # and of K and V
 
     @constexpr_function
-    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, FENCE, HOLD):
+    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, FENCE, HOLD=False, VARLEN=False):
         self.DTYPE, self.D, self.SLOTS = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(SLOTS)
-        self.QUERY_TILES, self.FENCE, self.HOLD = gl.constexpr(QUERY_TILES), gl.constexpr(FENCE), gl.constexpr(HOLD)
+        self.QUERY_TILES, self.FENCE = gl.constexpr(QUERY_TILES), gl.constexpr(FENCE)
+        self.HOLD, self.VARLEN = gl.constexpr(HOLD), gl.constexpr(VARLEN)
         panels, tiles = D // 64, 2 * SLOTS + 2
         self.TILES = gl.constexpr(tiles)
         self.DQ_SLOTS = gl.constexpr(tiles * panels // (panels + QUERY_TILES))

@@ -107,7 +107,7 @@ def consume_keys(work, group, pipe, mask, ds, dk_out, dv_out, scale):
     Of packed sequences the last query tile, K and V may have an end in them: their rows behind it are zeroed.  Who looks for it
     has to wait for all warps, so the last query tile has a loop of its own."""
     config = pipe.config
-    PACKED: gl.constexpr = dk_out.stride_b is None
+    VARLEN: gl.constexpr = config.VARLEN
     recompute = Recompute(pipe.statistics, scale, config.SCORES, UNIT)
     lengths = work.lengths
     first, seen = mask.queries_of(work.tile, lengths)
@@ -118,7 +118,7 @@ def consume_keys(work, group, pipe, mask, ds, dk_out, dv_out, scale):
     dv = zero_gradient(config)
     stage = first_stage(0)
     pipe.wait_keys()
-    if PACKED:
+    if VARLEN:
         live_k = lengths.seq_k - work.tile * UNIT
         if live_k < UNIT:
             pipe.clear(2 * config.SLOTS, live_k)
@@ -126,20 +126,20 @@ def consume_keys(work, group, pipe, mask, ds, dk_out, dv_out, scale):
     own = (pipe.k(), pipe.v())
     if config.HOLD:
         own = (own[0].load(config.OWN), own[1].load(config.OWN))
-    if PACKED:
+    if VARLEN:
         begin -= first * step  # its rows are worked out anew: the one of the next tile has no register
     for g in range(group):
-        s, dp = first_products(own, stage, pipe, lengths.seq_q - first * UNIT if PACKED else None)
+        s, dp = first_products(own, stage, pipe, lengths.seq_q - first * UNIT if VARLEN else None)
         s = mask.apply(s, first, work.tile, whole, lengths)
         row = begin
-        for i in range(first + 1, last if PACKED else last + 1):  # the tile after the one whose S is there
-            if PACKED:
+        for i in range(first + 1, last if VARLEN else last + 1):  # the tile after the one whose S is there
+            if VARLEN:
                 row = begin + (i - 1) * step
             state, stage = key_step((s, dp, dk, dv), own, stage, row, pipe, recompute, ds.tiles, False)
             s, dp, dk, dv = state
             row += step  # before the mask's branch, or the compiler makes the loop twice
             s = mask.apply(s, i, work.tile, whole, lengths)
-        if PACKED:
+        if VARLEN:
             for i in range(gl.maximum(first + 1, last), last + 1):
                 live_q, row = lengths.seq_q - i * UNIT, begin + (i - 1) * step
                 state, stage = key_step((s, dp, dk, dv), own, stage, row, pipe, recompute, ds.tiles, False, live_q)
@@ -187,19 +187,19 @@ def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRS
     Over the KV split, and of what the splits before made, which waits in memory."""
     config = pipe.config
     lengths = work.lengths
-    PACKED: gl.constexpr = dq_out.stride_b is None
+    VARLEN: gl.constexpr = config.VARLEN
     low, tiles, begins, ends = scheduler.keys_of(work, mask)
     sums = (zero_gradient(config),)
     if NUMBER > 1:
         sums = (sums[0], zero_gradient(config))
     stage = first_stage(0)
     before = 0
-    for j in range(tiles - 1 if PACKED else tiles):
+    for j in range(tiles - 1 if VARLEN else tiles):
         pipe.wait_q(stage)
         sums = add_pair(sums, stage, before, j, pipe, FIRST)
         before = stage.slot
         stage = next_stage(stage, config.DQ_SLOTS)
-    if PACKED:
+    if VARLEN:
         for j in range(gl.maximum(tiles - 1, 0), tiles):  # which may have the end of the sequence in it
             pipe.wait_q(stage, lengths.seq_k - (low + j) * UNIT)
             sums = add_pair(sums, stage, before, j, pipe, FIRST)

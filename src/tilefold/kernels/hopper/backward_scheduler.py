@@ -243,7 +243,7 @@ def work_of_number(drawn, kv_tiles, query_tiles, segments, delay):
 
 @jit
 def _await(counter, wanted):
-    """Wait until a counter has come so far; what was written before it was counted is then there for the copy engine, too."""
+    """Wait until a counter has come so far; what was written before it was counted is then there for TMA, too."""
     gl.inline_asm_elementwise(
         "{ .reg .pred less; .reg .b32 seen; again: ld.acquire.gpu.global.s32 seen, [$1]; setp.lt.s32 less, seen, $2; "
         "@less nanosleep.u32 64; @less bra again; fence.proxy.async.global; mov.b32 $0, seen; }",
@@ -257,7 +257,7 @@ def _await(counter, wanted):
 
 @jit
 def await_copies():
-    """Until all that the threads of this partition had copied out of shared memory has been written where others can see it."""
+    """Until what this partition had TMA store is written where others see it."""
     gl.inline_asm_elementwise("{ cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0; }", "=r", [],
                               dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
