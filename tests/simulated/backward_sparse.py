@@ -5,7 +5,7 @@ import random
 
 from simulated import Number
 from simulated.backward import CLASSES, DIM, FUNCTIONS, GARBAGE, SLOTS, Backward, Pointer
-from tilefold.kernels.hopper import sparse_backward
+from tilefold.kernels.hopper import backward_lists, sparse_backward
 
 
 def random_lists(seed, heads, q_blocks, kv_blocks):
@@ -21,7 +21,7 @@ class Run(Backward):
         *FUNCTIONS,
         (sparse_backward, ("produce_keys", "produce_queries", "produce", "consume_keys", "consume_queries", "consume")),
     )
-    classes = (*CLASSES, (sparse_backward, ("ListScheduler", "Lists", "BlockSizes", "ListDsRing")))
+    classes = (*CLASSES, (backward_lists, ("ListScheduler", "Lists", "BlockSizes", "ListDsRing")))
 
     def __init__(self, seed, lists, group, kv_blocks, per_q, per_k, heads_at_once, slots):
         super().__init__(seed)

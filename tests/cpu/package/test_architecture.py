@@ -96,6 +96,7 @@ SHARED_BY_HOPPER = (
     "backward_config",
     "backward_consumer",
     "backward_epilogue",
+    "backward_lists",
     "backward_mask",
     "backward_pipeline",
     "backward_producer",
@@ -299,8 +300,8 @@ def test_gluon_is_hidden_in_one_file() -> None:
 ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_backward", "attention_backward_packed",
              "attention_backward_reduce", "attention_backward_wide", "sparse_backward", "block_list", "config",
              "consumer", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "scheduler",
-             "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_mask",
-             "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring", "dq_sums", "recompute",
+             "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_lists",
+             "backward_mask", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring", "dq_sums", "recompute",
              "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
 MOST_ARGUMENTS = 12
 

@@ -13,6 +13,7 @@
     producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
     backward_config, _scheduler, _pipeline, _mask, _epilogue, ds_ring, recompute
              the aggregates of the backward kernels that keep dS; with backward_producer and backward_consumer
+    backward_lists      those of sparse_backward
     reduce_scheduler, reduce_pipeline, dq_sums      those of attention_backward_reduce
 
 `available` says whether they can be used; if not, the portable kernels serve.  Gluon does not run in the interpreter.
